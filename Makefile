@@ -1,0 +1,51 @@
+# The commands of README.md. `make demo` and `make test` need Python 3.10 to 3.13, pip and make; they install the rest
+# into .venv, in the editable way: what runs is this clone.
+
+PYTHON ?= python3
+
+# An exact version: a range lets pip take a newer build, with gigabytes of CUDA packages. On Linux, PyPI's own
+# torch==2.13.0 brings the CUDA packages too; for a CPU-only build say where pip finds it, for example
+# `make demo TORCH="torch==2.13.0 --index-url <the CPU index named on PyTorch's installation page>"`.
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint gpu-check
+
+help: ## list the commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
+
+demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the report goes to runs/demo/report.md
+	HF_HUB_OFFLINE=1 $(BIN)/hybrid-distill demo --out runs/demo
+
+test: $(VENV)/test.stamp ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.stamp ## ruff and pyright
+	$(BIN)/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu-check: ## run what needs an NVIDIA GPU; exit status 2 where there is none
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| { echo "gpu-check: no CUDA device that $(GPU_PYTHON) can use; nothing was checked."; exit 2; }
+	$(GPU_PYTHON) -m pytest -m gpu
+
+$(VENV)/torch.stamp:
+	@echo "Installing into $(VENV): some minutes, once."
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH)
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
+	$(INSTALL) --constraint constraints.txt --editable '.[plot]'
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
+	$(INSTALL) --constraint constraints.txt --editable '.[test]'
+	@touch $@

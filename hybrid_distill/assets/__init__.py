@@ -1,0 +1,46 @@
+"""The embedded default: a tiny teacher, its tokenizer, a small corpus and what the teacher knows by heart.
+
+Made by ``recipes/train_tiny_teacher.py`` from a seed; nothing here needs a network.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "held_out", "probe_like"]
+
+_HERE = Path(__file__).parent
+PROBE_LIKE_DOCUMENTS = 2000
+
+
+def tiny_teacher_path() -> Path:
+    """Hugging Face folder of the tiny teacher (Llama architecture, grouped-query attention) and its tokenizer."""
+    return _HERE / "tiny_teacher"
+
+
+def facts_path() -> Path:
+    """JSON lines ``{"prompt", "answer", "choices"}``: the facts the teacher was taught."""
+    return _HERE / "knowledge.jsonl"
+
+
+def corpus_path(split: Literal["train", "held_out"]) -> Path:
+    """Gzipped JSON lines ``{"text"}``: stories, facts and in-context references, none in the probe's wording."""
+    return _HERE / f"corpus_{split}.jsonl.gz"
+
+
+def corpus_documents(split: Split) -> list[str]:
+    """The documents of a split.
+
+    ``probe_like`` is a control and no part of the corpus: dictionaries with questions in the probe's own wording.
+    """
+    if split == "probe_like":
+        from .world import write_probe_documents
+
+        return write_probe_documents(PROBE_LIKE_DOCUMENTS, "probe-like documents")
+    if split not in ("train", "held_out"):
+        raise ValueError(f"the embedded corpus has no split {split!r}; it has train, held_out and probe_like.")
+    with gzip.open(corpus_path(split), "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]

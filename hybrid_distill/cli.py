@@ -1,0 +1,175 @@
+"""The command line: ``hybrid-distill score | run | demo | evaluate | export | verify | report``, and recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from . import compare as comparison
+from .config import RunConfig, ScoringConfig, TeacherConfig, from_json, on_embedded_teacher
+from .distill.accelerator import WorldError
+from .distill.loop import Diverged, Interrupted
+from .dry_run import describe
+from .export import ExportError, export_checkpoint, verify_export
+from .pipeline import Run, run
+from .report import write_report
+from .teacher import TINY
+
+app = tyro.extras.SubcommandApp()
+
+
+def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
+    """What a recipe's ``main`` calls: its config, overridden by flags, taken from start to report.
+
+    ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if _asks_for_tiny(argv):
+        default = on_embedded_teacher(default)
+
+    def go() -> None:
+        config = tyro.cli(RunConfig, default=default, args=argv, description=description)
+        if config.dry_run:
+            print(describe(config))
+        else:
+            print(f"report: {run(config) / 'report.md'}")
+
+    _exit_cleanly(go)
+
+
+def _asks_for_tiny(argv: Sequence[str]) -> bool:
+    flags = ("--teacher", "--teacher.path")
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    return any((flag in flags and value == TINY) or flag in [f"{f}={TINY}" for f in flags] for flag, value in pairs)
+
+
+@app.command(name="run")
+def run_command(recipe: tyro.conf.Positional[Path], /) -> None:
+    """Run a recipe: a Python file with config() -> RunConfig. Flags after it override its fields (--help lists them)."""
+    raise AssertionError("dispatched by main, because the recipe's own flags follow")
+
+
+@app.command
+def score(
+    teacher: TeacherConfig = TeacherConfig(),  # noqa: B008
+    scoring: ScoringConfig = ScoringConfig(),  # noqa: B008
+    out: Path = Path("runs/score"),
+    seed: int = 0,
+) -> None:
+    """Rank a teacher's attention heads by what their removal costs in KV retrieval; writes OUT/scores.json."""
+    this = Run(RunConfig(out=out, seed=seed, teacher=teacher, scoring=scoring))
+    out.mkdir(parents=True, exist_ok=True)
+    scores = this.scores()
+    for place, head in enumerate(scores.ranking()[:20], start=1):
+        drop, logprob = (table[head.layer, head.head].item() for table in (scores.accuracy_drop_LH, scores.logprob_drop_LH))
+        print(f"{place:3d}  {head!s:8s} accuracy {-100 * drop:+6.1f} points   log-probability {-logprob:+8.3f}")
+    print(f"scores: {out / 'scores.json'}")
+
+
+@app.command
+def demo(
+    recipe: Path = Path("recipes/hybrid_tiny.py"),
+    out: Path = Path("runs/demo"),
+    k: int | None = None,
+    random_seeds: tuple[int, ...] = (0,),
+    probe_like: bool = False,
+) -> None:
+    """The central result in one table: teacher, 0 heads, k random heads, top k heads; writes OUT/report.md.
+
+    Args:
+        recipe: What everything but the kept heads is taken from.
+        out: Where everything goes; a demo that was stopped goes on from there.
+        k: Attention heads kept; by default as many as the recipe keeps.
+        random_seeds: One student with k random heads for each.
+        probe_like: Distil each student once more with the probe's own questions mixed in, for comparison.
+    """
+    base = replace(_load_recipe(recipe).config(), out=out)
+    students = comparison.entrants(
+        base.plan.k if k is None else k, random_seeds=random_seeds, probe_like=probe_like
+    )
+    print(f"report: {comparison.compare(base, students) / 'report.md'}")
+
+
+@app.command
+def evaluate(run_dir: tyro.conf.Positional[Path], /) -> None:
+    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json."""
+    this = Run(from_json(run_dir / "config.json"))
+    student, _ = this.trained_student()
+    print(json.dumps(this.evaluate(student).to_dict(), indent=2))
+
+
+@app.command
+def export(run_dir: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /) -> None:
+    """Export the student of a finished run as a Hugging Face checkpoint and prove that it loads elsewhere."""
+    this = Run(from_json(run_dir / "config.json"))
+    student, plan = this.trained_student()
+    print(export_checkpoint(student, this.tokenizer, out, plan=plan).table())
+
+
+@app.command
+def verify(path: tyro.conf.Positional[Path], /) -> None:
+    """Check an exported checkpoint against what was recorded at its export; prints a table."""
+    print(verify_export(path).table())
+
+
+@app.command
+def report(path: tyro.conf.Positional[Path], /) -> None:
+    """Write PATH/report.md anew from the results in a run's or a comparison's directory."""
+    print(f"report: {write_report(path)}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``hybrid-distill``."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-"):
+        _exit_cleanly(lambda: _run_recipe_file(Path(argv[1]), argv[2:]))
+        return
+    _exit_cleanly(lambda: app.cli(prog="hybrid-distill", args=argv, description=__doc__))
+
+
+def _load_recipe(path: Path) -> Any:
+    """The module of a recipe file. Raises ValueError for a file that is none."""
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{path} is no recipe; name a Python file with config(), such as recipes/hybrid_tiny.py.")
+    sys.path.insert(0, str(path.parent.resolve()))  # recipes build on one another
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "config"):
+        raise ValueError(f"{path} has no config(); a recipe has a function config() that returns a RunConfig.")
+    return module
+
+
+def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
+    recipe = _load_recipe(path)
+    run_recipe(recipe.config(), argv, recipe.__doc__)
+
+
+def _exit_cleanly(action: Callable[[], Any]) -> None:
+    """Errors that the user can mend end in one line and exit status 2; a saved interruption ends in status 0."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _as_keyboard_interrupt)
+    try:
+        action()
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped; finished steps are kept, and the same command goes on from there.", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, ExportError, WorldError, Diverged) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _as_keyboard_interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt

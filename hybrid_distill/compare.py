@@ -1,0 +1,119 @@
+"""Students that differ in the heads they keep, side by side: the method's claim in one table.
+
+Heads are scored once and recurrent heads are aligned once, against the teacher's own heads one by one, so that every
+student starts from the same recurrent heads and differs in its plan alone::
+
+    scores.json  teacher/  aligned/  <student>/...  compare.json  report.md
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .config import PlanConfig, RunConfig
+from .distill.checkpoint import write_json
+from .pipeline import Run, on_main_process
+from .report import write_report
+
+PROBE_LIKE = "tiny:probe_like"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One student of a comparison."""
+
+    name: str
+    label: str
+    plan: PlanConfig
+    probe_like: bool = False
+    """Distil on the probe's own questions too: a control, not the method."""
+
+
+def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = False) -> list[Entrant]:
+    """No head, k random heads for each seed, the top k; with ``probe_like`` each of them once more."""
+    plain = [Entrant("none", "0 heads", PlanConfig("none", k=0))]
+    plain += [
+        Entrant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
+        for seed in random_seeds
+    ]
+    plain.append(Entrant("top", f"top {k} heads", PlanConfig("top", k=k)))
+    if not probe_like:
+        return plain
+    mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
+    return plain + mixed
+
+
+def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
+    """Run every student in a folder of its own below ``base.out`` and write the report; finished work is kept.
+
+    Raises what `pipeline.run` raises.
+    """
+    shared = Run(base)
+    shared.prepare()
+    out = shared.out
+    shared.scores()
+    shared.evaluate_teacher()
+    aligned = _align(shared)
+    for student in students:
+        _run_student(shared, student, aligned)
+    record = {
+        "students": [
+            {
+                "name": s.name,
+                "label": s.label,
+                "dir": s.name,
+                "selection": s.plan.selection,
+                "k": s.plan.k,
+                **({"data": "probe questions mixed in"} if s.probe_like else {}),
+            }
+            for s in students
+        ],
+        "teacher": "teacher/evaluation.json",
+        "n_pairs": base.scoring.n_pairs,
+    }
+    on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
+    return out
+
+
+def _align(shared: Run) -> Path:
+    """Align every head once; the folder of that stage."""
+    config = replace(
+        shared.config,
+        out=shared.out / "aligned",
+        plan=PlanConfig("none", k=0),
+        align=replace(shared.config.align, target="head"),
+        stages=("align",),
+    )
+    run = Run(config, shared.teacher_and_tokenizer)
+    run.prepare()
+    run.train(run.plan())
+    return config.out / "stages" / "1-align"
+
+
+def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
+    base = shared.config
+    data = base.data
+    if student.probe_like:
+        data = replace(data, sources=(*data.sources, PROBE_LIKE))
+    config = replace(
+        base,
+        name=student.name,
+        out=shared.out / student.name,
+        plan=student.plan,
+        scoring=replace(base.scoring, file=shared.out / "scores.json"),
+        student=replace(base.student, aligned=aligned),
+        stages=("distill",),
+        data=data,
+    )
+    run = Run(config, shared.teacher_and_tokenizer)
+    run.prepare()
+    (config.out / "teacher").mkdir(exist_ok=True)
+    shutil.copy(shared.out / "teacher" / "evaluation.json", config.out / "teacher" / "evaluation.json")
+    plan = run.plan()
+    trained = run.train(plan)
+    result = run.evaluate(trained)
+    if config.export and student.plan.selection == "top" and not student.probe_like:
+        run.export(trained, plan, result)

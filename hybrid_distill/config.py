@@ -1,0 +1,163 @@
+"""One typed object says everything about a run: saved with it, printed by ``--dry-run``, overridden by flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from .data import DataConfig
+from .distill.config import AlignConfig, DistillConfig, MatrixConfig
+from .teacher import TINY
+
+Selection = Literal["top", "random", "layers", "all", "none", "pairs", "file"]
+Score = Literal["ablation", "restoration"]
+Stage = Literal["matrix", "align", "distill"]
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The pretrained Transformer."""
+
+    path: Annotated[str, tyro.conf.arg(aliases=("--teacher",))] = TINY
+    """``tiny`` (the embedded default), a local Hugging Face folder, or a name on the hub."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    attn_implementation: str | None = None
+    """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How heads are ranked: KV-retrieval accuracy lost when a head is switched off."""
+
+    score: Score = "ablation"
+    """``ablation`` switches one teacher head off at a time; ``restoration`` puts one head back at a time into a
+    student whose heads are all recurrent and aligned."""
+    n_pairs: int = 16
+    n_examples: int = 128
+    batch_size: int = 32
+    n_control_texts: int = 64
+    min_accuracy: float = 0.5
+    """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails."""
+    file: Path | None = None
+    """A scores.json made before; nothing is scored then."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Which heads stay attention."""
+
+    selection: Selection = "top"
+    k: int = 6
+    """Heads kept, over all layers (``top`` and ``random``)."""
+    seed: int = 0
+    """Of the ``random`` selection."""
+    layers: tuple[int, ...] = ()
+    """Layers kept whole (``layers``)."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Heads as (layer, head), for ``pairs``."""
+    file: Path | None = None
+    """A plan.json, for ``file``."""
+
+
+@dataclass(frozen=True)
+class StudentConfig:
+    """The recurrent heads."""
+
+    d_state: int = 64
+    conv_width: int = 4
+    init: str = "teacher"
+    """``teacher`` starts from the teacher's Q, K, V, O; ``random`` does not."""
+    aligned: Path | None = None
+    """Folder of a finished alignment of a student without kept heads, target ``head``: its recurrent heads are taken
+    over, whatever the plan. Students that differ in their plan alone then share one alignment."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What teacher and student are measured on."""
+
+    n_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    n_examples: int = 128
+    batch_size: int = 32
+    n_texts: int = 128
+    """Held-out documents for perplexity and agreement."""
+    knowledge: Path | None = None
+    """Multiple-choice questions as JSON lines; empty for the facts of the embedded teacher."""
+    texts: str = "tiny"
+    """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run: score, plan, build, align, distil, evaluate, export, report."""
+
+    name: str = "hybrid"
+    out: Path = Path("runs/hybrid")
+    seed: int = 0
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    stages: tuple[Stage, ...] = ("align", "distill")
+    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads."""
+    matrix: MatrixConfig = field(default_factory=MatrixConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    export: bool = True
+    resume: str = "auto"
+    """``auto`` goes on where the run directory stopped, ``never`` refuses one that exists."""
+    trackers: tuple[str, ...] = ()
+    """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
+    dry_run: bool = False
+    """Print the resolved config, the plan if there is one, parameters and memory, and start nothing."""
+
+
+def on_embedded_teacher(config: RunConfig) -> RunConfig:
+    """The same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
+
+    def small(stage: Any) -> Any:
+        return replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
+
+    return replace(
+        config,
+        teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
+        plan=replace(config.plan, k=min(config.plan.k, 48)),
+        data=replace(config.data, sources=(TINY,), weights=(), seq_len=min(config.data.seq_len, 256)),
+        matrix=small(config.matrix),
+        align=small(config.align),
+        distill=small(config.distill),
+    )
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """A config as plain JSON values; paths become strings."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def from_json(path: Path) -> RunConfig:
+    """Read a run's config.json. Raises ValueError for a file that is none."""
+    try:
+        return _rebuilt(RunConfig, json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
+
+
+def _rebuilt(kind: Any, value: Any) -> Any:
+    """``value``, read from JSON, as the type that a field was declared with."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        return tuple(_rebuilt(inner, item) for item in value)
+    if value is not None and (kind is Path or Path in get_args(kind)):
+        return Path(value)
+    return value

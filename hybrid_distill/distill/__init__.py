@@ -1,0 +1,1 @@
+"""Stages that turn a built student into a trained one: losses, stages, the loop, checkpoints."""

@@ -1,0 +1,165 @@
+"""The one place that makes an `Accelerator`, and that refuses a world which is not what was asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
+_SUPPORTED = (
+    DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.DEEPSPEED,
+)  # fmt: skip
+
+
+class WorldError(RuntimeError):
+    """The processes that run are not the ones that were asked for."""
+
+
+def make_accelerator(
+    *,
+    processes: int | None = None,
+    trackers: Sequence[str] = (),
+    logging_dir: str | Path | None = None,
+) -> Accelerator:
+    """An accelerator for one process, DDP (NCCL or gloo) or DeepSpeed (GPU or CPU).
+
+    ``processes`` is how many there must be; by default what the launcher announced. Each stage of a program
+    makes its own; the process group stays.
+
+    Raises WorldError when another number of processes runs, when they are not connected, or for FSDP;
+    ValueError for an unknown tracker or one that is not installed.
+    """
+    check_trackers(trackers)
+    _check_environment()
+    with_deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
+    on_cpu = not torch.cuda.is_available()
+    handlers: list[Any] = [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    ]
+    if with_deepspeed and on_cpu:
+        _prepare_deepspeed_on_cpu()
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+    # A second accelerator with other settings is refused otherwise.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=on_cpu and not with_deepspeed,
+        mixed_precision="no",  # stages compute in bfloat16 by themselves: with DeepSpeed as without
+        kwargs_handlers=handlers,
+        log_with=list(trackers) or None,
+        project_dir=None if logging_dir is None else str(logging_dir),
+    )
+    _check_world(accelerator, processes)
+    return accelerator
+
+
+def connect() -> PartialState:
+    """The processes of this program, connected and checked: ask it for rank and world outside of a stage.
+
+    Made here and not by ``PartialState()``, which on a CPU leaves launched processes unconnected.
+    Raises WorldError as `make_accelerator` does.
+    """
+    make_accelerator()
+    return PartialState()
+
+
+def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> int:
+    """Say how a process's ``rows`` of a step are cut up; returns the number of micro-batches.
+
+    DeepSpeed wants to know it, and the clipping norm, before it prepares a model.
+    """
+    accumulation = -(-rows // micro_batch_size)
+    accelerator.gradient_accumulation_steps = accumulation
+    if is_deepspeed(accelerator):
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = min(micro_batch_size, rows)
+        config["gradient_accumulation_steps"] = accumulation
+        config["gradient_clipping"] = clip
+    return accumulation
+
+
+def is_deepspeed(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed runs the training."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def check_trackers(trackers: Sequence[str]) -> None:
+    """Raise ValueError for a tracker that is unknown or not installed; without a key wandb works offline."""
+    for name in trackers:
+        if name not in TRACKERS:
+            raise ValueError(f"tracker {name!r} is unknown; choose from {', '.join(TRACKERS)}.")
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"tracker {name!r} is not installed; run `pip install {name}` or leave it out.")
+    if "wandb" in trackers and not _has_wandb_key():
+        os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _check_environment() -> None:
+    """Refuse what starts and then trains something else than was asked for."""
+    if _flag("ACCELERATE_USE_FSDP"):
+        raise WorldError(
+            "FSDP is not supported (on CPU it never synchronises gradients); use DDP (`--multi_gpu`) or "
+            "DeepSpeed ZeRO (`--use_deepspeed`)."
+        )
+    # accelerate's launcher for one process sets MASTER_ADDR when it was asked for several.
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise WorldError(
+            "several processes were asked for and accelerate started one (it does for `--cpu` and "
+            "MULTI_CPU configs); launch with `accelerate launch --multi_gpu --num_processes N`, on CPU too."
+        )
+
+
+def _check_world(accelerator: Accelerator, processes: int | None) -> None:
+    announced = int(os.environ.get("WORLD_SIZE", 1))
+    for expected, origin in (
+        (announced, "the launcher announced"),
+        (processes, "the configuration asks for"),
+    ):
+        if expected is not None and expected != accelerator.num_processes:
+            raise WorldError(
+                f"{origin} {expected} processes and {accelerator.num_processes} run together; launch with "
+                "`accelerate launch --multi_gpu --num_processes N` or the configs in launch/."
+            )
+    if accelerator.distributed_type not in _SUPPORTED:
+        raise WorldError(
+            f"{accelerator.distributed_type.value} is not supported; use DDP (`--multi_gpu`) or DeepSpeed."
+        )
+    if accelerator.num_processes == 1:
+        return
+    if accelerator.distributed_type == DistributedType.NO:
+        raise WorldError(f"{accelerator.num_processes} processes run and accelerate does not connect them.")
+    found = int(accelerator.reduce(torch.ones((), device=accelerator.device)).item())
+    if found != accelerator.num_processes:
+        raise WorldError(f"{accelerator.num_processes} processes were started and {found} are connected.")
+
+
+def _prepare_deepspeed_on_cpu() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.ops
+
+    # Shared-memory communication compiles for a minute and brings nothing at this size. Not a public name.
+    compatible = getattr(deepspeed.ops, "__compatible_ops__", None)
+    if isinstance(compatible, dict) and "deepspeed_shm_comm" in compatible:
+        compatible["deepspeed_shm_comm"] = False
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")

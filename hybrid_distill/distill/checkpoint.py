@@ -1,0 +1,339 @@
+"""What a stage leaves on disk: folders that appear whole or not at all, and say what they hold.
+
+A folder holds safetensors files and one ``manifest.json`` with the hash of each of them: no pickles, so
+reading one runs no code. `Checkpoints` are the states a run can go on from; `StageManifest` describes a
+finished stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FORMAT = "hybrid-distill/checkpoint/1"
+STAGE_FORMAT = "hybrid-distill/stage/1"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+WEIGHTS = "model.safetensors"
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by file name, then by tensor name."""
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint's files are not what its manifest says."""
+
+
+class SaveFailed(OSError):
+    """Something could not be written; what was saved before is untouched."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint read back."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one stage, ``step-00000100`` and so on; the last ``keep`` of them stay."""
+
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def paths(self) -> list[Path]:
+        """Folders of the checkpoints, oldest first, valid or not."""
+        return sorted(p for p in self.folder.glob("step-*") if (p / MANIFEST).exists())
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint and delete those that are too old.
+
+        Raises SaveFailed, with the earlier checkpoints untouched, when the disk is full or cannot be written.
+        """
+        path = self.path(step)
+        self._remove_leftovers()
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            temporary.mkdir(parents=True)
+            for name, content in tensors.items():
+                _write_tensors(temporary / f"{name}.safetensors", content)
+            write_json(temporary / STATE, state)
+            files = {file.name: file_hash(file) for file in sorted(temporary.iterdir())}
+            write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+            _remove(path)
+            temporary.rename(path)
+            _sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            _remove(temporary)
+            kept = ", ".join(p.name for p in self.paths()) or "none"
+            raise SaveFailed(
+                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): "
+                "make room and run again."
+            ) from error
+        for old in self.paths()[: -self.keep]:
+            _remove(old)
+        return path
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are intact; None when there is no checkpoint at all.
+
+        Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
+        """
+        problems = []
+        for path in reversed(self.paths()):
+            try:
+                verify(path)
+            except CorruptCheckpoint as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                warnings.warn(f"{problem} Going on from {path.name}.", stacklevel=2)
+            return path
+        if problems:
+            raise CorruptCheckpoint(
+                f"no checkpoint in {self.folder} is intact: {' '.join(problems)} "
+                "Start again with --resume never."
+            )
+        return None
+
+    def clear(self, after: int = -1) -> None:
+        """Delete the checkpoints of later steps than ``after``."""
+        for path in self.paths():
+            if int(path.name.removeprefix("step-")) > after:
+                _remove(path)
+        self._remove_leftovers()
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _remove_leftovers(self) -> None:
+        """What a killed process left: half-written checkpoints, half-deleted ones."""
+        for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob("step-*")]:
+            if path.name.startswith(".") or not (path / MANIFEST).exists():
+                _remove(path)
+
+
+def verify(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint with intact files. Raises CorruptCheckpoint naming one that is not."""
+    folder = Path(folder)
+    manifest = _read_manifest(folder, FORMAT)
+    check_files(folder, manifest["files"])
+    return manifest
+
+
+def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Raise CorruptCheckpoint naming the first file that is missing or not what its hash says."""
+    for name, expected in hashes.items():
+        if not (folder / name).exists():
+            raise CorruptCheckpoint(f"{folder / name} is missing.")
+        found = file_hash(folder / name)
+        if found != expected:
+            raise CorruptCheckpoint(
+                f"{folder / name} is corrupt: its hash is {found[:12]}, the manifest says {expected[:12]}."
+            )
+
+
+def load(folder: str | Path, *, verified: bool = False) -> Snapshot:
+    """Read a checkpoint; ``verified`` skips the hashes. Raises CorruptCheckpoint."""
+    folder = Path(folder)
+    manifest = _read_manifest(folder, FORMAT) if verified else verify(folder)
+    files = [folder / name for name in manifest["files"] if name.endswith(".safetensors")]
+    state = json.loads((folder / STATE).read_text())
+    return Snapshot(manifest["step"], {file.stem: load_file(file) for file in files}, state)
+
+
+@dataclass(frozen=True)
+class StageManifest:
+    """A finished stage: what it started from, how it was run, and what it left."""
+
+    name: str
+    steps: int
+    weights: str
+    """`weights_hash` of the student at the end; the next stage's ``parent``."""
+    parent: str
+    """`weights_hash` of the student at the start."""
+    data: str
+    """Fingerprint of the rows."""
+    seed: int
+    config: dict[str, Any]
+    files: dict[str, str]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Parameters that are another one under a second name, and are not stored twice."""
+    finished: bool = True
+    format: str = STAGE_FORMAT
+
+    @classmethod
+    def read(cls, folder: str | Path) -> StageManifest | None:
+        """The manifest of a finished stage, or None. Raises CorruptCheckpoint for a file that is none."""
+        folder = Path(folder)
+        if not (folder / MANIFEST).exists():
+            return None
+        record = _read_manifest(folder, STAGE_FORMAT)
+        try:
+            return cls(**record)
+        except TypeError as error:
+            raise CorruptCheckpoint(
+                f"{folder / MANIFEST} is not the manifest of a stage ({error})."
+            ) from error
+
+
+def save_stage(
+    folder: str | Path, student: nn.Module, *, name: str, steps: int, parent: str, data: str, seed: int,
+    config: dict[str, Any],
+) -> StageManifest:  # fmt: skip
+    """Write a student as the result of a stage: the weights first, then the manifest that makes them count.
+
+    Raises SaveFailed when the disk is full or cannot be written.
+    """
+    folder = Path(folder)
+    tensors, tied = untied_state(student)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{WEIGHTS}.tmp"
+        _write_tensors(temporary, tensors)
+        files = {WEIGHTS: file_hash(temporary)}
+        temporary.replace(folder / WEIGHTS)
+        weights = weights_hash(student)
+        manifest = StageManifest(name, steps, weights, parent, data, seed, config, files, tied)
+        write_json(folder / MANIFEST, asdict(manifest))
+    except (OSError, SafetensorError) as error:
+        (folder / f".{WEIGHTS}.tmp").unlink(missing_ok=True)
+        raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
+    return manifest
+
+
+def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
+    """Load a finished stage's weights into a student of the same build, every tensor of them.
+
+    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first,
+    unless the stage left those weights alone. Raises ValueError for a folder without a finished stage or with
+    another student, CorruptCheckpoint for files that are not what the manifest says.
+    """
+    folder = Path(folder)
+    manifest = StageManifest.read(folder)
+    if manifest is None:
+        raise ValueError(f"{folder} holds no finished stage (no {MANIFEST}); run the stage first.")
+    check_files(folder, manifest.files)
+    stored = load_file(folder / WEIGHTS)
+    own = student.state_dict(keep_vars=True)
+    expected = set(own) - set(manifest.tied)
+    if stored.keys() != expected:
+        odd = sorted(stored.keys() ^ expected)
+        raise ValueError(
+            f"{folder} holds another student: {len(odd)} tensors differ, for example {odd[0]}; "
+            "build the student with the plan and options of that run."
+        )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            _assign(own[name], tensor, f"{folder}: {name}")
+    return manifest
+
+
+def _assign(target: Tensor, tensor: Tensor, what: str) -> None:
+    if target.shape != tensor.shape:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, the student's has {tuple(target.shape)}; "
+            "build the student with the plan and options of that run."
+        )
+    if target.dtype == tensor.dtype:
+        target.copy_(tensor)
+    else:
+        target.data = tensor.to(target.device)
+
+
+def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(state dict with every tensor once, names that are tied to another one)."""
+    kept: dict[str, Tensor] = {}
+    owner: dict[tuple[int, torch.Size], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in owner:
+            tied[name] = owner[key]
+            continue
+        owner[key] = name
+        kept[name] = tensor
+    return kept, tied
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Hash of every parameter and persistent buffer: names, shapes and values.
+
+    Values are hashed as float32, so that a bfloat16 model and its float32 copy have the same hash.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(untied_state(model)[0].items()):
+        values = tensor.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(values.contiguous().view(-1).numpy())
+    return digest.hexdigest()
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        json.dump(record, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file through to the disk."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    _sync(path)
+
+
+def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        record = json.loads(path.read_text())
+        found = record.get("format")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
+    if found != expected:
+        raise CorruptCheckpoint(f"{path} has format {found!r}, expected {expected!r}.")
+    return record
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint, its manifest first: one that is half gone does not count."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,110 @@
+"""How a stage is run, one frozen dataclass a stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .losses import KINDS
+
+MAY_CHANGE = frozenset({"micro_batch_size", "checkpoint_every", "log_every", "recompute"})
+"""Fields that a resumed run may have another value of."""
+
+FREE_TO_CHOOSE: dict[str, tuple[str, ...]] = {
+    "precision": ("fp32", "bf16"),
+    "target": ("mixer", "layer", "head"),
+    "loss": ("l2", "nmse"),
+    "train": ("ssm", "mixer", "all"),
+    "kind": KINDS,
+}
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What every stage has. Raises ValueError for a field out of range."""
+
+    name: str = "stage"
+    steps: int = 1000
+    batch_size: int = 32
+    """Rows of an optimiser step, over all processes."""
+    micro_batch_size: int = 8
+    """Rows of one forward pass of one process; the gradients of the others are added up."""
+    learning_rate: float = 1e-3
+    warmup: float = 0.1
+    """Fraction of the steps in which the learning rate rises."""
+    decay: float = 0.1
+    """Fraction of the steps, the last ones, in which it falls to zero."""
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """``bf16`` computes in bfloat16 over float32 weights."""
+    recompute: bool = False
+    """Save memory: recompute each layer in the backward pass."""
+    checkpoint_every: int = 500
+    log_every: int = 10
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        least_one = (
+            "steps",
+            "batch_size",
+            "micro_batch_size",
+            "checkpoint_every",
+            "log_every",
+            "keep_checkpoints",
+        )
+        for name in least_one:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{self.name}.{name} is {value!r}; it must be a whole number of at least 1.")
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be above 0.")
+        for name in ("warmup", "decay", "weight_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be from 0 to 1.")
+        for name, choices in FREE_TO_CHOOSE.items():
+            value = getattr(self, name, choices[0])
+            if value not in choices:
+                raise ValueError(f"{self.name}.{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: tuples become lists."""
+        record = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
+
+
+@dataclass(frozen=True)
+class AlignConfig(StageConfig):
+    """Layer-to-layer alignment (arXiv 2408.10189): see `LayerAlignment`."""
+
+    name: str = "align"
+    target: Literal["mixer", "layer", "head"] = "mixer"
+    """What must be equal: the mixer's output, the layer's output, or each recurrent head's output."""
+    loss: Literal["l2", "nmse"] = "l2"
+    """``l2``: mean L2 norm of the error; ``nmse``: squared error over the target's mean square."""
+    train: Literal["ssm", "mixer"] = "ssm"
+    """``ssm``: recurrent heads alone; ``mixer``: kept heads and the output projection too."""
+
+
+@dataclass(frozen=True)
+class MatrixConfig(StageConfig):
+    """Mixing matrices against attention maps (arXiv 2408.10189): see `MatrixAlignment`."""
+
+    name: str = "matrix"
+
+
+@dataclass(frozen=True)
+class DistillConfig(StageConfig):
+    """End-to-end distillation: see `EndToEnd`."""
+
+    name: str = "distill"
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    temperature: float = 1.0
+    beta: float = 0.5
+    """Of ``jsd``."""
+    hard_weight: float = 0.0
+    """Share of cross-entropy to the text itself."""
+    train: Literal["all", "mixer", "ssm"] = "all"

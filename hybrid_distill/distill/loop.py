@@ -1,0 +1,465 @@
+"""Run one stage: the same code on one process, with DDP, and with DeepSpeed.
+
+A step is `batch_size` rows, cut into micro-batches; the gradient is that of the mean over all their tokens,
+on however many processes and micro-batches they are spread.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from tqdm import tqdm
+
+from ..data import Batch, Rows
+from . import checkpoint, zero
+from .accelerator import is_deepspeed, make_accelerator, set_batch
+from .checkpoint import Checkpoints, Snapshot, StageManifest
+from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from .optimizer import (
+    load_optimizer_tensors,
+    load_trainable_tensors,
+    make_adamw,
+    optimizer_tensors,
+    set_learning_rate,
+    trainable,
+    wsd,
+)
+from .stages import Stage
+
+__all__ = [
+    "AlignConfig",
+    "DistillConfig",
+    "Diverged",
+    "Interrupted",
+    "MatrixConfig",
+    "StageConfig",
+    "StageParentError",
+    "make_accelerator",
+    "train_stage",
+]
+
+METRICS = "metrics.jsonl"
+
+
+class Interrupted(Exception):
+    """A stage was asked to stop (SIGINT or SIGTERM) and has saved where it was."""
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient is not finite."""
+
+
+class StageParentError(ValueError):
+    """A stage's student, or what is already in its folder, does not come from the parent that was named."""
+
+
+def train_stage(
+    stage: Stage,
+    rows: Rows,
+    config: StageConfig,
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    parent_hash: str = "",
+    resume: str = "auto",
+    trackers: Sequence[str] = (),
+    processes: int | None = None,
+    progress: bool = True,
+) -> StageManifest:
+    """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
+
+    ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
+    ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
+    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any).
+    ``resume`` is ``auto`` (go on from the newest intact checkpoint, if there is one), ``never`` (begin again)
+    or a checkpoint's folder. ``processes`` is how many must run, if not what the launcher announced.
+
+    Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
+    CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that
+    is not finite, and Interrupted, after saving, on SIGINT or SIGTERM.
+    """
+    out = Path(out_dir)
+    accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=out)
+    _check_precision(stage, config)
+    parent = checkpoint.weights_hash(stage.student)
+    if parent_hash and parent != parent_hash:
+        raise StageParentError(
+            f"stage {config.name!r} must begin from the weights {parent_hash[:16]}, the student's are "
+            f"{parent[:16]}; load the result of the stage before it."
+        )
+    identity = _Identity(parent, rows.fingerprint, seed, config)
+    checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
+    if resume == "never":
+        _on_main(accelerator, lambda: _clear(out, checkpoints))
+    manifest = StageManifest.read(out)
+    if manifest is not None:
+        identity.check(asdict(manifest), out)
+        return checkpoint.load_stage(out, stage.student)
+    run = _Run(stage, rows, config, out, accelerator, identity, checkpoints)
+    try:
+        run.begin(_snapshot(accelerator, checkpoints, resume), trackers)
+        run.train(progress)
+        return run.finish()
+    finally:
+        run.close()
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What makes a stage's run this run and no other."""
+
+    parent: str
+    data: str
+    seed: int
+    config: StageConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"parent": self.parent, "data": self.data, "seed": self.seed, "config": self.config.to_dict()}
+
+    def check(self, found: Mapping[str, Any], place: Path) -> None:
+        """Raise unless ``found``, read from ``place``, is the record of a run like this one."""
+        if found["parent"] != self.parent:
+            raise StageParentError(
+                f"{place} was made from the weights {found['parent'][:16]}, the student's are "
+                f"{self.parent[:16]}; "
+                "load the parent it was made from, or begin again with --resume never."
+            )
+        ours = self.to_dict()
+        changed = [name for name in ("data", "seed") if found[name] != ours[name]]
+        for name, value in ours["config"].items():
+            if name not in MAY_CHANGE and found["config"].get(name) != value:
+                changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
+        if changed:
+            raise ValueError(
+                f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
+                "--out, or begin again with --resume never."
+            )
+
+
+class _Run:
+    """A stage that is being trained."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        rows: Rows,
+        config: StageConfig,
+        out: Path,
+        accelerator: Accelerator,
+        identity: _Identity,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.stage, self.rows, self.config, self.out = stage, rows, config, out
+        self.accelerator, self.identity, self.checkpoints = accelerator, identity, checkpoints
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.deepspeed = is_deepspeed(accelerator)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+
+    def begin(self, snapshot: Snapshot | None, trackers: Sequence[str]) -> None:
+        """Bring everything to where the snapshot left it, or to the start."""
+        config = self.config
+        if config.batch_size % self.world:
+            raise ValueError(
+                f"{config.name}.batch_size is {config.batch_size}, which {self.world} processes cannot "
+                f"share; use a multiple of {self.world}."
+            )
+        _seed(self.identity.seed + self.rank)
+        if snapshot is not None:
+            self.identity.check(snapshot.state["identity"], self.checkpoints.folder)
+            load_trainable_tensors(self.stage, snapshot.tensors["weights"])
+        self.stage.place(self.accelerator.device)
+        self.stage.train()
+        self.stage.bf16 = config.precision == "bf16"
+        share = config.batch_size // self.world
+        set_batch(self.accelerator, rows=share, micro_batch_size=config.micro_batch_size, clip=config.clip)
+        optimizer = make_adamw(
+            self.stage,
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        self.model, self.optimizer = self.accelerator.prepare(self.stage, optimizer)
+        if self.deepspeed:
+            zero.prepare_outside_use(self.stage)
+        self.parameters = list(trainable(self.stage).values())
+        if snapshot is not None:
+            self._restore(snapshot)
+        if self.accelerator.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.clear(after=self.step)
+            _cut_metrics(self.out / METRICS, self.step)
+        if trackers:
+            self.accelerator.init_trackers(
+                "hybrid-distill", config={"stage": config.name, "out": str(self.out)}
+            )
+
+    def train(self, progress: bool) -> None:
+        """Run the steps that are left. Raises Diverged, Interrupted and SaveFailed."""
+        steps, every = self.config.steps, self.config.log_every
+        show = progress and self.accelerator.is_main_process
+        bar = tqdm(total=steps, initial=self.step, desc=self.config.name, disable=not show)
+        logged = time.perf_counter(), self.tokens
+        with bar, _stop_requests() as stop_requested:
+            while self.step < steps:
+                begun = time.perf_counter()
+                log = self.step == 0 or (self.step + 1) % every == 0 or self.step + 1 == steps
+                metrics, stop = self._train_step(log, stop_requested)
+                self.step += 1
+                now = time.perf_counter()
+                self.seconds += now - begun
+                bar.update()
+                if log:
+                    speed = (self.tokens - logged[1]) / (now - logged[0])
+                    self._log({**metrics, "tokens_per_s": round(speed, 1), "seconds": round(self.seconds, 3)})
+                    bar.set_postfix(loss=f"{metrics['loss']:.4g}", refresh=False)
+                    logged = now, self.tokens
+                if stop and self.step < steps:
+                    path = self._save()
+                    raise Interrupted(
+                        f"{self.config.name} stopped at step {self.step} of {steps} and is saved in {path}; "
+                        "the same command goes on from there."
+                    )
+                if self.step % self.config.checkpoint_every == 0 and self.step < steps:
+                    self._save()
+
+    def _train_step(self, log: bool, stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
+        """One optimiser step; (what to log, whether any process was asked to stop)."""
+        config = self.config
+        learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
+        set_learning_rate(self.optimizer, learning_rate)
+        batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
+        micro_batches = _cut(batch, config.micro_batch_size)
+        counts = [int(micro_batch["mask"].sum()) for micro_batch in micro_batches]
+        total = int(self._sum(torch.tensor(sum(counts), dtype=torch.int64)))
+        loss = torch.zeros((), device=self.accelerator.device)
+        layers: dict[str, Tensor] = {}
+        for micro_batch, count in zip(micro_batches, counts):
+            share = count / max(total, 1)
+            with self.accelerator.accumulate(self.model):
+                found = self.model(_to(micro_batch, self.accelerator.device))
+                loss += share * found.total.detach()
+                for name, value in found.per_layer.items() if log else ():
+                    layers[name] = layers.get(name, 0.0) + share * value
+                # accelerate divides by the micro-batches, DDP and DeepSpeed by the processes.
+                self.accelerator.backward(found.total * (share * len(counts) * self.world))
+        grad_norm = float(self.accelerator.clip_grad_norm_(self.parameters, config.clip))
+        values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
+        mean_loss, stops, *layer_losses = self._sum(values).tolist()
+        self._check_finite(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.tokens += total
+        metrics = {
+            "step": self.step + 1,
+            "loss": mean_loss,
+            "per_layer": dict(zip(layers, layer_losses)),
+            "lr": learning_rate,
+            "grad_norm": grad_norm,
+            "tokens": self.tokens,
+        }
+        return metrics, stops > 0
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over all processes."""
+        if self.world == 1:
+            return values
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+
+    def _check_finite(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> None:
+        if np.isfinite(loss) and np.isfinite(grad_norm):
+            return
+        bad = [name for name, value in layers.items() if not np.isfinite(value)]
+        size = self.config.batch_size
+        where = f" in {', '.join(bad)}" if bad else ""
+        raise Diverged(
+            f"{self.config.name} diverged at step {self.step + 1}: loss {loss}, gradient norm {grad_norm}"
+            f"{where}, on rows {self.step * size} to {(self.step + 1) * size - 1} of the data's order. "
+            "Earlier checkpoints are untouched; lower the learning rate or clip more."
+        )
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            with (self.out / METRICS).open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        if self.accelerator.trackers:
+            flat = {name: value for name, value in metrics.items() if name not in ("step", "per_layer")}
+            self.accelerator.log({**flat, **metrics["per_layer"]}, step=metrics["step"])
+
+    def _save(self) -> Path:
+        """A checkpoint of this moment; every process takes part and the main one writes."""
+        if self.deepspeed:
+            weights = zero.whole_trainable(self.stage)
+            moments = zero.whole_optimizer(self.stage, self.optimizer)
+        else:
+            weights = {name: parameter.detach() for name, parameter in trainable(self.stage).items()}
+            moments = optimizer_tensors(self.stage, self.optimizer)
+        processes = gather_object([{"rng": _rng_state(), "rows": self.rows.state_dict()}])
+        state = {
+            "identity": self.identity.to_dict(),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "processes": processes,
+        }
+        tensors = {"weights": weights, "optimizer": moments}
+        _on_main(self.accelerator, lambda: self.checkpoints.save(self.step, tensors, state))
+        return self.checkpoints.path(self.step)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        load = zero.load_optimizer if self.deepspeed else load_optimizer_tensors
+        load(self.stage, self.optimizer, snapshot.tensors["optimizer"])
+        self.step = snapshot.step
+        self.tokens, self.seconds = snapshot.state["tokens"], snapshot.state["seconds"]
+        processes = snapshot.state["processes"]
+        if self.rank < len(processes):
+            self.rows.load_state_dict(processes[self.rank]["rows"])
+            _set_rng_state(processes[self.rank]["rng"])
+
+    def finish(self) -> StageManifest:
+        """Write the result; the checkpoints have done their duty."""
+        if self.deepspeed:
+            zero.release(self.stage, self.model)
+        self.stage.student.eval()
+
+        def write() -> None:
+            checkpoint.save_stage(
+                self.out, self.stage.student, name=self.config.name, steps=self.config.steps,
+                **self.identity.to_dict(),
+            )  # fmt: skip
+            self.checkpoints.clear()
+
+        _on_main(self.accelerator, write)
+        manifest = StageManifest.read(self.out)
+        assert manifest is not None
+        return manifest
+
+    def close(self) -> None:
+        """Let go of trackers and of what accelerate holds; the process group stays for the next stage."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        if self.accelerator.device.type != "cpu":
+            self.accelerator.free_memory()
+
+
+def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:
+    """The checkpoint to go on from. The main process chooses and checks it, so that all read the same."""
+    if resume not in ("auto", "never"):
+        return checkpoint.load(resume)
+    chosen: list[str | None] = [None]
+    if accelerator.is_main_process and resume == "auto":
+        path = checkpoints.latest()
+        chosen = [None if path is None else str(path)]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(chosen)
+    return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
+
+
+def _on_main(accelerator: Accelerator, action: Callable[[], Any]) -> None:
+    """Run something on the main process while the others wait."""
+    if accelerator.is_main_process:
+        action()
+    accelerator.wait_for_everyone()
+
+
+def _clear(out: Path, checkpoints: Checkpoints) -> None:
+    checkpoints.clear()
+    for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
+        (out / name).unlink(missing_ok=True)
+
+
+def _check_precision(stage: Stage, config: StageConfig) -> None:
+    if config.precision == "fp32" and stage.teacher.dtype != torch.float32:
+        raise ValueError(
+            f"{config.name}.precision is 'fp32' and the teacher is {stage.teacher.dtype}; load it with "
+            "--teacher.dtype float32, or use precision bf16."
+        )
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be run again, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    path.write_text("".join(kept))
+
+
+def _cut(batch: Batch, size: int) -> list[Batch]:
+    parts = (tensor.split(size) for tensor in (batch["input_ids"], batch["seq_idx"], batch["mask"]))
+    return [{"input_ids": ids, "seq_idx": seq_idx, "mask": mask} for ids, seq_idx, mask in zip(*parts)]
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    ids, seq_idx, mask = (
+        batch[name].to(device, non_blocking=True) for name in ("input_ids", "seq_idx", "mask")
+    )
+    return {"input_ids": ids, "seq_idx": seq_idx, "mask": mask}
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _rng_state() -> dict[str, Any]:
+    """States of all generators of this process, as JSON."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGINT or SIGTERM came; the same signal a second time acts as usual."""
+    requested = False
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: Any) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, request)
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

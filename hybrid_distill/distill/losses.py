@@ -1,0 +1,197 @@
+"""Losses between a student and its teacher: pure functions of tensors.
+
+Every loss is a mean over the tokens that the mask keeps, so neither the length of a row nor its padding
+changes it. Sums run in float32 (float64 for float64 inputs).
+
+Shapes: B batch, L length, S source length, H head, P head dim, D model width, V vocabulary,
+M tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+"""The label of a token that hard-label cross-entropy leaves out."""
+
+CHUNK_LOGITS = 2**26
+"""Logits turned into float32 at the same time (256 MiB). A chunk is as many tokens as fit; where there are
+several chunks, each is recomputed in the backward pass."""
+
+
+def forward_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
+    """KL(teacher || student) of each token, from log-probabilities.
+
+    Its gradient is that of cross-entropy to the teacher's softmax: they differ by the teacher's entropy.
+    """
+    return (teacher_MV.exp() * (teacher_MV - student_MV)).sum(-1)
+
+
+def reverse_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
+    """KL(student || teacher) of each token, from log-probabilities (arXiv 2306.08543)."""
+    return forward_kl(teacher_MV, student_MV)
+
+
+def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon divergence of each token, from log-probabilities (arXiv 2306.13649).
+
+    ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)``,
+    m being ``beta * teacher + (1 - beta) * student``.
+    Raises ValueError unless 0 < beta < 1.
+    """
+    if not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"beta is {beta}; jsd needs 0 < beta < 1 (its ends are the kinds forward_kl and reverse_kl)."
+        )
+    mixture_MV = torch.logaddexp(teacher_MV + math.log(beta), student_MV + math.log1p(-beta))
+    return beta * forward_kl(mixture_MV, teacher_MV) + (1.0 - beta) * forward_kl(mixture_MV, student_MV)
+
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+def hard_cross_entropy(student_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """Cross-entropy of each token to its label, from log-probabilities; 0 where the label is `IGNORE`."""
+    return F.nll_loss(student_MV, labels_M, ignore_index=IGNORE, reduction="none")
+
+
+def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """The token after each token, or `IGNORE` where that token is padding or begins another document."""
+    same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, 1:] & mask_BL[:, :-1]
+    return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
+
+
+def distillation_loss(
+    student_logits_BLV: Tensor,
+    teacher_logits_BLV: Tensor,
+    mask_BL: Tensor | None = None,
+    *,
+    kind: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    labels_BL: Tensor | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
+
+    The temperature T divides the logits of both sides; T^2 keeps the gradient's size (arXiv 1503.02531). The
+    hard part has temperature 1 and is a mean over the tokens that have a label. ``vocab_size`` is the number
+    of real tokens: entries beyond it are padding, which teacher and student may have in different amounts. By
+    default it is the smaller of the two widths. Logits become float32 ``chunk_size`` tokens at a time.
+
+    Raises ValueError for an option out of range, or hard labels asked for and not given.
+    """
+    _check_options(kind, temperature, hard_weight, labels_BL)
+    n_real = _real_vocabulary(student_logits_BLV, teacher_logits_BLV, vocab_size)
+    divergence = _divergence(kind, beta)
+    shape = student_logits_BLV.shape[:-1]
+    mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+    labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
+    labels_BL = labels_BL.where(mask_BL, IGNORE)
+    soft_scale = (1.0 - hard_weight) * temperature**2 / _count(mask_BL)
+    hard_scale = hard_weight / _count(labels_BL != IGNORE)
+
+    def chunk_loss(student_MV: Tensor, teacher_MV: Tensor, mask_M: Tensor, labels_M: Tensor) -> Tensor:
+        student_MV, teacher_MV = (_real_logits(x, mask_M, n_real) for x in (student_MV, teacher_MV))
+        tempered = ((x / temperature).log_softmax(-1) for x in (student_MV, teacher_MV))
+        loss = soft_scale * divergence(*tempered).where(mask_M, 0.0).sum()
+        if hard_weight:
+            loss = loss + hard_scale * hard_cross_entropy(student_MV.log_softmax(-1), labels_M).sum()
+        return loss
+
+    logits = (student_logits_BLV.flatten(0, -2), teacher_logits_BLV.flatten(0, -2))
+    size = chunk_size or max(1, CHUNK_LOGITS // n_real)
+    chunks = list(zip(*(x.split(size) for x in (*logits, mask_BL.flatten(), labels_BL.flatten()))))
+    if len(chunks) == 1:
+        return chunk_loss(*chunks[0])
+    return torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+
+
+def l2_norm_loss(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
+
+    Inputs may have more dimensions (BLHP); those before the last count as tokens of their own.
+    """
+    return masked_mean(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)
+
+
+def normalised_mse(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Mean squared error over the target's mean square: 1 for a prediction of zero, whatever the scale."""
+    pred_BLD, target_BLD = _wide(pred_BLD), _wide(target_BLD)
+    error = masked_mean((pred_BLD - target_BLD).square().mean(-1), mask_BL)
+    power = masked_mean(target_BLD.square().mean(-1), mask_BL)
+    return error / power.clamp_min(torch.finfo(power.dtype).tiny)
+
+
+def frobenius_loss(pred_BHLS: Tensor, target_BHLS: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Mean over batch and heads of ``||pred - target||_F``; masked query rows count as equal."""
+    error_BHLS = _wide(pred_BHLS) - _wide(target_BHLS)
+    if mask_BL is not None:
+        error_BHLS = error_BHLS.masked_fill(~mask_BL.bool()[:, None, :, None], 0.0)
+    return _root(error_BHLS.square().sum((-2, -1))).mean()
+
+
+def masked_mean(x: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """Mean of ``x`` [B, L, ...] over the tokens that the mask keeps, and over what follows L."""
+    if mask_BL is None:
+        return x.mean()
+    mask_BL = mask_BL.bool()
+    per_token = x.reshape(*mask_BL.shape, -1).mean(-1)
+    return per_token.where(mask_BL, 0.0).sum() / _count(mask_BL)
+
+
+def _real_vocabulary(student_BLV: Tensor, teacher_BLV: Tensor, vocab_size: int | None) -> int:
+    widths = student_BLV.shape[-1], teacher_BLV.shape[-1]
+    n_real = min(widths) if vocab_size is None else vocab_size
+    if not 0 < n_real <= min(widths):
+        raise ValueError(
+            f"vocab_size is {n_real}; the student has {widths[0]} logits and the teacher {widths[1]}, "
+            f"so it must be from 1 to {min(widths)}."
+        )
+    return n_real
+
+
+def _divergence(kind: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
+    if kind == "jsd":
+        return lambda student_MV, teacher_MV: jsd(student_MV, teacher_MV, beta)
+    return {"forward_kl": forward_kl, "reverse_kl": reverse_kl}[kind]
+
+
+def _real_logits(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
+    """Real vocabulary in float32; what padding tokens hold, be it NaN, reaches neither value nor gradient."""
+    return _wide(x_MV[:, :n_real]).masked_fill(~mask_M[:, None], 0.0)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root whose gradient is 0 at 0, where that of a norm is 0/0."""
+    zero = square == 0
+    return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _count(mask_BL: Tensor) -> Tensor:
+    return mask_BL.sum().clamp_min(1)
+
+
+def _check_options(kind: str, temperature: float, hard_weight: float, labels: Tensor | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it divides the logits and must be above 0.")
+    if not 0.0 <= hard_weight <= 1.0:
+        raise ValueError(f"hard_weight is {hard_weight}; a mixture weight lies between 0 and 1.")
+    if hard_weight and labels is None:
+        raise ValueError(
+            f"hard_weight is {hard_weight} without labels_BL; pass the labels or use hard_weight=0."
+        )

@@ -1,0 +1,89 @@
+"""AdamW over a stage's trainable parameters: its groups, its schedule, and its state as named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+STATE = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW remembers of a parameter."""
+
+NO_DECAY = ("bias", "norm", "conv", "a_proj", ".D")
+"""Parts of the names of parameters without weight decay; neither has a vector."""
+
+
+def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
+    """Warm-up-stable-decay: the learning rate's factor in (0, 1] at ``step`` of ``steps``, counted from 0.
+
+    ``warmup`` and ``decay`` are fractions of ``steps``: a linear rise, and a linear fall that would reach 0
+    with the step after the last (arXiv 2404.06395).
+    """
+    rising = math.ceil(warmup * steps)
+    falling = math.ceil(decay * steps)
+    return min(1.0, (step + 1) / max(rising, 1), (steps - step) / max(falling, 1))
+
+
+def make_adamw(
+    module: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> AdamW:
+    """AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trainable(module).items():
+        groups[parameter.ndim >= 2 and not any(part in name for part in NO_DECAY)].append(parameter)
+    fused = all(p.device.type in ("cpu", "cuda") for p in module.parameters())
+    return AdamW(
+        [
+            {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+            for decays, parameters in groups.items()
+            if parameters
+        ],
+        lr=learning_rate,
+        betas=betas,
+        fused=fused,
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Give every group the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters with a gradient, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """AdamW's state as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
+    state = optimizer.optimizer.state
+    parameters = trainable(module).items()
+    return {f"{key}/{name}": tensor for name, p in parameters for key, tensor in state[p].items()}
+
+
+def load_optimizer_tensors(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
+    """The counterpart of `optimizer_tensors`."""
+    state = optimizer.optimizer.state
+    for name, parameter in trainable(module).items():
+        for key in STATE:
+            # A fused optimiser counts its steps on the device.
+            state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
+
+
+def load_trainable_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set the trainable parameters. Raises ValueError for tensors with other names."""
+    parameters = trainable(module)
+    if parameters.keys() != tensors.keys():
+        odd = sorted(parameters.keys() ^ tensors.keys())
+        raise ValueError(
+            f"the checkpoint trains other parameters: {len(odd)} differ, for example {odd[0]}; "
+            "resume with the options it was made with, or start again with --resume never."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])

@@ -1,0 +1,331 @@
+"""The stages of distillation. A stage is the module that accelerate and DeepSpeed wrap: batch in, loss out.
+
+A stage registers only what it trains or runs as the student; the teacher stays outside, so that no optimiser,
+checkpoint or sharding ever sees it.
+
+Shapes: B batch, L length, S source length, H head, R recurrent heads of a layer, P head dim, D model width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..build import share_frozen_weights, unshare_weights
+from ..data import Batch
+from ..model.modeling_hybrid import HybridForCausalLM, packed_inputs
+from ..teacher import AttentionSite, attention_sites
+from .config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from .losses import distillation_loss, frobenius_loss, l2_norm_loss, next_token_labels, normalised_mse
+
+LAYER_LOSSES = {"l2": l2_norm_loss, "nmse": normalised_mse}
+
+
+class StageLoss(NamedTuple):
+    """What a stage says about a batch; both are means over its unmasked tokens."""
+
+    total: Tensor
+    per_layer: dict[str, Tensor]
+    """``layer.3`` and so on, detached; empty where the loss has no layers."""
+
+
+class Stage(nn.Module, ABC):
+    """One stage of distillation: what it trains, and its loss on a batch.
+
+    Making a stage freezes teacher and student, but for the parameters it trains, which become float32.
+    """
+
+    bf16 = False
+    """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
+
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
+        super().__init__()
+        self._models = (student, teacher.eval())  # a tuple: neither becomes a submodule
+
+    @property
+    def student(self) -> HybridForCausalLM:
+        return self._models[0]
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        return self._models[1]
+
+    def forward(self, batch: Batch) -> StageLoss:
+        """Loss of a batch, with a graph to the parameters that the stage trains."""
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
+            return self.loss(batch)
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> StageLoss:
+        """What `forward` returns."""
+
+    def place(self, device: torch.device) -> None:
+        """Move student and teacher to a device; frozen weights that they share stay shared."""
+        self.teacher.to(device)
+        self.student.to(device)
+
+    def _train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
+        if not chosen:
+            raise ValueError("the student has nothing to train: its plan keeps every head.")
+        self.teacher.requires_grad_(False)
+        self.student.requires_grad_(False)
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.float()
+
+
+class _TeacherForced(Stage):
+    """Stages that compare layer by layer: each student layer gets the teacher's own input to that layer.
+
+    The teacher runs once; hooks on its modules run the student's counterpart and note the loss. All weights
+    outside the student's mixers are the teacher's own. Layers that keep all their heads are left out.
+    """
+
+    def __init__(
+        self, student: HybridForCausalLM, teacher: PreTrainedModel, *, recompute: bool = False
+    ) -> None:
+        super().__init__(student, teacher)
+        share_frozen_weights(student, teacher)
+        self.mixers = nn.ModuleList(student.mixers())
+        self.recompute = recompute
+        self._sites = [site for site in attention_sites(teacher) if student.mixers()[site.layer].recurrent]
+
+    @abstractmethod
+    def _watched(self, site: AttentionSite) -> nn.Module:
+        """The teacher's module whose call is repeated with the student's weights."""
+
+    @abstractmethod
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
+        """The student's loss, given what went into and came out of the watched module."""
+
+    def loss(self, batch: Batch) -> StageLoss:
+        losses: dict[str, Tensor] = {}
+        with torch.no_grad(), self._hooks(batch, losses):
+            self.teacher.base_model(
+                input_ids=batch["input_ids"],
+                use_cache=False,
+                **packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config),
+            )
+        per_layer = {name: loss.detach() for name, loss in losses.items()}
+        return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
+
+    @contextmanager
+    def _hooks(self, batch: Batch, losses: dict[str, Tensor]) -> Iterator[None]:
+        def watch(site: AttentionSite) -> Iterator[Any]:
+            heads: list[Tensor] = []
+
+            def before_o_proj(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                heads[:] = [args[0].unflatten(-1, (site.n_heads, site.head_dim))]
+
+            def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                call = _Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
+                with torch.enable_grad():
+                    losses[f"layer.{site.layer}"] = self._run(self._layer_loss, site.layer, call, batch)
+
+            yield site.o_proj.register_forward_pre_hook(before_o_proj)
+            yield self._watched(site).register_forward_hook(after, with_kwargs=True)
+
+        with ExitStack() as hooks:
+            for site in self._sites:
+                for handle in watch(site):
+                    hooks.callback(handle.remove)
+            yield
+
+    def _run(self, loss: Callable[..., Tensor], *args: Any) -> Tensor:
+        return checkpoint(loss, *args, use_reentrant=False) if self.recompute else loss(*args)
+
+
+class _Call(NamedTuple):
+    """One call of a watched module of the teacher."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: tuple[Any, ...]
+    heads_BLHP: Tensor
+    """What the output projection of this layer's attention got."""
+
+    @property
+    def hidden_BLD(self) -> Tensor:
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+
+class LayerAlignment(_TeacherForced):
+    """Each student layer must do with the teacher's input what the teacher's layer does (arXiv 2408.10189).
+
+    ``target`` is compared where it arises, by hooks on the modules (the last of the ``hidden_states`` that
+    transformers returns has been through the final norm):
+
+    * ``mixer``: output of the attention module, projected;
+    * ``layer``: output of the decoder layer, MLP and residual included;
+    * ``head``: output of every recurrent head before the projection, so that heads can be exchanged one by
+    one.
+
+    ``loss`` is ``l2`` (mean over tokens of the error's L2 norm) or ``nmse``; the total is the sum over
+    layers. ``train`` is ``ssm`` or ``mixer``; with ``ssm`` a kept head goes on contributing exactly what it
+    did.
+    """
+
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        *,
+        target: str = "mixer",
+        loss: str = "l2",
+        train: str = "ssm",
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(student, teacher, recompute=recompute)
+        if target == "head" and train != "ssm":
+            raise ValueError(
+                f"train is {train!r}; target 'head' compares recurrent heads alone: use train='ssm'."
+            )
+        self.target, self._compare = target, LAYER_LOSSES[loss]
+        self._train_only(mixer_parameters(student, train))
+
+    def _watched(self, site: AttentionSite) -> nn.Module:
+        return site.block if self.target == "layer" else site.module
+
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
+        mixer, seq_idx, mask = self.student.mixers()[layer], batch["seq_idx"], batch["mask"]
+        if self.target == "head":
+            recurrent = torch.tensor(mixer.recurrent, device=mask.device)
+            heads_BLHP = mixer.heads(*call.args, **call.kwargs, seq_idx=seq_idx)
+            pred, target = (x.index_select(2, recurrent) for x in (heads_BLHP, call.heads_BLHP))
+            return self._compare(pred, target, mask)
+        module = mixer if self.target == "mixer" else self.student.model.layers[layer]
+        output = module(*call.args, **call.kwargs, seq_idx=seq_idx)
+        pred = output[0] if isinstance(output, tuple) else output
+        return self._compare(pred, call.output[0], mask)
+
+
+class MatrixAlignment(_TeacherForced):
+    """Mixing matrices of the recurrent heads against the teacher's attention maps (arXiv 2408.10189).
+
+    Sum over layers of the mean over rows and heads of the Frobenius norm. Trains what the matrices are made
+    of: B, C, the decay, their convolution and D. Raises ValueError unless the teacher runs eager attention,
+    the only one that shows its maps.
+    """
+
+    def __init__(
+        self, student: HybridForCausalLM, teacher: PreTrainedModel, *, recompute: bool = False
+    ) -> None:
+        implementation = teacher.config._attn_implementation
+        if implementation != "eager":
+            raise ValueError(
+                f"the matrix stage needs attention maps, which {implementation!r} attention does not give; "
+                "load the teacher with --teacher.attn-implementation eager."
+            )
+        super().__init__(student, teacher, recompute=recompute)
+        parameters = mixer_parameters(student, "ssm").items()
+        unused = ("x_proj", "z_proj")
+        self._train_only({name: p for name, p in parameters if not any(part in name for part in unused)})
+
+    def _watched(self, site: AttentionSite) -> nn.Module:
+        return site.module
+
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
+        mixer = self.student.mixers()[layer]
+        mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
+        return frobenius_loss(mixing_BRLS, call.output[1][:, list(mixer.recurrent)], batch["mask"])
+
+
+class EndToEnd(Stage):
+    """The student must predict what the teacher predicts; see `distillation_loss` for the loss's options.
+
+    ``train`` is ``all``, ``mixer`` (kept and recurrent heads, output projections) or ``ssm``. ``vocab_size``
+    is the tokenizer's, for models that pad their vocabulary.
+    """
+
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        *,
+        kind: str = "forward_kl",
+        temperature: float = 1.0,
+        beta: float = 0.5,
+        hard_weight: float = 0.0,
+        train: str = "all",
+        vocab_size: int | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(student, teacher)
+        unshare_weights(student)
+        self.model = student
+        self.hard_weight = hard_weight
+        self._options = {"kind": kind, "temperature": temperature, "beta": beta, "vocab_size": vocab_size}
+        everything = dict(student.named_parameters())
+        self._train_only(everything if train == "all" else mixer_parameters(student, train))
+        if recompute:
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def loss(self, batch: Batch) -> StageLoss:
+        input_ids, seq_idx, mask = batch["input_ids"], batch["seq_idx"], batch["mask"]
+        with torch.no_grad():
+            packed = packed_inputs(seq_idx, self.teacher.dtype, self.teacher.config)
+            teacher_logits_BLV = self.teacher(input_ids=input_ids, use_cache=False, **packed).logits
+        student_logits_BLV = self.model(input_ids=input_ids, seq_idx=seq_idx, use_cache=False).logits
+        total = distillation_loss(
+            student_logits_BLV,
+            teacher_logits_BLV,
+            mask,
+            hard_weight=self.hard_weight,
+            labels_BL=next_token_labels(input_ids, seq_idx, mask) if self.hard_weight else None,
+            **self._options,
+        )
+        return StageLoss(total, {})
+
+
+def make_stage(
+    config: StageConfig,
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    *,
+    vocab_size: int | None = None,
+) -> Stage:
+    """The stage that a config describes."""
+    if isinstance(config, AlignConfig):
+        return LayerAlignment(
+            student,
+            teacher,
+            target=config.target,
+            loss=config.loss,
+            train=config.train,
+            recompute=config.recompute,
+        )
+    if isinstance(config, MatrixConfig):
+        return MatrixAlignment(student, teacher, recompute=config.recompute)
+    if isinstance(config, DistillConfig):
+        return EndToEnd(
+            student,
+            teacher,
+            kind=config.kind,
+            temperature=config.temperature,
+            beta=config.beta,
+            hard_weight=config.hard_weight,
+            train=config.train,
+            vocab_size=vocab_size,
+            recompute=config.recompute,
+        )
+    raise ValueError(
+        f"{type(config).__name__} describes no stage; use AlignConfig, MatrixConfig or DistillConfig."
+    )
+
+
+def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
+    """Parameters of layers with recurrent heads: of those heads (``ssm``) or of the whole ``mixer``."""
+    chosen: dict[str, nn.Parameter] = {}
+    for layer, mixer in enumerate(student.mixers()):
+        if mixer.ssm is not None:
+            module = mixer.ssm if train == "ssm" else mixer
+            chosen |= {f"{layer}.{name}": parameter for name, parameter in module.named_parameters()}
+    return chosen

@@ -1,0 +1,120 @@
+"""DeepSpeed ZeRO: whole tensors out of a training that keeps only a part of them in each process, and back in.
+
+Checkpoints hold whole float32 tensors under the parameters' names, as without DeepSpeed, so that a run can go on with
+another number of processes or without DeepSpeed. Every process must call each of these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .optimizer import STATE, trainable
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def whole_trainable(module: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters, whole, in float32, on the CPU."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: _cpu(safe_get_full_fp32_param(p)) for name, p in trainable(module).items()}
+
+
+def whole_optimizer(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The same tensors as `optimizer_tensors`, whole, on the CPU."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    _link_states(optimizer)
+    step = next(state["step"] for state in optimizer.optimizer.optimizer.state.values() if "step" in state)
+    tensors = {}
+    for name, parameter in trainable(module).items():
+        tensors[f"step/{name}"] = torch.tensor(float(step))
+        for key in MOMENTS:
+            tensors[f"{key}/{name}"] = _cpu(safe_get_full_optimizer_state(parameter, key))
+    return tensors
+
+
+def load_optimizer(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Give every process its part of the tensors of `whole_optimizer`."""
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    step = next(value for name, value in tensors.items() if name.startswith("step/"))
+    for flat in _flat_partitions(optimizer.optimizer):
+        state = optimizer.optimizer.optimizer.state[flat]
+        state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+        state["step"] = step.clone().to(flat.device)
+    _link_states(optimizer)
+    for name, parameter in trainable(module).items():
+        for key in MOMENTS:
+            value = tensors[f"{key}/{name}"].to(parameter.device)
+            if hasattr(parameter, "ds_id"):
+                _set_part(parameter, value, key)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+
+
+def prepare_outside_use(module: nn.Module) -> None:
+    """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them."""
+    from deepspeed import zero
+
+    for part in module.modules():
+        projection = getattr(part, "a_proj", None)
+        if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
+            zero.register_external_parameter(part, projection.weight)
+            zero.register_external_parameter(part, projection.bias)
+
+
+def release(module: nn.Module, engine: Any) -> None:
+    """Take a module back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
+    from deepspeed import zero
+
+    whole = whole_trainable(module)
+    for name, parameter in module.named_parameters():
+        if name not in whole:
+            with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                whole[name] = parameter.detach().cpu().clone()
+    engine.destroy()
+    fresh: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        fresh[id(parameter)] = nn.Parameter(whole[name].to(engine.device), parameter.requires_grad)
+    for part in module.modules():
+        # ZeRO-3 left a dictionary of its own behind.
+        part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
+
+
+def _flat_partitions(engine: Any) -> list[Tensor]:
+    """This process's float32 parameters, one flat tensor for each group of the optimiser."""
+    if hasattr(engine, "fp32_partitioned_groups_flat"):
+        return engine.fp32_partitioned_groups_flat
+    return engine.single_partition_of_fp32_groups
+
+
+def _link_states(optimizer: Any) -> None:
+    """Let parameters find their optimiser state; by itself ZeRO-2 does it for the first group only."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    engine = optimizer.optimizer
+    if hasattr(engine, "fp32_partitioned_groups_flat"):
+        return
+    for parameters, flat in zip(engine.bit16_groups, engine.single_partition_of_fp32_groups):
+        lazy_init_hp_params_optimizer_state(parameters, flat, engine.optimizer.state)
+
+
+def _set_part(parameter: Any, value: Tensor, key: str) -> None:
+    """ZeRO-3 cuts a flattened parameter into equal parts, the last one padded."""
+    from deepspeed.utils import safe_get_local_optimizer_state
+
+    part = safe_get_local_optimizer_state(parameter, key)
+    rank = torch.distributed.get_rank()
+    mine = value.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
+    part[: mine.numel()].copy_(mine)
+
+
+def _cpu(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise RuntimeError("DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3.")
+    return tensor.detach().cpu()

@@ -1,0 +1,6 @@
+"""Export a student as a checkpoint that needs torch and transformers only, and prove that it works."""
+
+from .checkpoint import export_checkpoint
+from .gate import ExportError, GateReport, verify_export
+
+__all__ = ["ExportError", "GateReport", "export_checkpoint", "verify_export"]

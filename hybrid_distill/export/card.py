@@ -1,0 +1,144 @@
+"""The model card of an export: heads kept, results, memory, how to load it, what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from ..evaluate import CacheBytes, EvalResult, cache_bytes
+from ..plan import HeadPlan
+from ..report import Row, measured, results_table
+from ..scoring import HeadScores
+
+CARD = """---
+{front_matter}
+---
+
+# {title}
+
+A hybrid of attention and recurrence, distilled from {teacher}: {kept} of its {heads} attention heads were
+kept, because retrieval from the context depends on them; the others were replaced by recurrent (discrete
+Mamba-2) heads with a state of {d_state} numbers per channel, and trained to do what the replaced heads did.
+Method: [2504.18574](https://arxiv.org/abs/2504.18574), [2502.14458](https://arxiv.org/abs/2502.14458),
+[2408.10189](https://arxiv.org/abs/2408.10189). Made with
+[hybrid-distill](https://pypi.org/project/hybrid-distill).
+
+## Load
+
+Needs `torch` and `transformers` 4.56 or newer, nothing else.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto")
+```
+
+`trust_remote_code=True` runs the Python files of this folder; they import torch and transformers only.
+`python gate/check.py` compares this copy, on your machine, with what the model computed when it was
+exported: every tensor's hash, logits, generated tokens with and without cache, alone and in a left-padded
+batch.
+
+## Heads kept
+
+{plan}
+
+## Results
+
+{results}
+
+## Memory
+
+Cache of one sequence in 16-bit numbers, 1 MB = 1e6 bytes. The convolutions of the recurrent heads remember
+{conv_kb:.1f} kB besides.
+
+{memory}
+
+## Limitations
+
+- It inherits the teacher's knowledge, errors, biases and terms of use; nothing was done about its safety.
+- A recurrent head remembers a fixed amount: what depends on heads that were not kept can fail in long or
+dense contexts, also where the
+  figures above look fine. Test your own task, by generation.
+- It is no drop-in for tools that roll a cache back (speculative decoding) or edit keys and values in place.
+- The code of this folder is plain PyTorch; speed depends on kernels that the training package brings.
+"""
+
+
+def model_card(
+    student: PreTrainedModel,
+    plan: HeadPlan,
+    results: Mapping[str, EvalResult] | None,
+    scores: HeadScores | None,
+    *,
+    license: str,
+    base_model: str,
+) -> str:
+    """README.md of an export, in Markdown with the hub's YAML header."""
+    config = student.config
+    front_matter = [f"license: {license}", "library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model:
+        front_matter.append(f"base_model: {base_model}")
+    front_matter.append("tags: [hybrid, recurrent, distillation, hybrid-distill]")
+    teacher = base_model or f"a {config.backbone['model_type']} model"
+    conv = _cache(student, plan, 1).conv
+    return CARD.format(
+        front_matter="\n".join(front_matter),
+        title=f"{base_model.split('/')[-1] or 'Hybrid'}, {plan.k} attention heads",
+        teacher=teacher,
+        kept=plan.k,
+        heads=plan.n_layers * plan.n_heads,
+        d_state=config.d_state,
+        plan=_plan_section(plan, scores),
+        results=_results_section(plan, results),
+        conv_kb=conv / 1e3,
+        memory=_memory_table(student, plan),
+    )
+
+
+def _plan_section(plan: HeadPlan, scores: HeadScores | None) -> str:
+    lines = ["| layer | attention heads | KV heads stored | recurrent heads |", "| ---: | --- | --- | ---: |"]
+    for layer in range(plan.n_layers):
+        kept, groups = (
+            ", ".join(map(str, heads)) or "none" for heads in (plan.kept_in(layer), plan.kv_groups_in(layer))
+        )
+        lines.append(f"| {layer} | {kept} | {groups} | {len(plan.recurrent_in(layer))} |")
+    text = "Counted from 0; `plan.json` holds the same for programs."
+    if scores is not None:
+        text += " `head_scores.json` holds the score of every head of the teacher and how it was measured."
+    return f"{text}\n\n" + "\n".join(lines)
+
+
+def _results_section(plan: HeadPlan, results: Mapping[str, EvalResult] | None) -> str:
+    if not results:
+        return "Not measured."
+    rows = [
+        Row(name, "teacher" if name == "teacher" else "student", plan.k, measured(result))
+        for name, result in results.items()
+    ]
+    sizes = sorted({size for row in rows for size, _ in row.by_size("kv_generation")})
+    n_pairs = 16 if 16 in sizes else max(sizes, default=16)
+    table = results_table(rows, n_pairs, n_heads=plan.n_layers * plan.n_heads)
+    return f"{table}\n\n± is one binomial standard error. Chance for KV retrieval is {100 / n_pairs:.1f} %."
+
+
+def _memory_table(student: PreTrainedModel, plan: HeadPlan) -> str:
+    every = HeadPlan.all(plan)
+    lines = [
+        "| tokens | this model, MB | of which keys and values | teacher, MB |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    for length in (128, 2048, 4096, 32768):
+        own, teachers = _cache(student, plan, length), _cache(student, every, length)
+        lines.append(
+            f"| {length:,} | {own.total / 1e6:.3f} | {own.kv / 1e6:.3f} | {teachers.total / 1e6:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _cache(student: PreTrainedModel, plan: HeadPlan, length: int) -> CacheBytes:
+    config = student.config
+    return cache_bytes(
+        plan, length=length, head_dim=config.head_dim, d_state=config.d_state, conv_width=config.conv_width
+    )

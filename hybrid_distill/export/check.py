@@ -1,0 +1,401 @@
+"""Check an exported checkpoint where it lies: needs torch and transformers only.
+
+    python gate/check.py [FOLDER] [--device cpu]
+
+Every exported folder carries this program and, beside it, what the model that was exported computed: the
+hash of each tensor, logits and generated tokens for a few prompts. The checks, in the order of the table
+that is printed:
+
+- files: weights are safetensors, the code imports torch and transformers only;
+- tensors: every tensor is there under the name it had, with the same bits, on disk and after loading;
+- forward: the reloaded model's logits = those of the model that was exported;
+- cached: tokens fed one at a time through the cache = the same tokens at once;
+- padded: a left-padded batch = each prompt alone;
+- generated: the same tokens, from the cache, without it, and in the batch;
+- tokenizer: the same ids.
+
+Exit status: 0 if all hold, 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.abc
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# Largest allowed difference of logits, relative to the largest logit. "forward" compares two processes that
+# do the same arithmetic; "order" compares two orders of the same sums: chunk by chunk or token by token,
+# alone or in a padded batch.
+TOLERANCE = {
+    torch.float64: {"forward": 1e-5, "order": 1e-4},  # transformers computes norms and RoPE in float32
+    torch.float32: {"forward": 1e-5, "order": 1e-4},
+    torch.bfloat16: {"forward": 3e-2, "order": 5e-2},  # a logit itself is rounded to 4e-3
+    torch.float16: {"forward": 4e-3, "order": 1e-2},
+}
+FORMAT = "hybrid-distill/export-gate/1"
+FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+ALLOWED_IMPORTS = {"torch", "transformers", *sys.stdlib_module_names}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the gate: what was compared, the difference measured, the largest that passes."""
+
+    name: str
+    measured: float
+    limit: float
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """False for a NaN too."""
+        return self.measured <= self.limit
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of single prompts and what the exported model made of them.
+
+    ``logits_LC`` holds the columns ``columns_C`` of the vocabulary; ``leads_T`` is the lead of each
+    generated token over the second best logit. From the first token whose lead is within rounding,
+    generated tokens are not compared.
+    """
+
+    ids_L: list[Tensor]
+    logits_LC: list[Tensor]
+    generated_T: list[Tensor]
+    leads_T: list[Tensor]
+    columns_C: Tensor
+
+    def save(self, path: Path) -> None:
+        arrays = {"columns": self.columns_C}
+        for i in range(len(self.ids_L)):
+            arrays[f"ids_{i}"] = self.ids_L[i]
+            arrays[f"logits_{i}"] = self.logits_LC[i]
+            arrays[f"generated_{i}"] = self.generated_T[i]
+            arrays[f"leads_{i}"] = self.leads_T[i]
+        save_file({name: array.cpu().contiguous() for name, array in arrays.items()}, path)
+
+    @staticmethod
+    def load(path: Path, device: str) -> Prompts:
+        arrays = {name: array.to(device) for name, array in load_file(path).items()}
+        n = sum(name.startswith("ids_") for name in arrays)
+        ids, logits, generated, leads = (
+            [arrays[f"{name}_{i}"] for i in range(n)] for name in ("ids", "logits", "generated", "leads")
+        )
+        return Prompts(ids, logits, generated, leads, arrays["columns"])
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.generated_T[0])
+
+    @property
+    def scale(self) -> float:
+        """The largest logit, which differences are relative to."""
+        return max(float(logits_LC.abs().max()) for logits_LC in self.logits_LC)
+
+
+def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
+    """All checks of an export against the record in ``gate``; the first that cannot be made ends them."""
+    checks: list[Check] = []
+    try:
+        checks += check_files(folder)
+        record, prompts = load_record(gate, device)
+        checks.append(check_tensors_on_disk(folder, record))
+        checks += check_tokenizer(folder, record)
+        model, loading = check_loading(folder, record, device)
+        checks.append(loading)
+        limits = TOLERANCE[model.dtype]
+        checks.append(check_forward(model, prompts, limits["forward"]))
+        checks.append(check_cached(model, prompts, limits["order"]))
+        checks.append(check_padded(model, prompts, limits["order"]))
+        checks += check_generated(model, prompts, limits["order"])
+    except Exception as error:
+        checks.append(Check("every check can be made", float("inf"), 0, f"{type(error).__name__}: {error}"))
+    return checks
+
+
+def load_record(gate: Path, device: str) -> tuple[dict[str, Any], Prompts]:
+    """What the exported model computed: reference.json and reference.safetensors of a gate folder."""
+    record = json.loads((gate / "reference.json").read_text())
+    if record.get("format") != FORMAT:
+        raise ValueError(
+            f"{gate / 'reference.json'} has format {record.get('format')!r}, expected {FORMAT!r}"
+        )
+    return record, Prompts.load(gate / "reference.safetensors", device)
+
+
+def check_files(folder: Path) -> list[Check]:
+    """No pickle; code that imports torch, transformers, the standard library and its own files only."""
+    pickles = [path.name for path in folder.rglob("*") if path.suffix in PICKLE_SUFFIXES]
+    code = {path.stem: imports(path) for path in folder.glob("*.py")}
+    known = ALLOWED_IMPORTS | {f".{stem}" for stem in code}
+    foreign = sorted(f"{stem}.py imports {name}" for stem, names in code.items() for name in names - known)
+    checks = [
+        Check("pickled files", len(pickles), 0, ", ".join(pickles)),
+        Check("imports beyond torch and transformers", len(foreign), 0, ", ".join(foreign)),
+    ]
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    entry = auto_map["AutoModelForCausalLM"].split(".")[0]
+    unseen = sorted({f".{stem}" for stem in code if stem != entry} - code[entry])
+    # Before 5.5, transformers copies a local model's entry file and what that file itself imports, no more.
+    return [
+        *checks,
+        Check(f"files that {entry}.py does not import itself", len(unseen), 0, ", ".join(unseen)),
+    ]
+
+
+def imports(path: Path) -> set[str]:
+    """What a file imports: names of packages, and ".name" for a file beside it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or "").split(".")[0])
+    return found
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """sha256 of dtype, shape and bits."""
+    array = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{array.dtype} {list(array.shape)} ".encode())
+    digest.update(array.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor, read from the files themselves and held against the index."""
+    where: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        repeated = where.keys() & set(names)
+        if repeated:
+            raise ValueError(f"stored twice: {', '.join(sorted(repeated))}")
+        where |= dict.fromkeys(names, path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = json.loads(index.read_text())["weight_map"]
+        if listed != {name: path.name for name, path in where.items()}:
+            raise ValueError("model.safetensors.index.json does not list what the files hold")
+    return where
+
+
+def check_tensors_on_disk(folder: Path, record: dict[str, Any]) -> Check:
+    """Names and bits of the stored tensors against those recorded; a tied tensor is stored once."""
+    expected: dict[str, str] = {
+        name: sha for name, sha in record["tensors"].items() if name not in record["tied"]
+    }
+    where = weight_files(folder)
+    wrong = [f"{name} is missing" for name in expected.keys() - where.keys()]
+    wrong += [f"{name} is unknown" for name in where.keys() - expected.keys()]
+    for name in sorted(expected.keys() & where.keys()):
+        with safe_open(where[name], framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if tensor.numel() == 0:
+            wrong.append(f"{name} is empty")
+        elif tensor_hash(tensor) != expected[name]:
+            wrong.append(f"{name} has changed")
+    return Check(f"{len(expected)} tensors on disk: wrong", len(wrong), 0, _some(wrong))
+
+
+def check_loading(folder: Path, record: dict[str, Any], device: str) -> tuple[Any, Check]:
+    """The model that AutoModelForCausalLM loads: every tensor in its place, none newly initialised."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=getattr(torch, record["dtype"]), output_loading_info=True
+    )
+    model, info = loaded
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
+    state = model.state_dict()
+    wrong += [f"{name} appeared" for name in state.keys() - record["tensors"].keys()]
+    for name, expected in record["tensors"].items():
+        if name not in state or tensor_hash(state[name]) != expected:
+            wrong.append(f"{name} is not what was exported")
+    return model.to(device).eval(), Check(
+        f"{len(state)} tensors after loading: wrong", len(wrong), 0, _some(wrong)
+    )
+
+
+@torch.no_grad()
+def check_forward(model: Any, prompts: Prompts, limit: float) -> Check:
+    """Logits of the reloaded model against those of the exported one."""
+    worst = 0.0
+    for ids_L, expected_LC in zip(prompts.ids_L, prompts.logits_LC):
+        logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
+        worst = _worse(worst, logits_LV[:, prompts.columns_C] - expected_LC)
+    return Check("reloaded = exported model, logits", worst / prompts.scale, limit)
+
+
+@torch.no_grad()
+def check_cached(model: Any, prompts: Prompts, limit: float) -> Check:
+    """Half the prompt, then token by token through the cache, against the whole prompt at once."""
+    worst = 0.0
+    for ids_L in prompts.ids_L:
+        full_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
+        half = max(len(ids_L) // 2, 1)
+        out = model(input_ids=ids_L[None, :half], use_cache=True)
+        worst = _worse(worst, out.logits[0].float() - full_LV[:half])
+        for t in range(half, len(ids_L)):
+            out = model(input_ids=ids_L[None, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            worst = _worse(worst, out.logits[0].float() - full_LV[t : t + 1])
+    return Check("cached decode = full forward, logits", worst / prompts.scale, limit)
+
+
+@torch.no_grad()
+def check_padded(model: Any, prompts: Prompts, limit: float) -> Check:
+    """Logits of a left-padded batch, at the real tokens, against each prompt alone."""
+    ids_BL, mask_BL = left_padded(prompts.ids_L)
+    positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
+    batch = model(
+        input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False
+    ).logits.float()
+    worst = 0.0
+    for ids_L, logits_LV in zip(prompts.ids_L, batch):
+        alone_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
+        worst = _worse(worst, logits_LV[-len(ids_L) :] - alone_LV)
+    return Check("left-padded batch = single prompts, logits", worst / prompts.scale, limit)
+
+
+def check_generated(model: Any, prompts: Prompts, limit: float) -> list[Check]:
+    """Greedy tokens against the exported model's: alone, without a cache, and in one left-padded batch."""
+    alone = [greedy(model, ids_L[None], None, prompts.new_tokens)[0][0] for ids_L in prompts.ids_L]
+    uncached = [
+        greedy(model, ids_L[None], None, prompts.new_tokens, use_cache=False)[0][0] for ids_L in prompts.ids_L
+    ]
+    ids_BL, mask_BL = left_padded(prompts.ids_L)
+    batch = greedy(model, ids_BL, mask_BL, prompts.new_tokens)[0]
+    rounding = 2 * limit * prompts.scale
+    return [
+        Check(f"generated tokens, {name}: different", _n_different(tokens, prompts, rounding), 0)
+        for name, tokens in (("with cache", alone), ("without cache", uncached), ("left-padded batch", batch))
+    ]
+
+
+def check_tokenizer(folder: Path, record: dict[str, Any]) -> list[Check]:
+    """The stored tokenizer against the ids recorded for a few texts; nothing to check without one."""
+    if not record["texts"]:
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
+    return [Check("tokenizer: texts with other ids", len(wrong), 0, _some(wrong))]
+
+
+def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts of different lengths as one batch, padded left with token 0, and its mask."""
+    length = max(len(ids_L) for ids_L in ids)
+    ids_BL = torch.stack([torch.nn.functional.pad(ids_L, (length - len(ids_L), 0)) for ids_L in ids])
+    lengths_B1 = torch.tensor([[len(ids_L)] for ids_L in ids], device=ids_BL.device)
+    return ids_BL, (torch.arange(length, 0, -1, device=ids_BL.device) <= lengths_B1).long()
+
+
+@torch.no_grad()
+def greedy(
+    model: Any, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Exactly ``new_tokens`` greedy tokens, and each one's lead over the second best logit: two [B, T]."""
+    out = model.generate(
+        input_ids=ids_BL,
+        attention_mask=torch.ones_like(ids_BL) if mask_BL is None else mask_BL,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        pad_token_id=0,
+        use_cache=use_cache,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
+    return out.sequences[:, ids_BL.shape[1] :], best_BT2[..., 0] - best_BT2[..., 1]
+
+
+def _n_different(tokens: Iterable[Tensor], prompts: Prompts, rounding: float) -> int:
+    """Different tokens, up to the first place where the two best logits were equal within rounding."""
+    n = 0
+    for tokens_T, expected_T, leads_T in zip(tokens, prompts.generated_T, prompts.leads_T):
+        unclear = (leads_T <= rounding).nonzero()
+        end = int(unclear[0]) if len(unclear) else len(expected_T)
+        n += int((tokens_T[:end] != expected_T[:end]).sum())
+    return n
+
+
+def _worse(worst: float, difference: Tensor) -> float:
+    """The larger of a number and a tensor's largest magnitude; NaN if there is one in either."""
+    largest = float(difference.abs().max())
+    return max(worst, largest) if largest == largest and worst == worst else float("nan")
+
+
+def _some(items: Sequence[str], n: int = 8) -> str:
+    return "; ".join(items[:n]) + (f"; and {len(items) - n} more" if len(items) > n else "")
+
+
+def table(checks: Sequence[Check]) -> str:
+    """The checks as text, one a line."""
+    lines = [("", "check", "measured", "limit")]
+    for check in checks:
+        name = f"{check.name}\n         {check.detail}" if check.detail and not check.ok else check.name
+        lines.append(("ok" if check.ok else "FAILED", name, f"{check.measured:.3g}", f"{check.limit:.3g}"))
+    return "\n".join(_table_line(*line) for line in lines)
+
+
+def _table_line(state: str, name: str, measured: str, limit: str) -> str:
+    first, *rest = name.split("\n")
+    return "\n".join([f"{state:<8} {first:<52} {measured:>10} {limit:>8}", *rest])
+
+
+class _Forbidden(importlib.abc.MetaPathFinder):
+    """Makes this project's packages impossible to import, as on a machine that does not have them."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.split(".")[0] in FORBIDDEN_PACKAGES:
+            raise ModuleNotFoundError(f"an exported checkpoint must load without {name}", name=name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Check an exported checkpoint; needs torch and transformers only."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--record", type=Path, help="folder of what to compare with (default: FOLDER/gate)")
+    parser.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 ...")
+    parser.add_argument("--json", type=Path, help="also write the checks to this file")
+    options = parser.parse_args()
+    sys.meta_path.insert(0, _Forbidden())
+    import transformers
+
+    checks = run_checks(options.folder, options.record or options.folder / "gate", device=options.device)
+    print(
+        f"{options.folder} on {options.device}: torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+    print(table(checks))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(check) for check in checks]))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

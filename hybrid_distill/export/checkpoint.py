@@ -1,0 +1,209 @@
+"""Write an exported folder: weights, configuration, code, tokenizer, plan, scores, results, model card."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..evaluate import EvalResult
+from ..plan import HeadPlan
+from ..scoring import HeadScores
+from . import gate as export_gate
+from .card import model_card
+from .gate import ExportError, GateReport
+
+# Present in every export: a folder without it is not ours to replace.
+MARK = Path("gate") / "reference.json"
+
+
+def export_checkpoint(
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    *,
+    plan: HeadPlan,
+    results: Mapping[str, EvalResult] | None = None,
+    scores: HeadScores | None = None,
+    max_shard_size: int | str = "2GB",
+    gate: bool = True,
+    license: str = "other",
+    base_model: str = "",
+) -> GateReport:
+    """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` is it.
+
+    ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an
+    identifier of the Hugging Face hub) and ``base_model`` are the teacher's. The folder appears, or
+    replaces an earlier export, only when it is complete and has passed the gate (see `verify_export`); a
+    failure leaves what was there.
+
+    Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
+    the student's or ``path`` holds something else than an export.
+    """
+    path = Path(path)
+    _check_plan(student, plan)
+    _check_replaceable(path)
+    tied = tied_names(student)
+    with _replacing(path) as folder:
+        write_weights(student, folder, tied, max_shard_size)
+        write_configuration(student, folder)
+        write_code(student, folder)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder)
+        plan.save(folder / "plan.json")
+        if scores is not None:
+            scores.save(folder / "head_scores.json")
+        if results is not None:
+            results_json = {name: result.to_dict() for name, result in results.items()}
+            (folder / "evaluation.json").write_text(json.dumps(results_json, indent=2) + "\n")
+        card = model_card(student, plan, results, scores, license=license, base_model=base_model)
+        (folder / "README.md").write_text(card)
+        export_gate.write_record(student, folder / "gate", texts=export_gate.tokenized(tokenizer), tied=tied)
+        if not gate:
+            return GateReport()
+        return export_gate.run_gate(folder, folder / "gate", str(student.device)).require(path)
+
+
+def _check_plan(student: PreTrainedModel, plan: HeadPlan) -> None:
+    plan.check_fits(student)
+    kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
+    if kept != [list(heads) for heads in student.config.kept]:
+        raise ValueError(
+            f"the plan keeps {kept}, the student {student.config.kept}; pass the plan it was built with."
+        )
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.is_dir():
+        if any(path.iterdir()) and not (path / MARK).is_file():
+            raise ValueError(
+                f"{path} holds files that are no export; pass a new folder, or an export to replace."
+            )
+    elif path.exists() or path.is_symlink():
+        raise ValueError(f"{path} is not a folder; pass a new folder, or an export to replace.")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A new folder beside ``path`` that takes its place when the block ends well, and disappears otherwise.
+
+    The folder that is replaced is moved aside first and deleted last: at no time is there a half-written
+    one at ``path``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("new", "old"))
+    try:
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def tied_names(student: PreTrainedModel) -> dict[str, str]:
+    """Names stored under another name: {"lm_head.weight": "model.embed_tokens.weight"}, or nothing.
+
+    Raises ExportError for tensors that share memory without the configuration saying so: after loading they
+    would not.
+    """
+    first_with: dict[tuple[Any, ...], str] = {}
+    declared = student._tied_weights_keys or {} if student.config.tie_word_embeddings else {}
+    tied = {}
+    for name, tensor in sorted(student.state_dict().items(), key=lambda item: item[0] in declared):
+        place = (tensor.device, tensor.data_ptr(), tensor.shape)
+        twin = first_with.setdefault(place, name) if tensor.numel() else name
+        if twin != name:
+            if name not in declared:
+                raise ExportError(
+                    f"{name} shares its memory with {twin}, but the configuration does not say so; clone one."
+                )
+            tied[name] = twin
+    return tied
+
+
+def write_weights(
+    student: PreTrainedModel, folder: Path, tied: Mapping[str, str], max_shard_size: int | str
+) -> None:
+    """Write safetensors and, for more than one file, their index. Raises ExportError for an empty tensor."""
+    state: dict[str, Tensor] = {
+        name: tensor for name, tensor in student.state_dict().items() if name not in tied
+    }
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+    if empty:
+        raise ExportError(
+            f"empty tensors: {', '.join(empty[:5])}; gather a sharded model (ZeRO-3, FSDP) before export."
+        )
+    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: state[name].detach().cpu().contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_configuration(student: PreTrainedModel, folder: Path) -> None:
+    """config.json, which says where the remote code is, and generation_config.json."""
+    student.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    config["architectures"] = [type(student).__name__]
+    config["auto_map"] = {
+        "AutoConfig": _dotted(type(student.config)),
+        "AutoModelForCausalLM": _dotted(type(student)),
+    }
+    config["dtype"] = str(student.dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config)
+    if student.generation_config is not None:
+        student.generation_config.save_pretrained(folder)
+
+
+def write_code(student: PreTrainedModel, folder: Path) -> None:
+    """Copy the files of the student's own code; they import one another, torch and transformers."""
+    for file in sorted(_file_of(type(student)).parent.glob("*.py")):
+        if file.name != "__init__.py":
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Tokenizer files, in words that transformers 4 understands too."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    _write_json(path, config)
+
+
+def _file_of(kind: type) -> Path:
+    return Path(inspect.getfile(kind))
+
+
+def _dotted(kind: type) -> str:
+    """A class as config.json names it: file and class."""
+    return f"{_file_of(kind).stem}.{kind.__name__}"
+
+
+def _write_json(path: Path, record: Any) -> None:
+    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

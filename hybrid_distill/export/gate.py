@@ -1,0 +1,181 @@
+"""The export gate: what the model computes is recorded, then recomputed by a process without this package.
+
+Shapes: B batch, L length, T generated tokens, C recorded columns of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from . import check as program
+from .check import Check, Prompts, greedy, tensor_hash
+
+PROMPT_LENGTHS = (1, 7, 24, 45)
+NEW_TOKENS = 16
+MAX_COLUMNS = 4096
+TEXTS = (
+    "Memorize the following dictionary:\nriver:17\nlantern:62\nThe value of the key 'river' is",
+    "  Two  spaces, a tab\tand é, 中, 12345; then\n\na new paragraph.",
+)
+
+
+class ExportError(RuntimeError):
+    """A checkpoint that does not do what the exported model did; the message holds the table of checks."""
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """The checks that were made, in order; none when the gate was switched off."""
+
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def require(self, path: Path) -> GateReport:
+        """The report itself. Raises ExportError, naming ``path``, when a check failed."""
+        if not self.ok:
+            raise ExportError(f"{path} failed the export gate:\n{self.table()}")
+        return self
+
+    def table(self) -> str:
+        """The checks as text, one a line, with the differences measured."""
+        return program.table(self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "checks": [
+                {"name": c.name, "measured": c.measured, "limit": c.limit, "ok": c.ok, "detail": c.detail}
+                for c in self.checks
+            ],
+        }
+
+
+def verify_export(
+    path: str | Path, student: PreTrainedModel | None = None, *, device: str | None = None
+) -> GateReport:
+    """Check an exported folder in a separate process that cannot import this package.
+
+    The folder is held against what was recorded when it was exported, or against ``student`` as it is now.
+    ``device`` is where the reloaded model runs (default: where the student is, else the CPU). Raises
+    ExportError, with the table of checks, when one fails; ValueError for a folder that is no export.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file() or not (folder / "gate" / "reference.json").is_file():
+        raise ValueError(
+            f"{folder} is no exported checkpoint: it lacks config.json or gate/reference.json; "
+            "pass the folder of an export."
+        )
+    if device is None:
+        device = str(student.device) if student is not None else "cpu"
+    if student is None:
+        return run_gate(folder, folder / "gate", device).require(folder)
+    stored = json.loads((folder / "gate" / "reference.json").read_text())
+    with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
+        gate = Path(scratch) / "gate"
+        write_record(student, gate, texts=stored["texts"], tied=stored["tied"])
+        return run_gate(folder, gate, device).require(folder)
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, list[int]]]:
+    """The gate's texts with their token ids; none without a tokenizer."""
+    return [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
+
+
+def write_record(
+    student: PreTrainedModel, gate: Path, *, texts: Sequence[tuple[str, list[int]]], tied: Mapping[str, str]
+) -> None:
+    """Write the folder ``gate``: the program that checks the export, and what ``student`` computes.
+
+    ``texts`` are checked with the exported tokenizer and serve as prompts; ``tied`` maps a name to the name
+    its tensor is stored by.
+    """
+    gate.mkdir()
+    shutil.copyfile(program.__file__, gate / "check.py")
+    record = {
+        "format": program.FORMAT,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "tied": dict(tied),
+        "texts": texts,
+        "tensors": {name: tensor_hash(tensor) for name, tensor in student.state_dict().items()},
+    }
+    (gate / "reference.json").write_text(json.dumps(record, indent=1) + "\n")
+    prompts = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
+    record_prompts(student, prompts).save(gate / "reference.safetensors")
+
+
+@torch.no_grad()
+def record_prompts(student: PreTrainedModel, ids: list[Tensor]) -> Prompts:
+    """The student's logits and greedy tokens for prompts of token ids [L], computed in eval mode."""
+    was_training = student.training
+    student.eval()
+    try:
+        ids = [ids_L.to(student.device) for ids_L in ids]
+        logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
+        vocab_size = logits_LV[0].shape[-1]
+        columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
+        generated, leads = zip(
+            *(greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids), strict=True
+        )
+    finally:
+        student.train(was_training)
+    return Prompts(
+        ids,
+        [logits[:, columns_C] for logits in logits_LV],
+        [t[0] for t in generated],
+        [t[0] for t in leads],
+        columns_C,
+    )
+
+
+def _random_prompts(student: PreTrainedModel) -> list[Tensor]:
+    """Prompts of ordinary tokens (no padding, no end of text), always the same for one vocabulary."""
+    config = student.config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    special = {config.pad_token_id, config.bos_token_id, *ends}
+    ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
+    generator = torch.Generator().manual_seed(0)
+    return [
+        ordinary[torch.randint(len(ordinary), (length,), generator=generator)] for length in PROMPT_LENGTHS
+    ]
+
+
+def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
+    """Hold a folder against the record in ``gate``, in a new interpreter with no remote code cached.
+
+    Raises ExportError when that process ends without a result.
+    """
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    with tempfile.TemporaryDirectory(prefix="export-gate-") as name:
+        scratch = Path(name)
+        results, program_copy = scratch / "checks.json", scratch / "check_export.py"
+        shutil.copyfile(program.__file__, program_copy)
+        environment |= {
+            "HF_MODULES_CACHE": str(scratch / "modules"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        command = [sys.executable, program_copy, folder.resolve(), "--record", gate.resolve()]
+        command += ["--device", device, "--json", results]
+        run = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
+        if not results.is_file():
+            raise ExportError(
+                f"the check of {folder} ended with status {run.returncode}:\n{run.stdout}{run.stderr}"
+            )
+        return GateReport(tuple(Check(**fields) for fields in json.loads(results.read_text())))

@@ -1,0 +1,29 @@
+"""The hybrid model. The other files of this folder travel with an exported checkpoint as its remote code."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .configuration_hybrid import HybridConfig
+from .mixer import HybridCache, HybridLayerCache, HybridMixer, SSMHeads
+from .modeling_hybrid import HybridForCausalLM, packed_inputs
+from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
+
+__all__ = [
+    "HybridCache",
+    "HybridConfig",
+    "HybridForCausalLM",
+    "HybridLayerCache",
+    "HybridMixer",
+    "SSMHeads",
+    "causal_conv",
+    "log_decay",
+    "mixing_matrix",
+    "packed_inputs",
+    "ssd_scan",
+    "ssd_step",
+]
+
+# Local checkpoints load without trust_remote_code, and save_pretrained copies the code beside the weights.
+AutoConfig.register(HybridConfig.model_type, HybridConfig)
+AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM)
+HybridConfig.register_for_auto_class()
+HybridForCausalLM.register_for_auto_class("AutoModelForCausalLM")

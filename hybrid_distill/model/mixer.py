@@ -1,0 +1,370 @@
+"""What replaces a teacher's attention: kept heads beside recurrent heads, in the teacher's head order.
+
+Shapes: B batch, L length, S source length, H head, P head dim, N state size, D model width, C conv channels,
+K conv width (minus 1 in a stored state), R recurrent heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
+
+OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
+
+
+class HybridLayerCache(DynamicLayer):
+    """What one layer remembers: keys and values of its kept heads, conv and SSM state of its recurrent ones.
+
+    Counts the tokens it has seen by itself, because a layer may hold no keys at all. ``sliding_window`` as in
+    the backbone: only the keys a later token can still see are held.
+    """
+
+    is_croppable = False
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.conv_state: Tensor | None = None
+        self.ssm_state: Tensor | None = None
+        self.seen = 0
+
+    def advance(self, n_tokens: int) -> None:
+        """Count tokens; the mixer does it once per forward pass, after the kept heads have used the layer."""
+        self.seen += n_tokens
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, stored KV heads, L, P]; returns all that the new tokens may see."""
+        if self.keys is not None:
+            key_states = torch.cat([self.keys, key_states], dim=-2)
+            value_states = torch.cat([self.values, value_states], dim=-2)
+        self.keys, self.values = key_states, value_states
+        if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
+            # Cloned: a slice would hold on to the whole.
+            self.keys = key_states[..., -self.sliding_window + 1 :, :].clone()
+            self.values = value_states[..., -self.sliding_window + 1 :, :].clone()
+        return key_states, value_states
+
+    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
+        """Store states [B, C, K - 1] and [B, R, P, N] as copies: they come as slices of larger tensors."""
+        if conv_state is not None:
+            self.conv_state = conv_state.clone(memory_format=torch.contiguous_format)
+        if ssm_state is not None:
+            self.ssm_state = ssm_state.clone(memory_format=torch.contiguous_format)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` will return; transformers 4 passes the new positions."""
+        if isinstance(query_length, Tensor):
+            query_length = query_length.shape[0]
+        held = self.seen if self.sliding_window is None else min(self.seen, self.sliding_window - 1)
+        return held + query_length, self.seen - held
+
+    def reset(self) -> None:
+        self.__init__(self.sliding_window)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda t: t[indices])
+
+    def crop(self, *args: Any) -> None:
+        raise ValueError(
+            "a recurrent state cannot be rolled back; copy the cache before the tokens to try out."
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held: ``kv``, ``ssm``, ``conv``."""
+        return {
+            "kv": _nbytes(self.keys) + _nbytes(self.values),
+            "ssm": _nbytes(self.ssm_state),
+            "conv": _nbytes(self.conv_state),
+        }
+
+    def _map(self, fn: Any) -> None:
+        for name in ("keys", "values", "conv_state", "ssm_state"):
+            if getattr(self, name) is not None:
+                setattr(self, name, fn(getattr(self, name)))
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+class HybridCache(Cache):
+    """One `HybridLayerCache` per layer; ``model.new_cache()`` makes one that fits."""
+
+    def __init__(self, sliding_windows: list[int | None]) -> None:
+        super().__init__(layers=[HybridLayerCache(window) for window in sliding_windows])
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
+        layers = [layer.nbytes() for layer in self.layers]
+        return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}
+
+
+class _KVStore:
+    """The cache as kept attention sees it: holds each KV head once, hands it to every head that reads it."""
+
+    def __init__(self, layer: HybridLayerCache | None, handed_out: list[int] | None) -> None:
+        self.layer = layer
+        self.handed_out = handed_out
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.layer is not None:
+            key_states, value_states = self.layer.update(key_states, value_states)
+        if self.handed_out is None:
+            return key_states, value_states
+        return _pick_heads(key_states, self.handed_out), _pick_heads(value_states, self.handed_out)
+
+
+def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
+    """Slices instead of an index tensor, which would have to be copied to the device at every call."""
+    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
+
+
+class _DecayProjection(nn.Linear):
+    """Adds its bias in fp32: near a = 1, the sum rounded to bf16 would be half-lives several per cent off."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raw = F.linear(input, self.weight)
+        return raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.bias
+
+
+def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.0) -> Tensor:
+    """Half-lives in tokens, log-spaced over a layer's heads, distinct; a single head gets the middle."""
+    places = (torch.arange(n_heads) + 0.5) / n_heads
+    return shortest * (longest / shortest) ** places
+
+
+class SSMHeads(nn.Module):
+    """Recurrent heads of one layer (discrete Mamba-2), in the order of the mixer's ``recurrent``.
+
+        x, B, C = conv(x_proj u), conv(b_proj u), conv(c_proj u)        a = exp(-softplus(a_proj u))
+        S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
+
+    Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
+    decay and a gate. B and C are per head.
+    """
+
+    def __init__(self, hidden_size: int, n_heads: int, head_dim: int, d_state: int, conv_width: int) -> None:
+        super().__init__()
+        self.impl = "auto"
+        self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
+        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim)
+        self.b_proj = nn.Linear(hidden_size, n_heads * d_state)
+        self.c_proj = nn.Linear(hidden_size, n_heads * d_state)
+        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
+        self.a_proj = _DecayProjection(hidden_size, n_heads)
+        self.conv_weight = nn.Parameter(torch.empty(n_heads * (head_dim + 2 * d_state), conv_width))
+        self.D = nn.Parameter(torch.empty(n_heads))
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Random projections, identity convolution, open gate, half-lives spread over the heads."""
+        for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
+            projection.weight.normal_(std=std)
+            projection.bias.zero_()
+        self.z_proj.weight.zero_()
+        self.z_proj.bias.fill_(OPEN_GATE)
+        self.conv_weight.zero_()
+        self.conv_weight[:, -1] = 1.0
+        self.D.fill_(1.0)
+        self.a_proj.bias.copy_(raw_decay(spread_half_lives(self.n_heads)))
+
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Tensor | None = None,
+        seq_idx_BL: Tensor | None = None,
+        cache: HybridLayerCache | None = None,
+    ) -> Tensor:
+        """Outputs of the recurrent heads, y_BLRP."""
+        x, b, c, log_a = self._inputs(hidden_BLD, token_mask_BL, seq_idx_BL, cache)
+        state = None if cache is None else cache.ssm_state
+        if x.shape[1] == 1 and state is not None:
+            y, state = ssd_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], state)
+            y = y.unsqueeze(1)
+        else:
+            y, state = ssd_scan(x, log_a, b, c, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl)
+        if cache is not None:
+            cache.remember(ssm_state=state)
+        y = torch.addcmul(y, x, self.D.to(y.dtype).unsqueeze(-1))
+        return y * F.silu(self.z_proj(hidden_BLD)).unflatten(-1, (self.n_heads, self.head_dim))
+
+    def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
+        """T_BRLS, with D on the diagonal and without the gate: y = T x."""
+        x, b, c, log_a = self._inputs(hidden_BLD, None, seq_idx_BL, None)
+        mixing = mixing_matrix(log_a, b, c, seq_idx_BL)
+        return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
+
+    def _inputs(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        cache: HybridLayerCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x_BLRP, B_BLRN, C_BLRN after the convolution, and log a_BLR. Padding adds and decays nothing."""
+        xbc_BLC = torch.cat(
+            [self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1
+        )
+        log_a_BLR = log_decay(self.a_proj(hidden_BLD))
+        if token_mask_BL is not None:
+            token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
+            xbc_BLC = xbc_BLC * token_BL1
+            log_a_BLR = log_a_BLR * token_BL1
+        xbc_BLC, conv_state = causal_conv(
+            xbc_BLC,
+            self.conv_weight.to(xbc_BLC.dtype),
+            state_BCK=None if cache is None else cache.conv_state,
+            seq_idx_BL=seq_idx_BL,
+        )
+        if cache is not None:
+            cache.remember(conv_state=conv_state)
+        sizes = [self.n_heads * size for size in (self.head_dim, self.d_state, self.d_state)]
+        x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
+        if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
+            x = x * token_BL1.unsqueeze(-1)
+        return x, b, c, log_a_BLR
+
+
+class HybridMixer(nn.Module):
+    """Takes the place of an attention module: same inputs, same kind of output.
+
+    ``attention`` is the backbone's own attention module, cut down to the kept heads and without output
+    projection (None when no head is kept); ``ssm`` holds the recurrent heads (None when all are kept).
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        kept: list[int],
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        hidden_size: int,
+        d_state: int,
+        conv_width: int,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.kept = tuple(kept)
+        self.recurrent = tuple(head for head in range(n_heads) if head not in self.kept)
+        self.n_heads = n_heads
+        self.o_proj = attention.o_proj
+        self.head_dim = self.o_proj.in_features // n_heads
+        self.group_size = n_heads // n_kv_heads
+        self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
+        self._handed_out: list[int] | None = None
+        self.attention = self._cut_down(attention) if self.kept else None
+        self.ssm = (
+            SSMHeads(hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width)
+            if self.recurrent
+            else None
+        )
+
+    def _cut_down(self, attention: nn.Module) -> nn.Module:
+        """The backbone's attention with projections for the kept heads only; the builder fills them in."""
+        n_stored = len(self.kv_groups)
+        for name, n_rows in (("q_proj", len(self.kept)), ("k_proj", n_stored), ("v_proj", n_stored)):
+            full = getattr(attention, name)
+            cut = nn.Linear(full.in_features, n_rows * self.head_dim, bias=full.bias is not None)
+            setattr(attention, name, cut)
+        attention.o_proj = nn.Identity()
+        n_rep = len(self.kept) // n_stored
+        stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
+        if stored_for_kept == [row for row in range(n_stored) for _ in range(n_rep)]:
+            attention.num_key_value_groups = n_rep  # the backbone's own repeat fits
+        else:
+            attention.num_key_value_groups = 1
+            self._handed_out = stored_for_kept
+        return attention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """(out_BLD, None): the teacher's output projection over all heads. See `heads` for the arguments."""
+        y_BLHP = self.heads(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return self.o_proj(y_BLHP.flatten(-2)), None
+
+    def heads(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """All heads' outputs y_BLHP in the teacher's head order, before the output projection.
+
+        ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; both are for the
+        recurrent heads, the kept ones get the backbone's ``attention_mask``. Other keyword arguments go to
+        the kept attention.
+        """
+        cache = None if past_key_values is None else past_key_values.layers[self.layer]
+        attended = recurred = None
+        if self.attention is not None:
+            needs_store = cache is not None or self._handed_out is not None
+            y_BLD, _ = self.attention(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=_KVStore(cache, self._handed_out) if needs_store else None,
+                **kwargs,
+            )
+            attended = y_BLD.unflatten(-1, (len(self.kept), self.head_dim))
+        if self.ssm is not None:
+            recurred = self.ssm(hidden_states, token_mask, seq_idx, cache)
+        if cache is not None:
+            cache.advance(hidden_states.shape[1])
+        return self._in_teacher_order(attended, recurred)
+
+    def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
+        """T_BHLS of the recurrent heads, D included: the counterpart of their attention maps."""
+        if self.ssm is None:
+            raise ValueError(
+                f"layer {self.layer} keeps all its heads; only recurrent heads have mixing matrices."
+            )
+        return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)
+
+    def _in_teacher_order(self, attended: Tensor | None, recurred: Tensor | None) -> Tensor:
+        """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighbouring heads of one kind."""
+        if attended is None or recurred is None:
+            return recurred if attended is None else attended
+        taken = {True: 0, False: 0}
+        runs = []
+        for is_kept, run in itertools.groupby(range(self.n_heads), key=lambda head: head in self.kept):
+            start, length = taken[is_kept], len(list(run))
+            runs.append((attended if is_kept else recurred)[:, :, start : start + length])
+            taken[is_kept] += length
+        return torch.cat(runs, dim=2)

@@ -1,0 +1,287 @@
+"""State-space duality (SSD): the maths of recurrent heads, and the one place that picks an implementation.
+
+Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and 2502.14458):
+
+    S_t = a_t S_{t-1} + x_t B_t^T          y_t = S_t C_t          S in R^{P x N}
+
+As a matrix, y = T x with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s: the *mixing matrix*.
+
+Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv width,
+M chunks, Q chunk size. States and decays are in fp32 at least, whatever the inputs' dtype and autocast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/ssd_torch.json
+CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
+MIN_LOG_DECAY = (
+    -30.0
+)  # forgets all an fp32 state holds; longer sums of lower values would lose their small terms
+IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
+
+
+def log_decay(raw: Tensor) -> Tensor:
+    """The decay formula, used by every code path: log a = -softplus(raw), in fp32 at least."""
+    return -F.softplus(raw.to(_state_dtype(raw)))
+
+
+def raw_decay(half_life: Tensor) -> Tensor:
+    """The inverse: the raw value whose decay halves a state in ``half_life`` tokens."""
+    return torch.log(torch.expm1(math.log(2.0) / half_life))
+
+
+def ssd_scan(
+    x_BLHP: Tensor,
+    log_a_BLH: Tensor,
+    b_BLHN: Tensor,
+    c_BLHN: Tensor,
+    *,
+    state_BHPN: Tensor | None = None,
+    seq_idx_BL: Tensor | None = None,
+    impl: str = "auto",
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over a whole sequence.
+
+    ``state_BHPN`` is the state before the first token (zero if absent). ``seq_idx_BL`` numbers the documents
+    packed in a row, ascending: the state restarts where the number changes, and a given state belongs to the
+    first document. Returns y_BLHP in the dtype of x, and the state after the last token in fp32 (fp64 for
+    fp64).
+
+    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that is
+    not installed.
+    """
+    scan = _pick(impl)
+    if type(chunk_size) is not int or chunk_size < 1:
+        raise ValueError(
+            f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
+        )
+    batch, length, n_heads, head_dim = x_BLHP.shape
+    with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
+        dtype = _state_dtype(x_BLHP)
+        x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
+        if state_BHPN is None:
+            state = x.new_zeros(batch, n_heads, head_dim, b.shape[-1])
+        else:
+            state = state_BHPN.to(dtype)
+        if length == 0:
+            return x_BLHP, state
+        y, state = scan(x, log_a, b, c, state, seq_idx_BL, min(chunk_size, length))
+    return y.to(x_BLHP.dtype), state
+
+
+def ssd_step(
+    x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
+    dtype = _state_dtype(x_BHP, state_BHPN)
+    x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
+    state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
+    return (state * c.unsqueeze(-2)).sum(-1).to(x_BHP.dtype), state
+
+
+def mixing_matrix(
+    log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    """T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
+
+    The counterpart of an attention map; quadratic in the length. fp32 (fp64 for fp64 inputs).
+    """
+    with torch.autocast(b_BLHN.device.type, enabled=False):
+        dtype = _state_dtype(b_BLHN)
+        log_a_BHL, b_BHLN, c_BHLN = (t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN))
+        unseen = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN).unsqueeze(1)
+        cum_BHL = log_a_BHL.double().cumsum(-1)  # differences of long sums: fp32 would lose the small terms
+        return (c_BHLN @ b_BHLN.mT) * _decay_matrix(cum_BHL, unseen).to(dtype)
+
+
+def causal_conv(
+    x_BLC: Tensor, weight_CK: Tensor, *, state_BCK: Tensor | None = None, seq_idx_BL: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
+
+    The last tap sees the current token. The state is the last K - 1 inputs, [B, C, K - 1] (zeros if absent);
+    with ``seq_idx_BL`` no tap reaches into another document. Returns y_BLC and the state after the last
+    token.
+    """
+    n_past = weight_CK.shape[1] - 1
+    length = x_BLC.shape[1]
+    if state_BCK is None:
+        past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
+    else:
+        past_BKC = state_BCK.to(x_BLC.dtype).mT
+    with_past_BLC = torch.cat([past_BKC, x_BLC], dim=1)
+    y_BLC = x_BLC * weight_CK[:, -1]
+    for back in range(1, n_past + 1):
+        tap_BLC = with_past_BLC[:, n_past - back : n_past - back + length]
+        if seq_idx_BL is not None:
+            tap_BLC = tap_BLC * _same_document(seq_idx_BL, back).unsqueeze(-1)
+        y_BLC = torch.addcmul(y_BLC, tap_BLC, weight_CK[:, -1 - back])
+    return y_BLC, with_past_BLC[:, length:].mT
+
+
+def check_implementation(impl: str) -> None:
+    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run here."""
+    _pick(impl)
+
+
+def _pick(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
+    if impl == "reference":
+        return _scan_reference
+    if impl in ("auto", "torch"):
+        return _scan_chunked
+    raise RuntimeError(f"impl {impl!r}: hybrid_kernels is not available; use 'auto' or 'torch'.")
+
+
+def _state_dtype(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
+    """Is the token ``back`` places earlier of the same document? What precedes the row is of its first."""
+    before_BK = seq_idx_BL[:, :1].expand(-1, back)
+    return torch.cat([before_BK, seq_idx_BL], dim=1)[:, : seq_idx_BL.shape[1]] == seq_idx_BL
+
+
+def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """-inf where token i does not see token j (j is later, or of another document), else 0: [.., L, L]."""
+    later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
+    if seq_idx is not None:
+        later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
+    else:
+        later = later.unsqueeze(0)
+    return torch.zeros(later.shape, dtype=_state_dtype(like), device=like.device).masked_fill_(
+        later, -math.inf
+    )
+
+
+def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
+    """exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing can overflow."""
+    return (unseen + cum.unsqueeze(-1) - cum.unsqueeze(-2)).exp()
+
+
+def _scan_reference(
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of the module docstring, token by token."""
+    ys = []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t > 0:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        y, state = ssd_step(x[:, t], log_a[:, t], b[:, t], c[:, t], state)
+        ys.append(y)
+    return torch.stack(ys, dim=1), state
+
+
+def _scan_chunked(
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Matrix products only: a chunk's mixing matrix within it, its end state from chunk to chunk.
+
+    1. What each chunk adds to the state.  2. The state before each chunk.  3. The outputs, from both.
+    """
+    batch, length, n_heads, head_dim = x.shape
+    x, b, c = (_to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
+    bt, ct = (
+        b.mT.contiguous(),
+        c.mT.contiguous(),
+    )  # a product is fast when its last dimension is not the small N
+    cum_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1).cumsum(-1)
+    to_end = (cum_BHMQ[..., -1:] - cum_BHMQ).exp()
+    seq_BMQ = of_incoming = None
+    if seq_idx is not None:
+        seq_BMQ = _documents_by_chunk(seq_idx, chunk_size)
+        of_incoming, of_last = _reach(seq_BMQ)
+        to_end = to_end * of_last
+    unseen = _unseen(seq_BMQ, chunk_size, x).unsqueeze(1)
+
+    added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
+    before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
+    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, of_incoming)
+    return y.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
+
+
+class _ChunkOutputs(torch.autograd.Function):
+    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
+
+    By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as
+    often: every term of y_i has the factor exp(cum_i), every term of dx_j the factor exp(-cum_j), so that the
+    gradient of cum is dy_i . y_i - x_i . dx_i.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bt, ct, cum, before, unseen, of_incoming) -> Tensor:
+        decay = _decay_matrix(cum, unseen)
+        from_start = cum.exp() if of_incoming is None else cum.exp() * of_incoming
+        y = (ct.mT @ bt).mul_(decay) @ x
+        y += (ct * from_start.unsqueeze(-2)).mT @ before
+        ctx.save_for_backward(x, bt, ct, decay, from_start, before, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bt, ct, decay, from_start, before, y = ctx.saved_tensors
+        from_start = from_start.unsqueeze(-2)
+        dx = (ct.mT @ bt).mul_(decay).mT @ dy
+        dscores = (dy @ x.mT).mul_(decay)
+        dct = bt @ dscores.mT + (before @ dy.mT) * from_start
+        dbefore = (ct * from_start) @ dy
+        dcum = (dy * y).sum(-1) - (x * dx).sum(-1)
+        return dx, ct @ dscores, dct, dcum, dbefore, None, None
+
+
+def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
+    """[B, L, H, .] -> [B, H, M, Q, .]; a ragged end is filled with zeros, which change no state (a = 1)."""
+    missing = -t_BLH.shape[1] % chunk_size
+    if missing:
+        t_BLH = F.pad(t_BLH, (0, 0, 0, 0, 0, missing))
+    return t_BLH.unflatten(1, (-1, chunk_size)).permute(0, 3, 1, 2, 4)
+
+
+def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
+    """seq_BMQ; a ragged end belongs to the last document."""
+    missing = -seq_idx_BL.shape[1] % chunk_size
+    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(
+        1, (-1, chunk_size)
+    )
+
+
+def _incoming(seq_BMQ: Tensor) -> Tensor:
+    """The document that the state before each chunk is of, [B, M, 1]."""
+    return torch.cat([seq_BMQ[:, :1, :1], seq_BMQ[:, :-1, -1:]], dim=1)
+
+
+def _reach(seq_BMQ: Tensor) -> tuple[Tensor, Tensor]:
+    """Per token, [B, 1, M, Q]: is it of the incoming state's document, and of its chunk's last one?"""
+    return (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1), (seq_BMQ == seq_BMQ[..., -1:]).unsqueeze(1)
+
+
+def _carry(
+    added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The states before each chunk, and after the last one: S_m = a_m S_{m-1} + added_m, a block at a time.
+
+    A chunk in which a document starts lets nothing of the state before it through.
+    """
+    starts_BM = None if seq_BMQ is None else (seq_BMQ[..., -1:] != _incoming(seq_BMQ)).squeeze(-1)
+    before = []
+    for start in range(0, added_BHMNP.shape[2], CHUNKS_PER_BLOCK):
+        block = slice(start, start + CHUNKS_PER_BLOCK)
+        states = torch.cat([state_BHNP.unsqueeze(2), added_BHMNP[:, :, block]], dim=2)
+        cum = F.pad(log_decay_BHM[:, :, block].cumsum(-1), (1, 0))
+        segments = None if starts_BM is None else F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
+        decay = _decay_matrix(cum, _unseen(segments, cum.shape[-1], cum).unsqueeze(1))
+        states = (decay @ states.flatten(-2)).view_as(states)
+        before.append(states[:, :, :-1])
+        state_BHNP = states[:, :, -1]
+    return torch.cat(before, dim=2), state_BHNP

@@ -1,0 +1,306 @@
+"""One run, start to finish: score, plan, build, align, distil, evaluate, export, report.
+
+Every step leaves its result in the run directory and is skipped when that is there, so that a run that was stopped
+anywhere goes on from there::
+
+    config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
+    teacher/evaluation.json  evaluation.json  export/  report.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .build import build_student, graft_recurrent_heads, unshare_weights
+from .config import PlanConfig, RunConfig, to_json
+from .data import open_rows, read_documents
+from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
+from .distill.loop import train_stage
+from .distill.stages import make_stage
+from .evaluate import EvalResult, evaluate
+from .export import export_checkpoint
+from .model.modeling_hybrid import HybridForCausalLM
+from .plan import HeadPlan
+from .probes.knowledge import Knowledge
+from .probes.kv_retrieval import KVRetrieval
+from .report import write_report
+from .scoring import HeadScores, score_heads
+from .teacher import fingerprint, load_teacher
+
+log = logging.getLogger(__name__)
+
+MAY_CHANGE = ("out", "resume", "trackers", "dry_run", "export")
+"""Fields of a config in which a continued run may differ from its directory's config.json."""
+PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
+"""Added to the run's seed, so that heads are never ranked on the prompts that students are measured on."""
+
+
+class Run:
+    """A run directory and what its config asks for. Models are loaded when first needed, results read when there.
+
+    ``teacher`` may be handed over by somebody who has loaded it already.
+    """
+
+    def __init__(
+        self, config: RunConfig, teacher: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    ) -> None:
+        self.config, self.out, self.seed = config, Path(config.out), config.seed
+        self._given = teacher
+
+    @cached_property
+    def teacher_and_tokenizer(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        options = self.config.teacher
+        return self._given or load_teacher(
+            options.path,
+            dtype=options.dtype,
+            revision=options.revision,
+            attn_implementation=options.attn_implementation,
+        )
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        return self.teacher_and_tokenizer[0]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.teacher_and_tokenizer[1]
+
+    def prepare(self) -> None:
+        """Make the directory, or check that it holds this run and no other.
+
+        Raises ValueError naming the fields that differ.
+        """
+        path = self.out / "config.json"
+        if path.exists() and self.config.resume != "never":
+            before = json.loads(path.read_text())
+            now = to_json(self.config)
+            differ = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+            if differ:
+                raise ValueError(
+                    f"{self.out} holds a run with another {', '.join(differ)}; "
+                    "use another --out, or --resume never to begin again."
+                )
+        self.out.mkdir(parents=True, exist_ok=True)
+        on_main_process(lambda: write_json(path, to_json(self.config)))
+
+    def scores(self) -> HeadScores:
+        """Head scores: read from ``scoring.file`` or the run directory, else measured and written there."""
+        options = self.config.scoring
+        path = self.out / "scores.json"
+        if options.file is not None:
+            scores = HeadScores.load(options.file)
+            if scores.fingerprint != fingerprint(self.teacher):
+                raise ValueError(
+                    f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); "
+                    "score this one, or give its own scores.json."
+                )
+            on_main_process(lambda: scores.save(path))
+            return scores
+
+        def measure() -> None:
+            score_heads(
+                self.teacher,
+                self.tokenizer,
+                KVRetrieval(options.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"]),
+                n_examples=options.n_examples,
+                batch_size=options.batch_size,
+                control_texts=self._held_out_texts(options.n_control_texts),
+                min_accuracy=options.min_accuracy,
+                resume_path=self.out / "scores.partial.json",
+            ).save(path)
+
+        if not path.exists():
+            on_main_process(measure)
+        return HeadScores.load(path)
+
+    def plan(self) -> HeadPlan:
+        """The plan of the run directory, or the one that the config describes."""
+        path = self.out / "plan.json"
+        if path.exists():
+            plan = HeadPlan.load(path)
+        else:
+            plan = make_plan(self.config.plan, self.teacher, self.scores)
+            on_main_process(lambda: plan.save(path))
+        plan.check_fits(self.teacher)
+        return plan
+
+    def build(self, plan: HeadPlan) -> HybridForCausalLM:
+        """The student before its first stage. build.json says where every tensor comes from."""
+        options = self.config.student
+        student, report = build_student(
+            self.teacher,
+            plan,
+            d_state=options.d_state,
+            conv_width=options.conv_width,
+            init=options.init,
+            seed=self.seed,
+        )
+        if options.aligned is not None:
+            graft_recurrent_heads(student, self._aligned_donor(options.aligned))
+        on_main_process(
+            lambda: write_json(
+                self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()}
+            )
+        )
+        return student
+
+    def _aligned_donor(self, folder: Path) -> HybridForCausalLM:
+        """The fully recurrent student whose alignment is in ``folder``."""
+        options = self.config.student
+        donor, _ = build_student(
+            self.teacher, HeadPlan.none(self.teacher), d_state=options.d_state, conv_width=options.conv_width
+        )
+        load_stage(folder, donor)
+        return donor
+
+    def train(self, plan: HeadPlan) -> HybridForCausalLM:
+        """Build the student and take it through its stages; finished stages are loaded instead."""
+        student = self.build(plan)
+        if plan.k == plan.n_layers * plan.n_heads:
+            log.info("every head is kept: the student is the teacher, and there is nothing to train")
+            return student
+        parent = json.loads((self.out / "build.json").read_text())["weights"]
+        for number, name in enumerate(self.config.stages, start=1):
+            parent = self._run_stage(student, name, self.out / "stages" / f"{number}-{name}", parent).weights
+        unshare_weights(student)
+        return student
+
+    def _run_stage(self, student: HybridForCausalLM, name: str, folder: Path, parent: str) -> StageManifest:
+        options = getattr(self.config, name)
+        state = PartialState()
+        rows = open_rows(
+            self.config.data, self.tokenizer, rank=state.process_index, world=state.num_processes
+        )
+        return train_stage(
+            make_stage(options, student, self.teacher, vocab_size=len(self.tokenizer)),
+            rows,
+            options,
+            folder,
+            seed=self.seed,
+            parent_hash=parent,
+            resume=self.config.resume,
+            trackers=self.config.trackers,
+        )
+
+    def evaluate(self, student: HybridForCausalLM) -> EvalResult:
+        """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json."""
+        self.evaluate_teacher()
+        return self._evaluated(student, self.out / "evaluation.json")
+
+    def evaluate_teacher(self) -> EvalResult:
+        return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json")
+
+    def _evaluated(self, model: PreTrainedModel, path: Path) -> EvalResult:
+        options = self.config.evaluation
+
+        def measure() -> None:
+            evaluate(
+                model,
+                self.tokenizer,
+                teacher=self.teacher,
+                n_pairs=options.n_pairs,
+                n_examples=options.n_examples,
+                seed=self.seed + PROBE_SEEDS["evaluation"],
+                held_out_texts=self._held_out_texts(options.n_texts),
+                knowledge=Knowledge(options.knowledge),
+                batch_size=options.batch_size,
+                progress=True,
+            ).save(path)
+
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            on_main_process(measure)
+        return EvalResult.load(path)
+
+    def _held_out_texts(self, n: int) -> list[str]:
+        source = self.config.evaluation.texts
+        source = "tiny:held_out" if source == "tiny" else source
+        return list(islice(read_documents(source, self.config.data.text_column), n))
+
+    def export(self, student: HybridForCausalLM, plan: HeadPlan, result: EvalResult) -> Path:
+        """Export the student behind the gate; raises ExportError when what was written is not the student."""
+        path = self.out / "export"
+        scores_path = self.out / "scores.json"
+        on_main_process(
+            lambda: export_checkpoint(
+                student,
+                self.tokenizer,
+                path,
+                plan=plan,
+                results={"teacher": self.evaluate_teacher(), "student": result},
+                scores=HeadScores.load(scores_path) if scores_path.exists() else None,
+            )
+        )
+        return path
+
+    def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
+        """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""
+        plan = HeadPlan.load(self.out / "plan.json")
+        finished = [f for f in sorted((self.out / "stages").glob("*-*")) if StageManifest.read(f)]
+        if not finished:
+            raise ValueError(f"{self.out} holds no finished stage; run it to its end first.")
+        options = self.config.student
+        student, _ = build_student(
+            self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width
+        )
+        load_stage(finished[-1], student)
+        return student, plan
+
+
+def run(config: RunConfig) -> Path:
+    """Take a run from its config to its report; returns the run directory. Goes on where it was stopped.
+
+    Raises ValueError for a config that cannot be run, Interrupted after saving on SIGINT or SIGTERM.
+    """
+    this = Run(config)
+    this.prepare()
+    plan = this.plan()
+    student = this.train(plan)
+    result = this.evaluate(student)
+    if config.export:
+        this.export(student, plan, result)
+    on_main_process(lambda: write_report(this.out))
+    return this.out
+
+
+def make_plan(
+    options: PlanConfig, teacher: Any, scores: Callable[[], Any], *, fingerprinted: bool = True
+) -> HeadPlan:
+    """The plan that a config describes, for this teacher; ``scores`` is asked only for ``top``.
+
+    Without ``fingerprinted`` the teacher's weights are not looked at, only its shape.
+    """
+    if options.selection == "top":
+        HeadPlan.check_k(teacher, options.k)
+        return HeadPlan.top_k(scores(), options.k)
+    if options.selection == "file":
+        if options.file is None:
+            raise ValueError("plan.selection is 'file' without a file; name it with --plan.file.")
+        return HeadPlan.load(options.file)
+    make: dict[str, Callable[[], HeadPlan]] = {
+        "random": lambda: HeadPlan.random(teacher, options.k, options.seed),
+        "layers": lambda: HeadPlan.layers(teacher, options.layers),
+        "all": lambda: HeadPlan.all(teacher),
+        "none": lambda: HeadPlan.none(teacher),
+        "pairs": lambda: HeadPlan.from_pairs(teacher, options.pairs),
+    }
+    plan = make[options.selection]()
+    return dataclasses.replace(plan, teacher=fingerprint(teacher)) if fingerprinted else plan
+
+
+def on_main_process(action: Callable[[], Any]) -> None:
+    """Do something once per run, whatever the number of processes; the others wait until it is done."""
+    state = PartialState()
+    if state.is_main_process:
+        action()
+    state.wait_for_everyone()

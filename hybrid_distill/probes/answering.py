@@ -1,0 +1,347 @@
+"""Two ways of reading a model's answer: the likeliest of the given choices, and greedy generation.
+
+Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..teacher import eval_mode
+from . import Example, check_counts
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """What a model makes of E examples.
+
+    ``logprob_EC`` holds one list per example (their numbers of choices may differ): the log-probability,
+    in nats, of each choice as a whole. ``answer_logprob_E`` is the answer's, ``correct_E`` whether it is
+    above all others.
+    """
+
+    logprob_EC: list[list[float]]
+    answer_logprob_E: Tensor
+    correct_E: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Share of examples answered correctly, 0 to 1."""
+        return self.correct_E.double().mean().item()
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """One example as tokens: the prompt, and each choice as it continues the prompt.
+
+    All choices begin with the same ``n_shared`` tokens (the space before a number, for some tokenizers),
+    and at least one token of each comes after them. ``stops[c]`` holds the tokens that would turn choice c
+    into the beginning of a longer one: for a tokenizer that splits digits, " 8" must not be counted where
+    the model is about to write " 84".
+    """
+
+    prompt: Tokens
+    choices: tuple[Tokens, ...]
+    n_shared: int
+    stops: tuple[Tokens, ...]
+    answer: int
+
+    def contexts(self) -> list[Tokens]:
+        """Beginnings of choices, longer than the shared one, after which a token has to be predicted."""
+        return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
+
+    def reads(self) -> list[tuple[Tokens, int]]:
+        """(tokens after the prompt, next token) of every log-probability that the choices are made of."""
+        needed = {(choice[:t], token) for choice in self.choices for t, token in enumerate(choice)}
+        needed |= {(choice, token) for choice, stop in zip(self.choices, self.stops) for token in stop}
+        return sorted(needed)
+
+    def choice_logprobs(self, logprob: Callable[[Tokens, int], float]) -> list[float]:
+        """Log-probability of each choice: summed over tokens, less the chance of going on to a longer one."""
+        totals = []
+        for choice, stop in zip(self.choices, self.stops):
+            total = sum(logprob(choice[:t], token) for t, token in enumerate(choice))
+            going_on = sum(math.exp(logprob(choice, token)) for token in stop)
+            totals.append(total + math.log(max(1 - going_on, 1e-30)))
+        return totals
+
+
+def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> EncodedExample:
+    """Tokenise ``prompt + choice`` as the model would read it, for every choice at once.
+
+    Raises ValueError when two choices have the same tokens: this tokenizer cannot tell them apart.
+    """
+    texts = [example.prompt, *(example.prompt + choice for choice in example.choices)]
+    prompt, *rows = tokenize(tokenizer, texts)
+    if len(set(rows)) < len(rows):
+        raise ValueError(
+            f"some of the choices {example.choices} become the same tokens; "
+            "use a tokenizer that tells them apart, or other choices."
+        )
+    n_common = min(_common_prefix(rows), min(map(len, rows)) - 1)
+    # A tokenizer may merge the prompt's end with a choice's beginning: such tokens count with the choice.
+    n_prompt = min(n_common, *(_common_prefix([prompt, row]) for row in rows))
+    choices = tuple(row[n_prompt:] for row in rows)
+    stops = tuple(
+        tuple(sorted({c[len(choice)] for c in choices if c != choice and c[: len(choice)] == choice}))
+        for choice in choices
+    )
+    answer = example.choices.index(example.answer)
+    return EncodedExample(rows[0][:n_prompt], choices, n_common - n_prompt, stops, answer)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
+    """Tokens of each text, after the tokenizer's beginning-of-text token if it sets one; no end-of-text."""
+    rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    bos: Any = tokenizer.bos_token_id
+    begins = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    start: list[Any] = [bos] if begins else []
+    return [(*start, *row) for row in rows]
+
+
+def _common_prefix(rows: Sequence[Tokens]) -> int:
+    length = 0
+    for column in zip(*rows):
+        if len(set(column)) > 1:
+            break
+        length += 1
+    return length
+
+
+Read = tuple[int, Tokens, int]  # example, tokens after the prompt, next token
+Address = tuple[int, int, int]  # row, position, token in a tensor of logits
+
+
+class ChoiceBatch:
+    """Examples that are answered together; everything but the model is worked out once.
+
+    One forward over the prompts reads what follows the shared beginning of each example's choices. Where
+    that does not tell them apart, the prompts' cache is extended by each context (`EncodedExample.contexts`).
+    """
+
+    def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
+        self.encoded = list(encoded)
+        rows = [e.prompt + e.choices[0][: e.n_shared] for e in self.encoded]
+        self.input_ids_BL, self.mask_BL = left_pad(rows, device)
+        self.n_logits = 1 + max(e.n_shared for e in self.encoded)
+        self.contexts = [(example, path) for example, e in enumerate(self.encoded) for path in e.contexts()]
+        self._locate()
+
+    def _locate(self) -> None:
+        """Find where each log-probability stands: counted from a prompt's end, or from a context's start."""
+        row_of = {
+            (example, path[:t]): row
+            for row, (example, path) in enumerate(self.contexts)
+            for t in range(len(path) + 1)
+        }
+        self.in_prompts: dict[Read, Address] = {}
+        self.in_contexts: dict[Read, Address] = {}
+        for example, e in enumerate(self.encoded):
+            for path, token in e.reads():
+                beyond = len(path) - e.n_shared
+                if beyond <= 0:
+                    self.in_prompts[example, path, token] = (example, beyond - 1, token)
+                else:
+                    self.in_contexts[example, path, token] = (row_of[example, path], beyond - 1, token)
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether some choices differ only in their second token after the shared ones, or later."""
+        return bool(self.contexts)
+
+    def logprobs(self, model: PreTrainedModel) -> list[list[float]]:
+        """Log-probability of every choice of every example; each prompt runs through the model once."""
+        output = forward(
+            model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=self.needs_cache
+        )
+        found = _logprobs_at(output.logits, self.in_prompts)
+        if self.needs_cache:
+            found |= _logprobs_at(self._context_logits(model, output.past_key_values), self.in_contexts)
+        return [
+            e.choice_logprobs(lambda path, token, example=example: found[example, path, token])
+            for example, e in enumerate(self.encoded)
+        ]
+
+    def _context_logits(self, model: PreTrainedModel, cache: Any) -> Tensor:
+        """logits_RTV after each context, from the prompts' cache."""
+        device = self.mask_BL.device
+        example_R = torch.tensor([example for example, _ in self.contexts], device=device)
+        tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
+        longest = max(map(len, tails))
+        # Pads on the right need no mask: nothing that is read comes after them.
+        ids_RT = torch.tensor([tail + (0,) * (longest - len(tail)) for tail in tails], device=device)
+        mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
+        cache.batch_select_indices(example_R)
+        return forward(model, ids_RT, mask_RL, past_key_values=cache, use_cache=True).logits
+
+
+def _logprobs_at(logits_BSV: Tensor, wanted: dict[Read, Address]) -> dict[Read, float]:
+    """Log-probabilities at the wanted addresses, in float32 whatever the model computes in."""
+    row, position, token = torch.tensor(list(wanted.values()), device=logits_BSV.device).unbind(1)
+    normaliser_BS = logits_BSV.float().logsumexp(-1)
+    values = logits_BSV[row, position, token].float() - normaliser_BS[row, position]
+    return dict(zip(wanted, values.tolist(), strict=True))
+
+
+def choice_batches(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, batch_size: int, device: torch.device
+) -> Iterator[ChoiceBatch]:
+    """The examples as batches, in order."""
+    check_counts(batch_size=batch_size)
+    for start in range(0, len(examples), batch_size):
+        part = examples[start : start + batch_size]
+        yield ChoiceBatch([encode_example(tokenizer, example) for example in part], device)
+
+
+def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
+    """Judge choices' log-probabilities: correct is the answer that is strictly above every other choice."""
+    answer_logprob = [row[answer] for row, answer in zip(logprob_EC, answers, strict=True)]
+    correct = [
+        all(value < row[answer] for choice, value in enumerate(row) if choice != answer)
+        for row, answer in zip(logprob_EC, answers, strict=True)
+    ]
+    return ChoiceResult(logprob_EC, torch.tensor(answer_logprob, dtype=torch.float64), torch.tensor(correct))
+
+
+def answer_choices(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> ChoiceResult:
+    """Which choice the model finds likeliest, by the summed log-probability of the choice's tokens.
+
+    Where one choice's tokens begin another's, it counts only as far as the model would stop there. A
+    prompt is computed once; choices of more than one distinguishing token extend its cache. Works for any
+    decoder and any tokenizer, with or without a pad token.
+    """
+    logprob_EC: list[list[float]] = []
+    answers: list[int] = []
+    with eval_mode(model), tqdm(total=len(examples), desc="choices", disable=not progress) as bar:
+        for batch in choice_batches(tokenizer, examples, batch_size=batch_size, device=model.device):
+            logprob_EC += batch.logprobs(model)
+            answers += [example.answer for example in batch.encoded]
+            bar.update(len(batch))
+    return choice_result(logprob_EC, answers)
+
+
+def answer_generation(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> Tensor:
+    """correct_E: whether the greedily generated text begins with the answer as a whole word or number."""
+    check_counts(batch_size=batch_size)
+    correct: list[bool] = []
+    with eval_mode(model), tqdm(total=len(examples), desc="generation", disable=not progress) as bar:
+        for start in range(0, len(examples), batch_size):
+            part = examples[start : start + batch_size]
+            texts = generate_greedily(model, tokenizer, part)
+            correct += [begins_with(text, example.answer) for text, example in zip(texts, part, strict=True)]
+            bar.update(len(part))
+    return torch.tensor(correct)
+
+
+def generate_greedily(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
+) -> list[str]:
+    """The text each prompt is continued with, just long enough to see whether it is the answer."""
+    prompts = tokenize(tokenizer, [example.prompt for example in examples])
+    answers = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
+    longest = max(len(answer) - len(prompt) for prompt, answer in zip(prompts, answers, strict=True))
+    input_ids_BL, mask_BL = left_pad(prompts, model.device)
+    generate: Any = model.generate
+    output_BL = generate(
+        input_ids=input_ids_BL,
+        attention_mask=mask_BL,
+        # One more token than the answer shows that a number has ended.
+        max_new_tokens=max(longest, 1) + 1,
+        # Named one by one because a model's own generation settings fill in whatever is not.
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        repetition_penalty=1.0,
+        pad_token_id=_pad_id(model, tokenizer),
+    )
+    return tokenizer.batch_decode(output_BL[:, input_ids_BL.shape[1] :], skip_special_tokens=True)
+
+
+def begins_with(text: str, answer: str) -> bool:
+    """Whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
+    answer = answer.strip()
+    boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
+    return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
+
+
+def _pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to fill rows with after their end: any will do, as pads are masked."""
+    eos: Any = model.generation_config.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list) else eos
+    candidates: list[Any] = [tokenizer.pad_token_id, first_eos, tokenizer.eos_token_id]
+    return next((token for token in candidates if token is not None), 0)
+
+
+def left_pad(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(input_ids_BL, mask_BL) with every row ending at the right edge; the mask is 0 at pads."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([(0,) * (longest - len(row)) + tuple(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def forward(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    mask_BL: Tensor,
+    *,
+    logits_to_keep: int = 0,
+    use_cache: bool = False,
+    past_key_values: Any = None,
+) -> Any:
+    """The model's output on tokens that end where the mask ends; positions do not count pads.
+
+    Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where
+    the model can do so.
+    """
+    n_new = input_ids_BT.shape[1]
+    extras: dict[str, Any] = {}
+    if accepts(model, "position_ids"):
+        extras["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -n_new:]
+    if accepts(model, "logits_to_keep"):
+        extras["logits_to_keep"] = logits_to_keep
+    output = model(
+        input_ids=input_ids_BT,
+        attention_mask=mask_BL,
+        use_cache=use_cache,
+        past_key_values=past_key_values,
+        **extras,
+    )
+    output.logits = output.logits[:, -logits_to_keep:]
+    return output
+
+
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward names this argument."""
+    return argument in inspect.signature(model.forward).parameters

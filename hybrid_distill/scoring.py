@@ -1,0 +1,386 @@
+"""Rank attention heads: zero one head at a time, see what the model can no longer do, put the head back.
+
+The drop in accuracy on a retrieval probe is a head's score (arXiv 2504.18574); the log-probability of the
+answer orders heads where accuracy does not, and the loss on plain text tells heads that matter for all tasks.
+
+Shapes: L layer, H query head, E example.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .plan import HeadId
+from .probes import Example, Probe, check_counts
+from .probes.answering import ChoiceBatch, answer_generation, choice_batches, choice_result, forward
+from .probes.plain_text import TextBatch, text_batches
+from .teacher import (
+    ablate_heads,
+    attention_sites,
+    eval_mode,
+    fingerprint,
+    record_block,
+    replay_blocks,
+    text_config,
+)
+
+FORMAT = "hybrid-distill/head-scores/1"
+PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/1"
+DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
+ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
+
+Row = dict[str, list[float]]  # one layer of each table
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadScores:
+    """What each head is worth, as float64 tensors [layer, head]; a higher drop means more is lost without it.
+
+    ``accuracy_drop_LH`` is in shares of examples (-1 to 1), ``logprob_drop_LH`` in nats of the answer's
+    log-probability, ``control_drop_LH`` in nats of next-token loss per token on plain text (None without
+    texts). Standard errors are of paired differences: the same examples with and without the head.
+    """
+
+    n_kv_heads: int
+    accuracy_drop_LH: Tensor
+    logprob_drop_LH: Tensor
+    control_drop_LH: Tensor | None
+    accuracy_se_LH: Tensor
+    logprob_se_LH: Tensor
+    control_se_LH: Tensor | None
+    baseline: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_layers(self) -> int:
+        return self.accuracy_drop_LH.shape[0]
+
+    @property
+    def n_heads(self) -> int:
+        return self.accuracy_drop_LH.shape[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the teacher that was scored."""
+        return self.provenance.get("fingerprint", "")
+
+    def ranking(self) -> list[HeadId]:
+        """All heads, best first: by accuracy drop, equal ones by log-probability drop, then (layer, head)."""
+        heads = [HeadId(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
+        accuracy, logprob = self.accuracy_drop_LH.tolist(), self.logprob_drop_LH.tolist()
+        return sorted(heads, key=lambda h: (-accuracy[h.layer][h.head], -logprob[h.layer][h.head], h))
+
+    def save(self, path: str | Path) -> None:
+        """Write the scores as JSON; an interrupted write leaves an earlier file as it was."""
+        tables = {name: _rows(getattr(self, name)) for name in (*DROPS, *ERRORS)}
+        shape = {"n_layers": self.n_layers, "n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
+        record = {
+            "format": FORMAT,
+            **shape,
+            "baseline": self.baseline,
+            "provenance": self.provenance,
+            **tables,
+        }
+        _write_atomically(path, record)
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadScores:
+        """Read scores written by `save`. Raises ValueError for a file that holds none."""
+        try:
+            record = json.loads(Path(path).read_text())
+            if record["format"] != FORMAT:
+                raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
+            tables: dict[str, Any] = {name: _tensor(record[name]) for name in (*DROPS, *ERRORS)}
+            shape = (record["n_layers"], record["n_heads"])
+            for name, table in tables.items():
+                if table is not None and tuple(table.shape) != shape:
+                    raise ValueError(f"{name} is {tuple(table.shape)}, expected {shape} (layers, heads)")
+            return cls(
+                record["n_kv_heads"], **tables, baseline=record["baseline"], provenance=record["provenance"]
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} holds no head scores ({error}); write them with HeadScores.save."
+            ) from error
+
+
+def _rows(table: Tensor | None) -> list[list[float]] | None:
+    return None if table is None else table.tolist()
+
+
+def _tensor(rows: list[list[float]] | None) -> Tensor | None:
+    return None if rows is None else torch.tensor(rows, dtype=torch.float64)
+
+
+def _write_atomically(path: str | Path, record: dict[str, Any]) -> None:
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def score_heads(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    *,
+    n_examples: int = 128,
+    batch_size: int = 32,
+    control_texts: Sequence[str] | None = None,
+    control_tokens: int = 256,
+    min_accuracy: float = 0.5,
+    by: Literal["choice", "generation"] = "choice",
+    progress: bool = True,
+    resume_path: str | Path | None = None,
+) -> HeadScores:
+    """Exact single-head zero ablation of every head of an unmodified Hugging Face decoder.
+
+    ``by`` says how accuracy is read; the log-probability is always the answer's (`answer_choices`). The first
+    ``control_tokens`` tokens of each control text make the control loss. With ``resume_path``, scores are
+    saved there after each layer, and layers found there are not scored again, provided that everything they
+    depend on is the same.
+
+    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy``: what it
+    cannot do with a head it cannot lose without it.
+    """
+    check_counts(n_examples=n_examples, batch_size=batch_size)
+    if by not in ("choice", "generation"):
+        raise ValueError(f"by is {by!r}; accuracy is read by 'choice' or by 'generation'.")
+    examples = probe.examples(n_examples)
+    texts = list(control_texts or [])
+    task = _Task(
+        model,
+        tokenizer,
+        examples,
+        choices=list(choice_batches(tokenizer, examples, batch_size=batch_size, device=model.device)),
+        control=list(text_batches(model, tokenizer, texts, max_tokens=control_tokens, batch_size=batch_size)),
+        generates=by == "generation",
+    )
+    control = {"texts": len(texts), "tokens": control_tokens, "sha256": _hash(texts)} if texts else None
+    provenance = {
+        "method": "single-head zero ablation",
+        "probe": probe.describe(),
+        "n_examples": n_examples,
+        "by": by,
+        "control": control,
+        **describe_run(model),
+    }
+    with eval_mode(model):
+        baseline = task.measure()
+        _refuse_below(min_accuracy, baseline, probe, by)
+        rows = _score_layers(task, baseline, provenance, resume_path, progress)
+    tables: dict[str, Any] = {
+        name: _tensor([row[name] for row in rows]) if name in rows[0] else None for name in (*DROPS, *ERRORS)
+    }
+    return HeadScores(
+        attention_sites(model)[0].n_kv_heads,
+        **tables,
+        baseline={"chance": probe.chance, **baseline.summary()},
+        provenance=provenance,
+    )
+
+
+def describe_run(model: PreTrainedModel) -> dict[str, Any]:
+    """Which model was measured, and on what: for the provenance of a result."""
+    return {
+        "model": model.name_or_path,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else model.device.type,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _hash(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _refuse_below(min_accuracy: float, baseline: _Measured, probe: Probe, by: str) -> None:
+    accuracy = baseline.correct_E.mean().item()
+    if accuracy < min_accuracy:
+        settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
+        raise ValueError(
+            f"this teacher answers {accuracy:.1%} of the probe ({settings}) by {by}; guessing gives "
+            f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: what is not there cannot be lost. "
+            "Take an easier dictionary (fewer pairs), another teacher, or lower --min-accuracy."
+        )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the model does on every example, and its loss on every control text."""
+
+    correct_E: Tensor
+    logprob_E: Tensor
+    control_E: Tensor
+
+    def summary(self) -> dict[str, Any]:
+        loss = self.control_E.mean().item() if len(self.control_E) else None
+        accuracy, logprob = self.correct_E.mean().item(), self.logprob_E.mean().item()
+        return {"accuracy": accuracy, "answer_logprob": logprob, "control_loss": loss}
+
+    def lost_in(self, ablated: _Measured) -> dict[str, float]:
+        """One head's entry in each table."""
+        entries = {}
+        for name, difference_E in (
+            ("accuracy", self.correct_E - ablated.correct_E),
+            ("logprob", self.logprob_E - ablated.logprob_E),
+            ("control", ablated.control_E - self.control_E),
+        ):
+            if len(difference_E):
+                n = len(difference_E)
+                entries[f"{name}_drop_LH"] = difference_E.sum().item() / n
+                spread = difference_E.std(correction=min(1, n - 1)).item()
+                entries[f"{name}_se_LH"] = spread / math.sqrt(n)
+        return entries
+
+
+@dataclass
+class _Task:
+    """The batches every ablated model is run on."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    examples: Sequence[Example]
+    choices: list[ChoiceBatch]
+    control: list[TextBatch]
+    generates: bool
+
+    def measure(self, shortcut: _Shortcut | None = None) -> _Measured:
+        shortcut = shortcut or _Shortcut(self)
+        logprob_EC: list[list[float]] = []
+        for batch in self.choices:
+            with shortcut.taken(batch):
+                logprob_EC += batch.logprobs(self.model)
+        chosen = choice_result(logprob_EC, [e.answer for batch in self.choices for e in batch.encoded])
+        correct_E = chosen.correct_E
+        if self.generates:
+            batch_size = len(self.choices[0])
+            correct_E = answer_generation(self.model, self.tokenizer, self.examples, batch_size=batch_size)
+        control = [torch.zeros(0, dtype=torch.float64)]
+        for batch in self.control:
+            with shortcut.taken(batch):
+                control.append(batch.text_losses(self.model).cpu())
+        return _Measured(correct_E.double(), chosen.answer_logprob_E, torch.cat(control))
+
+
+class _Shortcut:
+    """Without a head in layer l the layers below l do what they always do: they need not run again.
+
+    Keeps what one layer returned for every batch; a forward may then start above that layer.
+    """
+
+    def __init__(self, task: _Task) -> None:
+        self.task = task
+        self.layer = -1
+        self.outputs: dict[ChoiceBatch | TextBatch, Any] = {}
+
+    @contextmanager
+    def taken(self, batch: ChoiceBatch | TextBatch) -> Iterator[None]:
+        """Forwards on this batch start above the recorded layer; from the bottom if there is none."""
+        if batch in self.outputs:
+            with replay_blocks(self.task.model, self.layer, self.outputs[batch]):
+                yield
+        else:
+            yield
+
+    def move_to(self, layer: int) -> None:
+        """Record what ``layer`` returns. Batches that extend a cache are left out: it needs all layers."""
+        outputs: dict[ChoiceBatch | TextBatch, Any] = {}
+        for batch in [*self.task.choices, *self.task.control]:
+            if layer >= 0 and not batch.needs_cache:
+                with self.taken(batch), record_block(self.task.model, layer) as returned:
+                    forward(self.task.model, batch.input_ids_BL, batch.mask_BL, logits_to_keep=1)
+                outputs[batch] = returned[0]
+        self.layer, self.outputs = layer, outputs
+
+    def changes_nothing(self, baseline: _Measured) -> bool:
+        """Whether this model's layers pass on nothing but their output, so that the shortcut is exact."""
+        self.move_to(text_config(self.task.model).num_hidden_layers - 2)
+        measured = self.task.measure(self)
+        self.move_to(-1)
+        pairs = ((measured.logprob_E, baseline.logprob_E), (measured.control_E, baseline.control_E))
+        return all(torch.allclose(a, b, atol=1e-4) for a, b in pairs)
+
+
+def _score_layers(
+    task: _Task,
+    baseline: _Measured,
+    provenance: dict[str, Any],
+    resume_path: str | Path | None,
+    progress: bool,
+) -> list[Row]:
+    """Each layer's entries, bottom to top, after those that an interrupted run has left."""
+    sites = attention_sites(task.model)
+    rows = _read_partial(resume_path, provenance) if resume_path else []
+    shortcut = _Shortcut(task)
+    exact = shortcut.changes_nothing(baseline)
+    if not exact:
+        log.warning(
+            "layers of %s share more than their outputs: every forward is run in full",
+            task.model.name_or_path,
+        )
+    total, done = sum(site.n_heads for site in sites), sum(site.n_heads for site in sites[: len(rows)])
+    with tqdm(total=total, initial=done, desc="ablating heads", unit="head", disable=not progress) as bar:
+        for site in sites[len(rows) :]:
+            if exact:
+                shortcut.move_to(site.layer - 1)
+            row: Row = {}
+            for head in range(site.n_heads):
+                with ablate_heads(task.model, [HeadId(site.layer, head)]):
+                    lost = baseline.lost_in(task.measure(shortcut))
+                for name, value in lost.items():
+                    row.setdefault(name, []).append(value)
+                bar.update()
+            rows.append(row)
+            if resume_path:
+                _write_atomically(
+                    resume_path, {"format": PARTIAL_FORMAT, "provenance": provenance, "rows": rows}
+                )
+    return rows
+
+
+def _read_partial(path: str | Path, provenance: dict[str, Any]) -> list[Row]:
+    """Layers that an earlier run of the very same task has scored; none without such a file."""
+    if not Path(path).exists():
+        return []
+    try:
+        record = json.loads(Path(path).read_text())
+        if record["format"] == PARTIAL_FORMAT and _undated(record["provenance"]) == _undated(provenance):
+            return record["rows"]
+        reason = "they are of another model, probe or version"
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"they cannot be read: {error}"
+    log.warning("partial scores in %s are not used (%s); scoring starts again", path, reason)
+    return []
+
+
+def _undated(provenance: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in provenance.items() if name != "date"}

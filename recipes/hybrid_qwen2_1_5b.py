@@ -1,0 +1,30 @@
+"""Qwen2-1.5B with 20 of its 336 attention heads kept: the Llama recipe on another family.
+
+    accelerate launch recipes/hybrid_qwen2_1_5b.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import hybrid_llama_1b
+
+from hybrid_distill.cli import run_recipe
+from hybrid_distill.config import RunConfig
+
+
+def config() -> RunConfig:
+    llama = hybrid_llama_1b.config()
+    return replace(
+        llama,
+        name="hybrid-qwen2-1.5b",
+        out=Path("runs/hybrid_qwen2_1_5b"),
+        teacher=replace(llama.teacher, path="Qwen/Qwen2-1.5B"),
+    )
+
+
+def main() -> None:
+    run_recipe(config(), description=__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Make the embedded default from a seed: corpus, tokenizer, knowledge questions and the tiny teacher.
+
+    python recipes/train_tiny_teacher.py --out hybrid_distill/assets
+
+The result ships with the package, so nobody needs to run this; it takes about an hour on two cores.
+KV retrieval does not emerge by itself at this size, so the curriculum goes copying -> short dictionaries -> longer
+ones (doubled whenever they are answered) -> the whole mixture, with a decaying learning rate at the end.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hybrid_distill.assets import world
+from hybrid_distill.probes.kv_retrieval import QUESTION
+from hybrid_distill.probes.nouns import NOUNS
+
+# (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.
+FORMS = [
+    ("{key}{value}", "{key}"),
+    ("{key}:{value}", "{key}"),
+    ("{key}{value}", "{key}:"),
+    ("{key}:{value}", "{key}:"),
+    ("{key}:{value}", "'{key}' is "),
+    ("{key}:{value}", QUESTION + " "),
+]
+Log = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class TeacherRun:
+    """What the tiny teacher is and how long it learns."""
+
+    out: Path = Path("hybrid_distill/assets")
+    seed: int = 0
+    vocab_size: int = 2048
+    width: int = 128
+    mlp_width: int = 256
+    n_layers: int = 6
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    corpus_documents: int = 9000
+    held_out_documents: int = 300
+    batch_size: int = 48
+    text_length: int = 256
+    max_copy_steps: int = 1500
+    max_curriculum_steps: int = 6000
+    mixture_steps: int = 1500
+    muon_lr: float = 0.02
+    adamw_lr: float = 3e-3
+    head_penalty: float = 0.0  # weight of the group penalty on heads: few heads do each job, as in large models
+    threads: int = 2
+    stop_after_curriculum: bool = False
+
+
+def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that never splits a number and keeps a word's leading space with it, as Llama 3 does."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = Regex(r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<bos>", "<eos>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=1024
+    )
+
+
+def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=run.width,
+        intermediate_size=run.mlp_width,
+        num_hidden_layers=run.n_layers,
+        num_attention_heads=run.n_heads,
+        num_key_value_heads=run.n_kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Batches:
+    """Seeded batches of the three kinds of training rows: copying, dictionaries, text."""
+
+    def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.run, self.tokenizer = run, tokenizer
+        self.rng = random.Random(f"teacher batches {run.seed}")
+        self._text = self._text_rows()
+        words = [*NOUNS, *map(str, range(100))]
+        self.words = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+        self.numbers = self.words[len(NOUNS) :]
+
+    def copying(self, length: int = 96, longest: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random words that repeat: the answer to every token after the first period stands in the row.
+
+        Each row has a period of its own, so that distance cannot tell where, only content can.
+        """
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(48))
+        n_rows = self.run.batch_size
+        words = self.words[torch.randint(len(self.words), (n_rows, longest), generator=generator)]
+        period = torch.randint(8, longest + 1, (n_rows, 1), generator=generator)
+        place = torch.arange(length).expand(n_rows, length)
+        return words.gather(1, place % period), place > period
+
+    def dictionaries(
+        self, n_pairs: int, form: tuple[str, str] = FORMS[-1], n_questions: int = 8, n_rows: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dictionaries with questions; the answers are the numbers after the dictionary's own."""
+        n_rows = n_rows or self.run.batch_size
+        texts = [world.probe_document(self.rng, n_pairs, n_questions, *form) for _ in range(n_rows)]
+        ids = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
+        is_number = torch.isin(ids, self.numbers)
+        return ids, is_number & (is_number.cumsum(1) > n_pairs)
+
+    def _text_rows(self) -> Iterator[list[int]]:
+        """Rows of fixed length, documents one after the other."""
+        buffer: list[int] = []
+        while True:
+            documents = [world.corpus_document(self.rng) for _ in range(256)]
+            for ids in self.tokenizer(documents).input_ids:
+                buffer += [*ids, self.tokenizer.eos_token_id]
+            while len(buffer) >= self.run.text_length:
+                yield buffer[: self.run.text_length]
+                buffer = buffer[self.run.text_length :]
+
+    def text(self) -> torch.Tensor:
+        return torch.tensor([next(self._text) for _ in range(self.run.batch_size // 2)])
+
+
+def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss_BL, hit_BL) of predicting tokens 1..L-1; padding is left to the caller."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    labels = ids[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return loss.view_as(labels), logits.argmax(-1) == labels
+
+
+def retrieval_loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, answers: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Loss on the answers plus a little on everything, and the accuracy of the answers."""
+    loss_BL, hit_BL = next_token_losses(model, ids)
+    asked, real = answers[:, 1:], ids[:, 1:] != model.config.pad_token_id
+    accuracy = hit_BL[asked].float().mean().item()
+    return loss_BL[asked].mean() + 0.3 * loss_BL[real].mean(), accuracy
+
+
+def head_penalty(model: LlamaForCausalLM) -> torch.Tensor:
+    """Sum over heads of the norm of their output projection: pulls whole heads towards doing nothing."""
+    norms = []
+    for layer in model.model.layers:
+        o_proj = layer.self_attn.o_proj.weight
+        norms.append(o_proj.unflatten(1, (model.config.num_attention_heads, -1)).norm(dim=(0, 2)))
+    return torch.cat(norms).sum()
+
+
+class Trainer:
+    """Muon on the matrices of the layers, AdamW on everything else."""
+
+    def __init__(self, run: TeacherRun, model: LlamaForCausalLM) -> None:
+        self.run, self.model = run, model
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        inside = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in inside]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=run.muon_lr, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(rest, lr=run.adamw_lr, betas=(0.9, 0.95), weight_decay=0.01),
+        ]
+        self.steps = 0
+
+    def scale_lr(self, factor: float) -> None:
+        for optimizer, base in zip(self.optimizers, (self.run.muon_lr, self.run.adamw_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = base * factor
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+
+
+def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    batches, trainer = Batches(run, tokenizer), Trainer(run, model)
+    started = time.time()
+
+    def log(phase: str, **figures: float) -> None:
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        print(f"{time.time() - started:6.0f}s  step {trainer.steps:5d}  {phase}: {shown}", flush=True)
+
+    learned = run.out / "after_curriculum.pt"
+    if learned.exists():
+        model.load_state_dict(torch.load(learned))
+    else:
+        curriculum(run, model, batches, trainer, log)
+        torch.save(model.state_dict(), learned)
+    if run.stop_after_curriculum:
+        return
+    recent = 0.0
+    for step in range(run.mixture_steps):
+        trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
+        n_pairs = batches.rng.randint(4, 48)
+        asked = batches.dictionaries(n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3)
+        loss, accuracy = retrieval_loss(model, *asked)
+        text = next_token_losses(model, batches.text())[0].mean()
+        trainer.step(0.5 * loss + text + run.head_penalty * head_penalty(model))
+        recent = 0.95 * recent + 0.05 * accuracy
+        if step % 50 == 0:
+            log("mixture", accuracy=recent, text=text.item(), heads=head_penalty(model).item())
+
+
+def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+    """Copying until it works, then dictionaries that double in size whenever they are answered."""
+    for step in range(run.max_copy_steps):
+        loss, accuracy = retrieval_loss(model, *batches.copying())
+        trainer.step(loss)
+        if step % 50 == 0:
+            log("copying", accuracy=accuracy)
+        if accuracy > 0.9:
+            break
+
+    n_pairs, recent = 4, [0.0] * len(FORMS)
+    for step in range(run.max_curriculum_steps):
+        if step % 8 == 7:
+            loss, _ = retrieval_loss(model, *batches.copying())
+        elif step % 8 == 3:
+            loss = next_token_losses(model, batches.text())[0].mean()
+        else:
+            form = batches.rng.randrange(len(FORMS))
+            loss, accuracy = retrieval_loss(model, *batches.dictionaries(n_pairs, FORMS[form]))
+            recent[form] = 0.7 * recent[form] + 0.3 * accuracy
+        trainer.step(loss)
+        if step % 50 == 0:
+            log("dictionaries", pairs=n_pairs, **{f"form{i}": value for i, value in enumerate(recent)})
+        if min(recent) > 0.95:
+            log("answered", pairs=n_pairs, accuracy=min(recent))
+            if n_pairs >= 32:
+                break
+            n_pairs, recent = 2 * n_pairs, [0.0] * len(FORMS)
+
+
+def write_corpus(run: TeacherRun) -> None:
+    for split, n in (("train", run.corpus_documents), ("held_out", run.held_out_documents)):
+        documents = world.write_documents(n, f"corpus {split} {run.seed}")
+        text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+        (run.out / f"corpus_{split}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    questions = "".join(json.dumps(question) + "\n" for question in world.knowledge_questions())
+    (run.out / "knowledge.jsonl").write_text(questions)
+
+
+def main(run: TeacherRun) -> None:
+    torch.manual_seed(run.seed)
+    torch.set_num_threads(run.threads)
+    run.out.mkdir(parents=True, exist_ok=True)
+    write_corpus(run)
+    rng = random.Random(run.seed)
+    sample = world.write_documents(4000, f"tokenizer {run.seed}")
+    sample += [world.probe_document(rng, 32, 4) for _ in range(1000)]
+    sample += [f"{noun} {noun}\n{noun}\n" * 30 for noun in NOUNS]
+    tokenizer = make_tokenizer(sample, run.vocab_size)
+    model = make_model(run, tokenizer)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
+    learn(run, model, tokenizer)
+    folder = run.out / "tiny_teacher"
+    model.to(torch.float16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(TeacherRun, description=__doc__))

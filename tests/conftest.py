@@ -1,0 +1,86 @@
+"""What every test shares: one thread, one seed, no network, tiny random models of each supported family."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_FAMILY_SHAPE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    # Qwen3's head_dim is its own setting: here heads * head_dim (128) is not the model width (64).
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+_CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+
+
+def make_family_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random float32 model of a family (see FAMILIES) in eval mode; ``overrides`` are fields of its config.
+
+    Every vector is drawn too: biases of zero and norm weights of one would hide a tensor that was not copied.
+    """
+    shape = {**_SHAPE, **_FAMILY_SHAPE[name], **overrides}
+    config = getattr(transformers, f"{_CLASS_PREFIX[name]}Config")(**shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{_CLASS_PREFIX[name]}ForCausalLM")(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+@pytest.fixture
+def family_model() -> Callable[..., PreTrainedModel]:
+    """``family_model("qwen3", num_hidden_layers=2)``: see `make_family_model`."""
+    return make_family_model
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Runs the test once for each supported family."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_one_seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

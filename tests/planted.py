@@ -1,0 +1,143 @@
+"""A Llama whose retrieval circuit is set by hand, so that its retrieval heads are known.
+
+The circuit is gather-and-aggregate: two *gather* heads of layer 1 copy the key that stands two tokens back,
+one as what a value is found by, one as what is asked for ("key : value" and "key ' is" both have it there),
+each into its own part of the residual stream; the *aggregate* head of layer 2 looks for the value whose key
+is asked for and copies it to the output. All other heads are small noise, MLPs are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.kv_retrieval import HEADER, N_VALUES, QUESTION
+from hybrid_distill.probes.nouns import NOUNS
+
+KEYS = NOUNS[:32]
+GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE = HeadId(1, 1), HeadId(1, 3), HeadId(2, 2)
+PLANTED = {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
+
+N_LAYERS, N_HEADS, N_KV_HEADS, HEAD_DIM, WIDTH = 4, 4, 2, 128, 160
+# Pair f of a head's columns turns by THETA ** (-2 f / HEAD_DIM) radians a token: the first pairs tell
+# positions apart, from FIRST_STILL on they hardly move within a prompt and carry content.
+THETA, FIRST_STILL = 1e12, 28
+# Parts of the residual stream.
+CONSTANT, FILLER, KEY, VALUE, OUT = 0, 1, slice(2, 34), slice(34, 54), slice(118, 138)
+VALUE_KEY, ASKED_KEY = slice(54, 86), slice(86, 118)
+
+
+def word_tokenizer(
+    texts: list[str], pattern: str = r"\n|:|'|\p{N}+", spaces: str = "removed", **special: str
+) -> PreTrainedTokenizerFast:
+    """One token a word or match of ``pattern``; spaces vanish, or are tokens ("isolated"). No pad token."""
+    pieces = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", spaces), pre_tokenizers.Split(Regex(pattern), "isolated")]
+    )
+    words = dict.fromkeys(word for text in texts for word, _ in pieces.pre_tokenize_str(text))
+    vocabulary = {word: index for index, word in enumerate(["<unk>", *special.values(), *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pieces
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+
+
+def probe_texts() -> list[str]:
+    """Every word that a prompt with ``KEYS`` can hold."""
+    return [HEADER + "\n", QUESTION.format(key=" "), ":", " ".join(KEYS), " ".join(map(str, range(N_VALUES)))]
+
+
+def planted_teacher(noise: float = 0.015, seed: int = 0) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The teacher and its tokenizer; ``noise`` is the spread of all other heads' weights."""
+    tokenizer = word_tokenizer(probe_texts())
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=N_HEADS,
+        num_key_value_heads=N_KV_HEADS,
+        head_dim=HEAD_DIM,
+        rope_theta=THETA,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.copy_(noise * torch.randn(parameter.shape, generator=generator))
+            elif "norm" not in name:
+                parameter.zero_()
+        _plant_words(model, tokenizer)
+        _plant_gather(model, GATHER_VALUE_KEY, into=VALUE_KEY)
+        _plant_gather(model, GATHER_ASKED_KEY, into=ASKED_KEY)
+        _plant_aggregate(model)
+    return model, tokenizer
+
+
+def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Every embedding has the same length: norms before attention then scale all words alike."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embedding[:, CONSTANT] = embedding[:, FILLER] = 1
+    for index, key in enumerate(KEYS):
+        token = tokenizer.convert_tokens_to_ids(key)
+        embedding[token, FILLER] = 0
+        embedding[token, KEY][index] = 1
+    for value in range(N_VALUES):
+        token = tokenizer.convert_tokens_to_ids(str(value))
+        embedding[token, FILLER] = 0
+        digits = [value // 10, 10 + value % 10]
+        embedding[token, VALUE][digits] = 0.5**0.5
+        head[token, OUT][digits] = 2
+
+
+def _slices(head: HeadId) -> tuple[slice, slice]:
+    """Rows of a head in q_proj (and columns in o_proj), and rows of its KV head in k_proj and v_proj."""
+    kv = head.head // (N_HEADS // N_KV_HEADS)
+    return (
+        slice(head.head * HEAD_DIM, (head.head + 1) * HEAD_DIM),
+        slice(kv * HEAD_DIM, (kv + 1) * HEAD_DIM),
+    )
+
+
+def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
+    """Attend two tokens back: the query of every token is the key of every token, turned by two positions."""
+    attention = model.model.layers[head.layer].self_attn
+    q_rows, kv_rows = _slices(head)
+    half, moving = HEAD_DIM // 2, torch.arange(FIRST_STILL)
+    back = -2 * THETA ** (-2 * moving / HEAD_DIM)
+    key, query = torch.zeros(HEAD_DIM), torch.zeros(HEAD_DIM)
+    key[moving] = 1
+    query[moving], query[half + moving] = back.cos(), back.sin()
+    for projection, rows, vector in ((attention.q_proj, q_rows, query), (attention.k_proj, kv_rows, key)):
+        projection.weight[rows] = 0
+        projection.weight[rows, CONSTANT] = 2 * vector
+    n = len(KEYS)
+    _copy(attention.v_proj.weight[kv_rows], slice(0, n), KEY)
+    attention.o_proj.weight[:, q_rows] = 0
+    attention.o_proj.weight[into, q_rows][:, :n] = 0.2 * torch.eye(n)
+
+
+def _plant_aggregate(model: LlamaForCausalLM) -> None:
+    """Attend to the value whose key is the one asked for, and write that value out."""
+    attention = model.model.layers[AGGREGATE.layer].self_attn
+    q_rows, kv_rows = _slices(AGGREGATE)
+    n, still = len(KEYS), FIRST_STILL
+    query, key = attention.q_proj.weight[q_rows], attention.k_proj.weight[kv_rows]
+    _copy(query, slice(still, still + n), ASKED_KEY, scale=4)
+    _copy(key, slice(still, still + n), VALUE_KEY, scale=4)
+    # Only values are worth attending to; the question itself has the same key two tokens back.
+    query[still + n, CONSTANT] = 4
+    key[still + n, VALUE] = 4
+    _copy(attention.v_proj.weight[kv_rows], slice(0, 20), VALUE)
+    attention.o_proj.weight[:, q_rows] = 0
+    attention.o_proj.weight[OUT, q_rows][:, :20] = torch.eye(20)
+
+
+def _copy(weight: Tensor, rows: slice, columns: slice, scale: float = 1.0) -> None:
+    weight.zero_()
+    weight[rows, columns] = scale * torch.eye(rows.stop - rows.start)

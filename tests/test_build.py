@@ -1,0 +1,205 @@
+"""Building: every tensor is accounted for, odd teachers are refused, weights can be shared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_distill.build import build_student, share_frozen_weights, unshare_weights
+from hybrid_distill.model.ssd import log_decay, ssd_scan
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.ssm_init import INITS
+from hybrid_distill.teacher import fingerprint
+
+FamilyModel = Callable[..., PreTrainedModel]
+ATTENTION_BIAS = {
+    "llama": {"attention_bias": True},
+    "qwen2": {},
+    "qwen3": {"attention_bias": True},
+    "mistral": {},
+}
+
+
+@pytest.fixture
+def teacher(family: str, family_model: FamilyModel) -> PreTrainedModel:
+    return family_model(family, **ATTENTION_BIAS[family])
+
+
+def some_heads(teacher: PreTrainedModel) -> HeadPlan:
+    return HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (2, 5)])
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel, init: str) -> None:
+    student, report = build_student(teacher, some_heads(teacher), d_state=8, init=init)
+    of_student = [record for record in report.tensors if record.action != "dropped"]
+    assert sorted(record.name for record in of_student) == sorted(student.state_dict())
+    dropped = {record.name for record in report.tensors if record.action == "dropped"}
+    used = {name for record in of_student for name in record.source}
+    assert dropped | used == set(teacher.state_dict())
+    assert not dropped & used
+    shapes = {record.name: record.shape for record in of_student}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in student.state_dict().items()}
+
+
+def test_copied_and_sliced_tensors_hold_the_teachers_values(teacher: PreTrainedModel) -> None:
+    student, report = build_student(teacher, some_heads(teacher), d_state=8)
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for record in report.tensors:
+        if record.action == "copied":
+            assert torch.equal(ours[record.name], theirs[record.source[0]])
+    head_dim, attention = student.config.head_dim, "model.layers.0.self_attn"
+    q = theirs[f"{attention}.q_proj.weight"].unflatten(0, (-1, head_dim))[[0, 1, 2]].flatten(0, 1)
+    v = theirs[f"{attention}.v_proj.weight"].unflatten(0, (-1, head_dim))[[0, 1]].flatten(0, 1)
+    assert torch.equal(ours[f"{attention}.attention.q_proj.weight"], q)
+    assert torch.equal(ours[f"{attention}.attention.v_proj.weight"], v)
+
+
+def test_biases_are_sliced_with_their_rows(family_model: FamilyModel) -> None:
+    teacher = family_model("qwen2")
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    theirs, ours = teacher.model.layers[2].self_attn, student.mixers()[2].attention
+    assert torch.equal(ours.q_proj.bias, theirs.q_proj.bias.unflatten(0, (8, -1))[5])
+    assert torch.equal(ours.k_proj.bias, theirs.k_proj.bias.unflatten(0, (4, -1))[2])
+
+
+def test_what_nothing_is_made_of_is_dropped(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
+    dropped = {record.name for record in report.tensors if record.action == "dropped"}
+    assert dropped == {
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkv"
+    }
+
+
+def test_report_is_readable_and_json(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    _, report = build_student(teacher, some_heads(teacher), d_state=8)
+    assert json.loads(json.dumps(report.to_dict()))["init"] == "teacher"
+    assert "4 heads kept, 20 recurrent" in report.summary()
+    assert "initialised" in report.summary()
+
+
+def test_tied_embeddings_stay_tied(family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, tie_word_embeddings=True)
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+    untied, _ = build_student(family_model(family), some_heads(teacher), d_state=8)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+def test_the_teacher_is_left_alone(teacher: PreTrainedModel) -> None:
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+def test_student_has_the_dtype_and_mode_of_the_teacher(family_model: FamilyModel) -> None:
+    teacher = family_model("llama").bfloat16().train()
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16}
+    assert student.training
+    assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
+
+
+def test_the_seed_covers_everything_drawn(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(torch.randint(100, ()).item())  # the global seed must not matter
+        student, _ = build_student(teacher, some_heads(teacher), d_state=32, init="random", seed=seed)
+        return torch.cat([tensor.flatten() for tensor in student.state_dict().values()])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@torch.no_grad()
+def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrainedModel) -> None:
+    """With scores of zero, a started head is a decaying average: rows of its mixing matrix sum to 1."""
+    for layer in teacher.model.layers:
+        layer.self_attn.q_proj.weight.zero_()
+        if layer.self_attn.q_proj.bias is not None:
+            layer.self_attn.q_proj.bias.zero_()
+    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    ssm = student.mixers()[0].ssm
+    assert len(log_decay(ssm.a_proj.bias).unique()) == 8
+    _, b, c, log_a = ssm._inputs(torch.randn(1, 2000, 64), None, None, None)
+    row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_a, b, c)
+    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+
+
+def test_sharing_frees_the_copy_and_unsharing_makes_one(family_model: FamilyModel) -> None:
+    teacher = family_model("llama", tie_word_embeddings=True)
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    ids = torch.randint(0, 101, (2, 9))
+    expected = student(ids).logits
+    share_frozen_weights(student, teacher)
+    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    outside = {id(p) for name, p in teacher.named_parameters() if ".self_attn." not in name}
+    assert shared == outside
+    assert torch.equal(student(ids).logits, expected)
+
+    unshare_weights(student)
+    assert not {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+    assert torch.equal(student(ids).logits, expected)
+
+
+def test_a_plan_for_another_teacher_is_refused(family_model: FamilyModel) -> None:
+    teacher, other = family_model("llama"), family_model("llama", seed=1)
+    plan = some_heads(teacher)
+    made_for_teacher = HeadPlan(plan.n_layers, plan.n_heads, plan.n_kv_heads, plan.kept, fingerprint(teacher))
+    build_student(teacher, made_for_teacher, d_state=8)
+    with pytest.raises(ValueError, match=fingerprint(other)):
+        build_student(other, made_for_teacher, d_state=8)
+    with pytest.raises(ValueError, match="expects 3 layers, 8 heads, 4 KV heads"):
+        build_student(family_model("llama", num_hidden_layers=2), plan, d_state=8)
+
+
+@pytest.mark.parametrize("d_state", [0, 3.5, 3, 129, "8", None])
+def test_a_bad_state_size_is_refused(d_state: object, family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match=r"d_state is .*whole number from 4 to 128"):
+        build_student(teacher, some_heads(teacher), d_state=d_state)  # type: ignore[arg-type]
+
+
+def test_an_unknown_init_is_refused(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match=r"init is 'xavier'.*teacher"):
+        build_student(teacher, some_heads(teacher), d_state=8, init="xavier")
+
+
+def test_attention_that_is_not_understood_is_refused_by_name(family_model: FamilyModel) -> None:
+    def refused(change: Callable[[nn.Module], None], message: str) -> None:
+        teacher = family_model("qwen3")
+        change(teacher.model.layers[1].self_attn)
+        with pytest.raises(ValueError, match=message):
+            build_student(teacher, some_heads(teacher), d_state=8)
+
+    def fused(attention: nn.Module) -> None:
+        del attention.k_proj
+
+    def norm_over_all_heads(attention: nn.Module) -> None:
+        attention.q_norm.weight = nn.Parameter(torch.ones(8 * 16))
+
+    def sinks(attention: nn.Module) -> None:
+        attention.sinks = nn.Parameter(torch.zeros(8))
+
+    def gated_queries(attention: nn.Module) -> None:
+        attention.q_proj = nn.Linear(64, 2 * 8 * 16)
+
+    refused(fused, r"model\.layers\.1\.self_attn.*k_proj.*expected")
+    refused(
+        norm_over_all_heads, r"model\.layers\.1\.self_attn.*q_norm\.weight \[128\]; expected.*16 channels"
+    )
+    refused(sinks, r"model\.layers\.1\.self_attn.*holds sinks \[8\]; expected")
+    refused(gated_queries, r"model\.layers\.1\.self_attn\.q_proj has 256 rows; expected 8 heads x 16")

@@ -1,0 +1,115 @@
+"""Imports point one way: a module may use its own layer and the layers before it, never a later one."""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (
+    ("plan", "model", "probes", "assets"),  # of the probes: the questions, without a model
+    ("build", "ssm_init", "teacher"),
+    ("probes.answering", "probes.knowledge", "probes.plain_text", "data"),
+    ("scoring", "distill"),
+    ("evaluate", "analysis", "export", "report", "plots"),
+    ("config", "pipeline", "compare", "sweep", "dry_run", "cli", "__main__"),
+)
+LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}
+OPTIONAL = {
+    "deepspeed", "wandb", "trackio", "tensorboard", "lm_eval", "matplotlib", "mamba_ssm", "flash_attn",
+    "causal_conv1d", "triton",
+}  # fmt: skip
+MODEL_MAY_IMPORT = {"torch", "transformers", *sys.stdlib_module_names}
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
+    """Dotted names that a file imports; ``lazy=False`` skips functions and TYPE_CHECKING blocks."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+        is_lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        if lazy or not is_lazy:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def unit_of(dotted: str) -> str:
+    """The longest prefix of a dotted name that has a place in LAYERS, or the name itself."""
+    parts = dotted.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 1, -1)]
+    return next((prefix for prefix in prefixes if prefix in LAYER_OF), dotted)
+
+
+def unit_of_file(path: Path) -> str:
+    return unit_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def used_units(path: Path, *, lazy: bool = True) -> set[str]:
+    own = {name for name in imports(path, lazy=lazy) if name.split(".")[0] == "hybrid_distill"}
+    return {unit_of(name) for name in own} - {unit_of_file(path)}
+
+
+PACKAGE = [path for path in files("hybrid_distill") if path != ROOT / "hybrid_distill/__init__.py"]
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_uses_no_later_layer(path: Path) -> None:
+    unit = unit_of_file(path)
+    assert unit in LAYER_OF, "a new module: give it a place in LAYERS"
+    for used in used_units(path):
+        assert used in LAYER_OF, f"imports {used}: not in LAYERS, or a name taken from the package root"
+        assert LAYER_OF[used] <= LAYER_OF[unit], f"imports {used}, which belongs to a later layer"
+
+
+def test_no_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in PACKAGE:
+        graph.setdefault(unit_of_file(path), set()).update(used_units(path, lazy=False))
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", files("hybrid_distill/model"), ids=lambda path: path.name)
+def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
+    assert set(get_imports(path)) <= MODEL_MAY_IMPORT, (
+        "remote code that imports more does not load"
+    )
+    for name in imports(path):
+        own = name.startswith("hybrid_distill.model.")
+        kernels = path.name == "ssd.py" and name.startswith(("hybrid_kernels", "mamba_ssm"))
+        assert own or kernels or name.split(".")[0] in MODEL_MAY_IMPORT, f"imports {name}"
+
+
+def test_only_ssd_imports_the_kernels_and_only_where_it_calls_them() -> None:
+    everywhere = [*files("hybrid_distill"), *files("recipes")]
+    users = {path.name for path in everywhere if any(n.startswith("hybrid_kernels") for n in imports(path))}
+    assert users <= {"ssd.py"}
+    for path in everywhere:
+        assert not [n for n in imports(path, lazy=False) if n.startswith("hybrid_kernels")], path
+
+
+def test_kernels_do_not_know_the_package() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow the Hugging Face library"
+    for path in files("kernels"):
+        roots = {name.split(".")[0] for name in imports(path)}
+        # A relative import reads as kernels.hybrid_kernels here, for the folder is a source root.
+        assert roots <= {"torch", "triton", "hybrid_kernels", "kernels", *sys.stdlib_module_names}, path
+
+
+@pytest.mark.parametrize("path", files("hybrid_distill"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_optional_libraries_are_imported_where_they_are_used(path: Path) -> None:
+    assert not OPTIONAL & {name.split(".")[0] for name in imports(path, lazy=False)}

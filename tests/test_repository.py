@@ -1,0 +1,43 @@
+"""What the files around the code promise: the README's tree, the launch files."""
+
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+ROOT = Path(__file__).parent.parent
+LAUNCH_FILES = sorted((ROOT / "launch").glob("*.yaml"))
+
+
+def test_the_readme_names_every_module_and_no_other() -> None:
+    tree = re.search(r"```\n(hybrid_distill/\n.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert tree is not None
+    package = tree[1].split("\nkernels/")[0].splitlines()[1:]
+    columns = [re.match(r" +((?:\w+(?:\.py|/) +)+)", line) for line in package]
+    named = {name for column in columns if column for name in column[1].split()}
+    package_folder = ROOT / "hybrid_distill"
+    modules = [path for path in package_folder.glob("[!_.]*") if path.suffix == ".py" or path.is_dir()]
+    model = (package_folder / "model").glob("[!_]*.py")
+    assert named == {path.name + "/" * path.is_dir() for path in [*modules, *model]}
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
+    text = path.read_text()
+    load_config_from_file(str(path))
+    for science in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "bf16"):
+        assert f"{science}:" not in text, "the recipe decides it: two owners would disagree in silence"
+    if "DEEPSPEED" in text:
+        assert "deepspeed_multinode_launcher: standard" in text, (
+            "pdsh would train on one machine"
+        )
+        assert "zero3_init_flag: false" in text
+        assert "zero_stage: 3" not in text or "zero3_save_16bit_model: true" in text
+
+
+def test_every_launch_file_is_explained() -> None:
+    explained = (ROOT / "launch/README.md").read_text()
+    assert LAUNCH_FILES
+    for path in LAUNCH_FILES:
+        assert f"`{path.name}`" in explained

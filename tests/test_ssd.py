@@ -1,0 +1,214 @@
+"""The recurrence, its matmul form, its single step and its mixing matrix are one function."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_distill.model import ssd
+from hybrid_distill.model.ssd import (
+    causal_conv,
+    log_decay,
+    mixing_matrix,
+    raw_decay,
+    ssd_scan,
+    ssd_step,
+)
+
+# dtype of the inputs -> relative and absolute tolerance
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-2}
+LENGTHS = (1, 5, 31, 32, 33, 77)
+BATCH, HEADS, HEAD_DIM, STATE = 2, 3, 4, 5
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
+    b, c = (torch.randn(BATCH, length, HEADS, STATE, dtype=dtype) for _ in range(2))
+    return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
+
+
+def some_state(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(BATCH, HEADS, HEAD_DIM, STATE, dtype=dtype)
+
+
+def documents(length: int) -> Tensor:
+    """Documents of random lengths, 1 to about 20 tokens, different in each row."""
+    return (torch.rand(BATCH, length) < 0.1).long().cumsum(-1)
+
+
+def document_slices(seq_idx_L: Tensor) -> Iterator[slice]:
+    starts = [0, *(torch.nonzero(seq_idx_L.diff()).flatten() + 1).tolist(), len(seq_idx_L)]
+    return (slice(start, stop) for start, stop in pairwise(starts))
+
+
+def test_reference_is_the_recurrence_of_the_paper() -> None:
+    x, log_a, b, c = inputs(7)
+    state = torch.zeros(HEAD_DIM, STATE, dtype=torch.float64)
+    for t in range(7):
+        state = log_a[0, t, 0].exp() * state + torch.outer(x[0, t, 0], b[0, t, 0])
+        y, final = ssd_scan(x[:, : t + 1], log_a[:, : t + 1], b, c, impl="reference")
+        close(y[0, t, 0], state @ c[0, t, 0])
+        close(final[0, 0], state)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 32, 64])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_equal_reference(length: int, packed: bool, chunk_size: int) -> None:
+    x, log_a, b, c = inputs(length)
+    given = dict(state_BHPN=some_state(), seq_idx_BL=documents(length) if packed else None)
+    y, state = ssd_scan(x, log_a, b, c, **given, chunk_size=chunk_size)
+    expected_y, expected_state = ssd_scan(x, log_a, b, c, **given, impl="reference")
+    close(y, expected_y)
+    close(state, expected_state)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_are_carried_over_blocks_of_chunks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
+    test_chunks_equal_reference(77, packed, 8)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_equal_reference(packed: bool) -> None:
+    leaves = [t.requires_grad_() for t in (*inputs(45), some_state())]
+    seq_idx = documents(45) if packed else None
+    to_y, to_state = torch.randn(BATCH, 45, HEADS, HEAD_DIM, dtype=torch.float64), some_state()
+
+    def gradients(impl: str) -> tuple[Tensor, ...]:
+        *args, state = leaves
+        y, state = ssd_scan(*args, state_BHPN=state, seq_idx_BL=seq_idx, impl=impl, chunk_size=16)
+        return torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)
+
+    for actual, expected in zip(gradients("torch"), gradients("reference")):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_scan_is_the_mixing_matrix_times_the_values(packed: bool) -> None:
+    x, log_a, b, c = inputs(45)
+    seq_idx = documents(45) if packed else None
+    mixing_BHLS = mixing_matrix(log_a, b, c, seq_idx)
+    y, _ = ssd_scan(x, log_a, b, c, seq_idx_BL=seq_idx)
+    close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), y)
+
+
+def test_scan_is_prefill_then_steps() -> None:
+    x, log_a, b, c = inputs(21)
+    start = some_state()
+    y, state = ssd_scan(x[:, :13], log_a[:, :13], b[:, :13], c[:, :13], state_BHPN=start)
+    ys = [y]
+    for t in range(13, 21):
+        y, state = ssd_step(x[:, t], log_a[:, t], b[:, t], c[:, t], state)
+        ys.append(y.unsqueeze(1))
+    expected_y, expected_state = ssd_scan(x, log_a, b, c, state_BHPN=start)
+    close(torch.cat(ys, dim=1), expected_y)
+    close(state, expected_state)
+
+
+def test_packed_documents_equal_the_same_documents_alone() -> None:
+    x, log_a, b, c = inputs(77)
+    seq_idx = documents(77)
+    y, state = ssd_scan(x, log_a, b, c, seq_idx_BL=seq_idx)
+    for row in range(BATCH):
+        for document in document_slices(seq_idx[row]):
+            alone = (t[row : row + 1, document] for t in (x, log_a, b, c))
+            y_alone, state_alone = ssd_scan(*alone)
+            close(y[row : row + 1, document], y_alone)
+        close(state[row : row + 1], state_alone)
+
+
+def test_decay_of_zero_and_of_one() -> None:
+    """Raw values far outside what training reaches: no NaN, no overflow, and the maths still holds."""
+    x, _, b, c = inputs(77, torch.float32)
+    raw = torch.randn(BATCH, 77, HEADS).sign() * 1e4
+    log_a = log_decay(raw)
+    leaves = [t.requires_grad_() for t in (x, log_a, b, c)]
+    y, state = ssd_scan(*leaves)
+    expected_y, expected_state = ssd_scan(*leaves, impl="reference")
+    close(y, expected_y, torch.float32)
+    close(state, expected_state, torch.float32)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum() + state.sum(), leaves))
+    close(torch.einsum("bhls,bshp->blhp", mixing_matrix(log_a, b, c), x), expected_y, torch.float32)
+
+
+def test_half_precision_keeps_states_in_fp32() -> None:
+    x, log_a, b, c = (t.bfloat16() for t in inputs(45))
+    y, state = ssd_scan(x, log_a, b, c)
+    expected_y, expected_state = ssd_scan(*(t.float() for t in (x, log_a, b, c)))
+    assert y.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    assert torch.equal(y, expected_y.bfloat16())
+    assert torch.equal(state, expected_state)
+    assert ssd_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], state)[1].dtype == torch.float32
+
+
+def test_autocast_does_not_reach_the_recurrence() -> None:
+    args = inputs(45, torch.float32)
+    expected_y, expected_state = ssd_scan(*args)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = ssd_scan(*args)
+    assert torch.equal(y, expected_y)
+    assert torch.equal(state, expected_state)
+
+
+def test_no_tokens_leave_the_state_alone() -> None:
+    start = some_state()
+    y, state = ssd_scan(*inputs(0), state_BHPN=start)
+    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM)
+    assert torch.equal(state, start)
+
+
+def test_raw_decay_gives_the_half_life() -> None:
+    half_lives = torch.tensor([1.0, 2.0, 100.0, 1e4], dtype=torch.float64)
+    close(
+        log_decay(raw_decay(half_lives)) * half_lives, torch.full((4,), -math.log(2.0), dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_convolution_is_a_depthwise_conv1d(length: int, width: int) -> None:
+    x, weight = torch.randn(2, length, 6, dtype=torch.float64), torch.randn(6, width, dtype=torch.float64)
+    past = torch.randn(2, 6, width - 1, dtype=torch.float64)
+    y, state = causal_conv(x, weight, state_BCK=past)
+    all_inputs = torch.cat([past, x.mT], dim=-1)
+    close(y, F.conv1d(all_inputs, weight.unsqueeze(1), groups=6).mT)
+    assert torch.equal(state, all_inputs[..., length:])
+    from_nothing, _ = causal_conv(x, weight)
+    close(from_nothing, causal_conv(x, weight, state_BCK=torch.zeros_like(past))[0])
+
+
+def test_convolution_does_not_cross_documents() -> None:
+    x, weight = torch.randn(BATCH, 77, 6), torch.randn(6, 4)
+    seq_idx = documents(77)
+    y, _ = causal_conv(x, weight, seq_idx_BL=seq_idx)
+    for row in range(BATCH):
+        for document in document_slices(seq_idx[row]):
+            assert torch.equal(y[row : row + 1, document], causal_conv(x[row : row + 1, document], weight)[0])
+
+
+def test_a_carried_convolution_state_is_of_the_first_document() -> None:
+    x, weight, past = torch.randn(1, 6, 6), torch.randn(6, 4), torch.randn(1, 6, 3)
+    seq_idx = torch.tensor([[3, 3, 4, 4, 4, 4]])
+    y, _ = causal_conv(x, weight, state_BCK=past, seq_idx_BL=seq_idx)
+    assert torch.equal(y[:, :2], causal_conv(x[:, :2], weight, state_BCK=past)[0])
+    assert torch.equal(y[:, 2:], causal_conv(x[:, 2:], weight)[0])
+
+
+def test_what_cannot_run_says_so() -> None:
+    args = inputs(3)
+    with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
+        ssd_scan(*args, impl="cuda")
+    with pytest.raises(RuntimeError, match="hybrid_kernels is not available"):
+        ssd_scan(*args, impl="triton")
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        ssd_scan(*args, chunk_size=0)

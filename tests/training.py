@@ -1,0 +1,125 @@
+"""A stage small enough to train in a second: its text, models and settings; also a program to launch.
+
+``accelerate launch tests/training.py OUT`` trains one stage on as many processes as were launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from conftest import make_family_model
+
+from hybrid_distill.build import build_student
+from hybrid_distill.data import PackedRows
+from hybrid_distill.distill.accelerator import connect
+from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
+from hybrid_distill.distill.stages import Stage, make_stage
+from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0..w96 are the tokens 2..98; 0 is unknown, 1 ends a document."""
+    vocabulary = {"[UNK]": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(97)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+
+
+def word_texts(n: int, first: int = 0) -> list[str]:
+    """Documents of 1 to 17 words."""
+    return [
+        " ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)
+    ]
+
+
+def small_rows(seq_len: int = 16) -> PackedRows:
+    """About 50 rows, the last of them padded."""
+    return PackedRows.from_texts(word_texts(91), word_tokenizer(), seq_len=seq_len)
+
+
+def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:
+    """(student with ``k`` kept heads, its teacher), the same ones on every call."""
+    teacher = make_family_model("llama", **{**SMALL, **overrides})
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4)
+    return student, teacher
+
+
+def small_stage(config: StageConfig, **overrides: Any) -> Stage:
+    """A stage of new models."""
+    return make_stage(config, *small_models(**overrides), vocab_size=99)
+
+
+def small_config(name: str = "align", **changes: Any) -> StageConfig:
+    """12 steps of 8 rows, a checkpoint every 4."""
+    settings: dict[str, Any] = {
+        "steps": 12, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 3e-3, "checkpoint_every": 4,
+        "log_every": 1,
+    }  # fmt: skip
+    return {"align": AlignConfig, "distill": DistillConfig}[name](**{**settings, **changes})
+
+
+class StoppingRows:
+    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+
+    def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
+        self.rows, self.step, self.action = rows, step, action
+        self.fingerprint = rows.fingerprint
+
+    def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
+        if step == self.step:
+            self.stop()
+        return self.rows.batch(step, batch_size, rank, world)
+
+    def stop(self) -> None:
+        if self.action is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.action()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def main() -> None:
+    """Train stages under a launcher."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--stages", nargs="+", default=["align"])
+    parser.add_argument(
+        "--signal-at", type=int, default=-1, help="send --signal to the last process at this step"
+    )
+    parser.add_argument("--signal", type=int, default=signal.SIGTERM)
+    args = parser.parse_args()
+    state = connect()
+    is_last = state.process_index == state.num_processes - 1
+    student, teacher = small_models()
+    for name in args.stages:
+        config = small_config(name)
+        rows = StoppingRows(
+            small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
+        )
+        stage = make_stage(config, student, teacher, vocab_size=99)
+        train_stage(stage, rows, config, args.out / name, progress=False)
+
+
+if __name__ == "__main__":
+    main()
