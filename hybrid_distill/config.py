@@ -41,7 +41,7 @@ class ScoringConfig:
     n_pairs: int = 16
     n_examples: int = 128
     batch_size: int = 32
-    n_control_texts: int = 64
+    n_control_texts: int = 16
     min_accuracy: float = 0.5
     """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails."""
     file: Path | None = None
@@ -87,8 +87,9 @@ class EvaluationConfig:
     batch_size: int = 32
     n_texts: int = 128
     """Held-out documents for perplexity and agreement."""
-    knowledge: Path | None = None
-    """Multiple-choice questions as JSON lines; empty for the facts of the embedded teacher."""
+    knowledge: str | None = None
+    """A JSON-lines file of multiple-choice questions, or ``tiny`` for the facts of the embedded teacher; by default
+    those when it is the teacher, else none."""
     texts: str = "tiny"
     """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
 

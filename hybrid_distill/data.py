@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -71,7 +71,8 @@ class DataConfig:
     """``tiny`` (the embedded corpus), files or folders of .txt, .jsonl, .jsonl.gz or .parquet, or
     ``hf:repo:config:split``, which is streamed."""
     weights: tuple[float, ...] = ()
-    """Share of each source in the tokens of an epoch; without weights, each is read whole, once an epoch."""
+    """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
+    streamed ones in equal parts."""
     text_column: str = "text"
     seq_len: int = 256
     seed: int = 0
@@ -125,7 +126,7 @@ def read_documents(source: str, text_column: str = "text") -> Iterator[str]:
     if source.split(":")[0] == "tiny":
         from .assets import corpus_documents
 
-        yield from corpus_documents(source.partition(":")[2] or "train")
+        yield from corpus_documents(cast(Any, source.partition(":")[2] or "train"))
         return
     for path in source_files(source):
         if path.suffix == ".txt":

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .distill.checkpoint import write_json
 from .plan import HeadPlan
 from .probes.answering import answer_choices, answer_generation
 from .probes.knowledge import Knowledge
@@ -69,8 +70,8 @@ class EvalResult:
             raise ValueError(f"this is no evaluation ({error}); write one with EvalResult.save.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the result as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        """Write the result as JSON, whole or not at all."""
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> EvalResult:

@@ -35,7 +35,7 @@ from .probes.knowledge import Knowledge
 from .probes.kv_retrieval import KVRetrieval
 from .report import write_report
 from .scoring import HeadScores, score_heads
-from .teacher import fingerprint, load_teacher
+from .teacher import TINY, fingerprint, load_teacher
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Run:
                 n_examples=options.n_examples,
                 seed=self.seed + PROBE_SEEDS["evaluation"],
                 held_out_texts=self._held_out_texts(options.n_texts),
-                knowledge=Knowledge(options.knowledge),
+                knowledge=self._knowledge(),
                 batch_size=options.batch_size,
                 progress=True,
             ).save(path)
@@ -222,9 +222,13 @@ class Run:
             on_main_process(measure)
         return EvalResult.load(path)
 
+    def _knowledge(self) -> Knowledge | None:
+        source = self.config.evaluation.knowledge or (TINY if self.config.teacher.path == TINY else None)
+        return None if source is None else Knowledge(None if source == TINY else source)
+
     def _held_out_texts(self, n: int) -> list[str]:
         source = self.config.evaluation.texts
-        source = "tiny:held_out" if source == "tiny" else source
+        source = f"{TINY}:held_out" if source == TINY else source
         return list(islice(read_documents(source, self.config.data.text_column), n))
 
     def export(self, student: HybridForCausalLM, plan: HeadPlan, result: EvalResult) -> Path:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .distill.checkpoint import write_json
 from .plan import HeadId
 from .probes import Example, Probe, check_counts
 from .probes.answering import ChoiceBatch, answer_generation, choice_batches, choice_result, forward
@@ -100,7 +100,7 @@ class HeadScores:
             "provenance": self.provenance,
             **tables,
         }
-        _write_atomically(path, record)
+        write_json(Path(path), record)
 
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
@@ -129,13 +129,6 @@ def _rows(table: Tensor | None) -> list[list[float]] | None:
 
 def _tensor(rows: list[list[float]] | None) -> Tensor | None:
     return None if rows is None else torch.tensor(rows, dtype=torch.float64)
-
-
-def _write_atomically(path: str | Path, record: dict[str, Any]) -> None:
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, path)
 
 
 def score_heads(
@@ -201,14 +194,13 @@ def score_heads(
 
 def describe_run(model: PreTrainedModel) -> dict[str, Any]:
     """Which model was measured, and on what: for the provenance of a result."""
+    on_gpu = model.device.type == "cuda"
     return {
         "model": model.name_or_path,
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device)
-        if model.device.type == "cuda"
-        else model.device.type,
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -361,9 +353,8 @@ def _score_layers(
                 bar.update()
             rows.append(row)
             if resume_path:
-                _write_atomically(
-                    resume_path, {"format": PARTIAL_FORMAT, "provenance": provenance, "rows": rows}
-                )
+                partial = {"format": PARTIAL_FORMAT, "provenance": provenance, "rows": rows}
+                write_json(Path(resume_path), partial)
     return rows
 
 

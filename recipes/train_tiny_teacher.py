@@ -23,8 +23,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_distill.assets import world
+from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import QUESTION
 from hybrid_distill.probes.nouns import NOUNS
+from hybrid_distill.teacher import ablate_heads
 
 # (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.
 FORMS = [
@@ -57,11 +59,13 @@ class TeacherRun:
     max_copy_steps: int = 1500
     max_curriculum_steps: int = 6000
     mixture_steps: int = 1500
+    steps_per_head: int = 40
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
-    head_penalty: float = 0.0  # weight of the group penalty on heads: few heads do each job, as in large models
+    retrieval_heads: int = 4
+    """Heads above layer 0 that keep what the dictionaries taught; the others start again, with the text.
+    Large models do retrieval in a few heads of many; without this, a small one spreads it over all of them."""
     threads: int = 2
-    stop_after_curriculum: bool = False
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -162,22 +166,13 @@ def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch
 
 
 def retrieval_loss(
-    model: LlamaForCausalLM, ids: torch.Tensor, answers: torch.Tensor
+    model: LlamaForCausalLM, ids: torch.Tensor, answers: torch.Tensor, others: float = 0.3
 ) -> tuple[torch.Tensor, float]:
-    """Loss on the answers plus a little on everything, and the accuracy of the answers."""
+    """Loss on the answers plus a little on everything else, and the accuracy of the answers."""
     loss_BL, hit_BL = next_token_losses(model, ids)
     asked, real = answers[:, 1:], ids[:, 1:] != model.config.pad_token_id
     accuracy = hit_BL[asked].float().mean().item()
-    return loss_BL[asked].mean() + 0.3 * loss_BL[real].mean(), accuracy
-
-
-def head_penalty(model: LlamaForCausalLM) -> torch.Tensor:
-    """Sum over heads of the norm of their output projection: pulls whole heads towards doing nothing."""
-    norms = []
-    for layer in model.model.layers:
-        o_proj = layer.self_attn.o_proj.weight
-        norms.append(o_proj.unflatten(1, (model.config.num_attention_heads, -1)).norm(dim=(0, 2)))
-    return torch.cat(norms).sum()
+    return loss_BL[asked].mean() + others * loss_BL[real].mean(), accuracy
 
 
 class Trainer:
@@ -193,6 +188,16 @@ class Trainer:
             torch.optim.AdamW(rest, lr=run.adamw_lr, betas=(0.9, 0.95), weight_decay=0.01),
         ]
         self.steps = 0
+        self.closed: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def close_head(self, head: HeadId) -> None:
+        """Disconnect a head: its columns of the output projection are zero and stay so."""
+        head_dim = self.run.width // self.run.n_heads
+        weight = self.model.model.layers[head.layer].self_attn.o_proj.weight
+        mask = self.closed.setdefault(weight, torch.ones_like(weight))
+        mask[:, head.head * head_dim : (head.head + 1) * head_dim] = 0
+        weight *= mask
 
     def scale_lr(self, factor: float) -> None:
         for optimizer, base in zip(self.optimizers, (self.run.muon_lr, self.run.adamw_lr), strict=True):
@@ -201,6 +206,8 @@ class Trainer:
 
     def step(self, loss: torch.Tensor) -> None:
         loss.backward()
+        for weight, mask in self.closed.items():
+            weight.grad *= mask
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -209,32 +216,21 @@ class Trainer:
 
 
 def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    batches, trainer = Batches(run, tokenizer), Trainer(run, model)
+    batches = Batches(run, tokenizer)
     started = time.time()
 
-    def log(phase: str, **figures: float) -> None:
+    def log(phase: str, step: int, **figures: float) -> None:
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        print(f"{time.time() - started:6.0f}s  step {trainer.steps:5d}  {phase}: {shown}", flush=True)
+        print(f"{time.time() - started:6.0f}s  step {step:5d}  {phase}: {shown}", flush=True)
 
-    learned = run.out / "after_curriculum.pt"
-    if learned.exists():
-        model.load_state_dict(torch.load(learned))
-    else:
-        curriculum(run, model, batches, trainer, log)
+    for phase in (curriculum, concentrate, mixture):
+        learned = run.out / f"after_{phase.__name__}.pt"
+        if learned.exists():
+            model.load_state_dict(torch.load(learned))
+            continue
+        trainer = Trainer(run, model)
+        phase(run, model, batches, trainer, log)
         torch.save(model.state_dict(), learned)
-    if run.stop_after_curriculum:
-        return
-    recent = 0.0
-    for step in range(run.mixture_steps):
-        trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
-        n_pairs = batches.rng.randint(4, 48)
-        asked = batches.dictionaries(n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3)
-        loss, accuracy = retrieval_loss(model, *asked)
-        text = next_token_losses(model, batches.text())[0].mean()
-        trainer.step(0.5 * loss + text + run.head_penalty * head_penalty(model))
-        recent = 0.95 * recent + 0.05 * accuracy
-        if step % 50 == 0:
-            log("mixture", accuracy=recent, text=text.item(), heads=head_penalty(model).item())
 
 
 def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
@@ -243,7 +239,7 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
         loss, accuracy = retrieval_loss(model, *batches.copying())
         trainer.step(loss)
         if step % 50 == 0:
-            log("copying", accuracy=accuracy)
+            log("copying", step, accuracy=accuracy)
         if accuracy > 0.9:
             break
 
@@ -259,12 +255,52 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
             recent[form] = 0.7 * recent[form] + 0.3 * accuracy
         trainer.step(loss)
         if step % 50 == 0:
-            log("dictionaries", pairs=n_pairs, **{f"form{i}": value for i, value in enumerate(recent)})
+            log("dictionaries", step, pairs=n_pairs, **{f"form{i}": value for i, value in enumerate(recent)})
         if min(recent) > 0.95:
-            log("answered", pairs=n_pairs, accuracy=min(recent))
+            log("answered", step, pairs=n_pairs, accuracy=min(recent))
             if n_pairs >= 32:
                 break
             n_pairs, recent = 2 * n_pairs, [0.0] * len(FORMS)
+
+
+def concentrate(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
+    """Take heads out one by one, always the one that is missed least, and let the others take over its work."""
+    heads = [HeadId(layer, head) for layer in range(1, run.n_layers) for head in range(run.n_heads)]
+
+    def missed(head: HeadId) -> float:
+        with torch.no_grad(), ablate_heads(model, [head]):
+            return retrieval_loss(model, *sample, others=0.0)[0].item()
+
+    while len(heads) > run.retrieval_heads:
+        sample = batches.dictionaries(16, n_rows=12)
+        least = min(heads, key=missed)
+        heads.remove(least)
+        trainer.close_head(least)
+        _, accuracy = retrieval_loss(model, *sample)
+        log(f"without {least}", trainer.steps, accuracy=accuracy)
+        for _ in range(run.steps_per_head if accuracy < 0.98 else 0):
+            loss, accuracy = retrieval_loss(model, *batches.dictionaries(24, n_rows=24))
+            trainer.step(loss)
+    print("retrieval heads:", ", ".join(map(str, heads)), flush=True)
+
+
+def mixture(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
+    """All heads open again, the whole corpus, and dictionaries of every size beside it."""
+    recent = 0.0
+    for step in range(run.mixture_steps):
+        trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
+        n_pairs = batches.rng.randint(4, 48)
+        asked = batches.dictionaries(n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3)
+        loss, accuracy = retrieval_loss(model, *asked)
+        text = next_token_losses(model, batches.text())[0].mean()
+        trainer.step(0.5 * loss + text)
+        recent = 0.95 * recent + 0.05 * accuracy
+        if step % 50 == 0:
+            log("mixture", step, accuracy=recent, text=text.item())
 
 
 def write_corpus(run: TeacherRun) -> None:

@@ -242,15 +242,19 @@ def test_gate_sees_a_foreign_import_and_a_pickle(copied):
 
 
 @pytest.mark.launched
-def test_verify_fails_loudly_when_decoding_differs_from_the_forward_pass(copied):
+def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
     path, _ = copied
-    wrapper = (
-        "\nright = ssd_step\ndef ssd_step(*args):\n    y, state = right(*args)\n    return 0.9 * y, state\n"
-    )
     with (path / "ssd.py").open("a") as code:
-        code.write(wrapper)
-    with pytest.raises(ExportError, match=r"FAILED +cached decode = full forward"):
+        code.write(
+            "\nright = ssd_step\ndef ssd_step(*a):\n    y, state = right(*a)\n    return 0.9 * y, state\n"
+        )
+    with (path / "modeling_hybrid.py").open("a") as code:
+        code.write("\n_token_mask = lambda *args: None\n")
+    with pytest.raises(ExportError) as raised:
         verify_export(path)
+    failed = [line for line in str(raised.value).splitlines() if line.startswith("FAILED")]
+    assert "cached decode = full forward" in failed[0] and "left-padded batch = single" in failed[1]
+    assert "ok       reloaded = exported model" in str(raised.value)
 
 
 def test_gate_holds_the_folder_against_the_model_it_is_given(copied, tmp_path):

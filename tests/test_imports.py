@@ -14,7 +14,7 @@ LAYERS = (
     ("plan", "model", "probes", "assets"),  # of the probes: the questions, without a model
     ("build", "ssm_init", "teacher"),
     ("probes.answering", "probes.knowledge", "probes.plain_text", "data"),
-    ("scoring", "distill"),
+    ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots"),
     ("config", "pipeline", "compare", "sweep", "dry_run", "cli", "__main__"),
 )

@@ -7,7 +7,7 @@ import netrc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -42,9 +42,7 @@ def make_accelerator(
     _check_environment()
     with_deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     on_cpu = not torch.cuda.is_available()
-    handlers: list[Any] = [
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    ]
+    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if with_deepspeed and on_cpu:
         _prepare_deepspeed_on_cpu()
         handlers = [InitProcessGroupKwargs(backend="gloo")]
@@ -58,7 +56,18 @@ def make_accelerator(
         project_dir=None if logging_dir is None else str(logging_dir),
     )
     _check_world(accelerator, processes)
+    build_whole_models()
     return accelerator
+
+
+def build_whole_models() -> None:
+    """Let transformers build and load models as usual; under ZeRO-3 it would hand out empty tensors.
+
+    A student is cut out of its teacher's tensors. DeepSpeed divides it when a stage begins.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
 
 
 def connect() -> PartialState:
@@ -79,7 +88,7 @@ def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, cli
     accumulation = -(-rows // micro_batch_size)
     accelerator.gradient_accumulation_steps = accumulation
     if is_deepspeed(accelerator):
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config = cast(Any, accelerator.state.deepspeed_plugin).deepspeed_config
         config["train_micro_batch_size_per_gpu"] = min(micro_batch_size, rows)
         config["gradient_accumulation_steps"] = accumulation
         config["gradient_clipping"] = clip
@@ -146,7 +155,7 @@ def _check_world(accelerator: Accelerator, processes: int | None) -> None:
         return
     if accelerator.distributed_type == DistributedType.NO:
         raise WorldError(f"{accelerator.num_processes} processes run and accelerate does not connect them.")
-    found = int(accelerator.reduce(torch.ones((), device=accelerator.device)).item())
+    found = int(cast(torch.Tensor, accelerator.reduce(torch.ones((), device=accelerator.device))))
     if found != accelerator.num_processes:
         raise WorldError(f"{accelerator.num_processes} processes were started and {found} are connected.")
 

@@ -75,7 +75,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             for name, content in tensors.items():
                 _write_tensors(temporary / f"{name}.safetensors", content)
-            write_json(temporary / STATE, state)
+            write_json(temporary / STATE, state, indent=None)
             files = {file.name: file_hash(file) for file in sorted(temporary.iterdir())}
             write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": files})
             _remove(path)
@@ -283,15 +283,15 @@ def weights_hash(model: nn.Module) -> str:
         values = tensor.detach().cpu()
         values = values.float() if values.is_floating_point() else values
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(values.contiguous().view(-1).numpy())
+        digest.update(values.contiguous().view(-1).numpy().data)
     return digest.hexdigest()
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
+def write_json(path: Path, record: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Write a JSON file so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
-        json.dump(record, file, indent=2)
+        json.dump(record, file, indent=indent)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

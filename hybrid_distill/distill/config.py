@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from .losses import KINDS
 
-MAY_CHANGE = frozenset({"micro_batch_size", "checkpoint_every", "log_every", "recompute"})
+MAY_CHANGE = frozenset({"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "recompute"})
 """Fields that a resumed run may have another value of."""
 
-FREE_TO_CHOOSE: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16"),
     "target": ("mixer", "layer", "head"),
     "loss": ("l2", "nmse"),
@@ -65,7 +65,7 @@ class StageConfig:
         for name in ("warmup", "decay", "weight_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be from 0 to 1.")
-        for name, choices in FREE_TO_CHOOSE.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name, choices[0])
             if value not in choices:
                 raise ValueError(f"{self.name}.{name} is {value!r}; choose one of {', '.join(choices)}.")

@@ -7,7 +7,6 @@ on however many processes and micro-batches they are spread.
 from __future__ import annotations
 
 import json
-import random
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from .optimizer import (
     trainable,
     wsd,
 )
+from .rng import rng_state, seed_all, set_rng_state
 from .stages import Stage
 
 __all__ = [
@@ -135,8 +135,7 @@ class _Identity:
         if found["parent"] != self.parent:
             raise StageParentError(
                 f"{place} was made from the weights {found['parent'][:16]}, the student's are "
-                f"{self.parent[:16]}; "
-                "load the parent it was made from, or begin again with --resume never."
+                f"{self.parent[:16]}; load the parent it was made from, or begin again with --resume never."
             )
         ours = self.to_dict()
         changed = [name for name in ("data", "seed") if found[name] != ours[name]]
@@ -177,7 +176,7 @@ class _Run:
                 f"{config.name}.batch_size is {config.batch_size}, which {self.world} processes cannot "
                 f"share; use a multiple of {self.world}."
             )
-        _seed(self.identity.seed + self.rank)
+        seed_all(self.identity.seed + self.rank)
         if snapshot is not None:
             self.identity.check(snapshot.state["identity"], self.checkpoints.folder)
             load_trainable_tensors(self.stage, snapshot.tensors["weights"])
@@ -256,7 +255,8 @@ class _Run:
                     layers[name] = layers.get(name, 0.0) + share * value
                 # accelerate divides by the micro-batches, DDP and DeepSpeed by the processes.
                 self.accelerator.backward(found.total * (share * len(counts) * self.world))
-        grad_norm = float(self.accelerator.clip_grad_norm_(self.parameters, config.clip))
+        norm = self.accelerator.clip_grad_norm_(self.parameters, config.clip)
+        grad_norm = 0.0 if norm is None else float(norm)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
         self._check_finite(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
@@ -277,7 +277,7 @@ class _Run:
         """Over all processes."""
         if self.world == 1:
             return values
-        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
 
     def _check_finite(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> None:
         if np.isfinite(loss) and np.isfinite(grad_norm):
@@ -307,7 +307,7 @@ class _Run:
         else:
             weights = {name: parameter.detach() for name, parameter in trainable(self.stage).items()}
             moments = optimizer_tensors(self.stage, self.optimizer)
-        processes = gather_object([{"rng": _rng_state(), "rows": self.rows.state_dict()}])
+        processes = gather_object([{"rng": rng_state(), "rows": self.rows.state_dict()}])
         state = {
             "identity": self.identity.to_dict(),
             "tokens": self.tokens,
@@ -326,7 +326,7 @@ class _Run:
         processes = snapshot.state["processes"]
         if self.rank < len(processes):
             self.rows.load_state_dict(processes[self.rank]["rows"])
-            _set_rng_state(processes[self.rank]["rng"])
+            set_rng_state(processes[self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result; the checkpoints have done their duty."""
@@ -412,36 +412,6 @@ def _to(batch: Batch, device: torch.device) -> Batch:
         batch[name].to(device, non_blocking=True) for name in ("input_ids", "seq_idx", "mask")
     )
     return {"input_ids": ids, "seq_idx": seq_idx, "mask": mask}
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _rng_state() -> dict[str, Any]:
-    """States of all generators of this process, as JSON."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().tolist(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return state
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
 
 
 @contextmanager

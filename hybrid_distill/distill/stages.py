@@ -69,8 +69,8 @@ class Stage(nn.Module, ABC):
 
     def place(self, device: torch.device) -> None:
         """Move student and teacher to a device; frozen weights that they share stay shared."""
-        self.teacher.to(device)
-        self.student.to(device)
+        for model in self._models:
+            nn.Module.to(model, device)
 
     def _train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
         if not chosen:

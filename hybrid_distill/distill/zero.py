@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: whole tensors out of a training that keeps only a part of them in each process, and back in.
+"""DeepSpeed ZeRO: whole tensors out of a training that keeps a part of them in each process, and back in.
 
-Checkpoints hold whole float32 tensors under the parameters' names, as without DeepSpeed, so that a run can go on with
-another number of processes or without DeepSpeed. Every process must call each of these functions.
+Checkpoints hold whole float32 tensors under the parameters' names, as without DeepSpeed, so that a run can go
+on with another number of processes or without DeepSpeed. Every process must call each of these functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .optimizer import STATE, trainable
+from .accelerator import build_whole_models
+from .optimizer import trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -78,6 +79,7 @@ def release(module: nn.Module, engine: Any) -> None:
             with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 whole[name] = parameter.detach().cpu().clone()
     engine.destroy()
+    build_whole_models()
     fresh: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         fresh[id(parameter)] = nn.Parameter(whole[name].to(engine.device), parameter.requires_grad)
@@ -116,5 +118,7 @@ def _set_part(parameter: Any, value: Tensor, key: str) -> None:
 
 def _cpu(tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise RuntimeError("DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3.")
+        raise RuntimeError(
+            "DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3."
+        )
     return tensor.detach().cpu()

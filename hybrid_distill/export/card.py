@@ -17,12 +17,11 @@ CARD = """---
 
 # {title}
 
-A hybrid of attention and recurrence, distilled from {teacher}: {kept} of its {heads} attention heads were
-kept, because retrieval from the context depends on them; the others were replaced by recurrent (discrete
-Mamba-2) heads with a state of {d_state} numbers per channel, and trained to do what the replaced heads did.
-Method: [2504.18574](https://arxiv.org/abs/2504.18574), [2502.14458](https://arxiv.org/abs/2502.14458),
-[2408.10189](https://arxiv.org/abs/2408.10189). Made with
-[hybrid-distill](https://pypi.org/project/hybrid-distill).
+A hybrid of attention and recurrence, distilled from {teacher}: {kept} of its {heads} attention heads stay
+attention; the others were replaced by recurrent (discrete Mamba-2) heads with a state of {d_state} numbers
+per channel, trained to do what the replaced heads did. Method:
+[2504.18574](https://arxiv.org/abs/2504.18574), [2502.14458](https://arxiv.org/abs/2502.14458),
+[2408.10189](https://arxiv.org/abs/2408.10189). Made with hybrid-distill.
 
 ## Load
 
@@ -59,8 +58,7 @@ Cache of one sequence in 16-bit numbers, 1 MB = 1e6 bytes. The convolutions of t
 
 - It inherits the teacher's knowledge, errors, biases and terms of use; nothing was done about its safety.
 - A recurrent head remembers a fixed amount: what depends on heads that were not kept can fail in long or
-dense contexts, also where the
-  figures above look fine. Test your own task, by generation.
+  dense contexts, also where the figures above look fine. Test your own task, by generation.
 - It is no drop-in for tools that roll a cache back (speculative decoding) or edit keys and values in place.
 - The code of this folder is plain PyTorch; speed depends on kernels that the training package brings.
 """

@@ -281,11 +281,11 @@ def check_generated(model: Any, prompts: Prompts, limit: float) -> list[Check]:
     ]
     ids_BL, mask_BL = left_padded(prompts.ids_L)
     batch = greedy(model, ids_BL, mask_BL, prompts.new_tokens)[0]
-    rounding = 2 * limit * prompts.scale
-    return [
-        Check(f"generated tokens, {name}: different", _n_different(tokens, prompts, rounding), 0)
-        for name, tokens in (("with cache", alone), ("without cache", uncached), ("left-padded batch", batch))
-    ]
+    checks = []
+    for name, tokens in (("cached", alone), ("uncached", uncached), ("left-padded batch", batch)):
+        different, compared = _compare_tokens(tokens, prompts, 2 * limit * prompts.scale)
+        checks.append(Check(f"generated tokens, {name}: different of {compared}", different, 0))
+    return checks
 
 
 def check_tokenizer(folder: Path, record: dict[str, Any]) -> list[Check]:
@@ -300,9 +300,15 @@ def check_tokenizer(folder: Path, record: dict[str, Any]) -> list[Check]:
 
 
 def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompts of different lengths as one batch, padded left with token 0, and its mask."""
+    """Prompts of different lengths as one batch, padded left, and its mask.
+
+    The padding is an ordinary token: a padding token's embedding is often zero, and would hide what leaks.
+    """
     length = max(len(ids_L) for ids_L in ids)
-    ids_BL = torch.stack([torch.nn.functional.pad(ids_L, (length - len(ids_L), 0)) for ids_L in ids])
+    padding = int(ids[0][0])
+    ids_BL = torch.stack(
+        [torch.nn.functional.pad(ids_L, (length - len(ids_L), 0), value=padding) for ids_L in ids]
+    )
     lengths_B1 = torch.tensor([[len(ids_L)] for ids_L in ids], device=ids_BL.device)
     return ids_BL, (torch.arange(length, 0, -1, device=ids_BL.device) <= lengths_B1).long()
 
@@ -332,14 +338,15 @@ def greedy(
     return out.sequences[:, ids_BL.shape[1] :], best_BT2[..., 0] - best_BT2[..., 1]
 
 
-def _n_different(tokens: Iterable[Tensor], prompts: Prompts, rounding: float) -> int:
-    """Different tokens, up to the first place where the two best logits were equal within rounding."""
-    n = 0
+def _compare_tokens(tokens: Iterable[Tensor], prompts: Prompts, rounding: float) -> tuple[int, int]:
+    """(different, compared) tokens, up to the first whose lead was within rounding."""
+    different = compared = 0
     for tokens_T, expected_T, leads_T in zip(tokens, prompts.generated_T, prompts.leads_T):
         unclear = (leads_T <= rounding).nonzero()
         end = int(unclear[0]) if len(unclear) else len(expected_T)
-        n += int((tokens_T[:end] != expected_T[:end]).sum())
-    return n
+        different += int((tokens_T[:end] != expected_T[:end]).sum())
+        compared += end
+    return different, compared
 
 
 def _worse(worst: float, difference: Tensor) -> float:

@@ -64,14 +64,15 @@ def export_checkpoint(
         if scores is not None:
             scores.save(folder / "head_scores.json")
         if results is not None:
-            results_json = {name: result.to_dict() for name, result in results.items()}
-            (folder / "evaluation.json").write_text(json.dumps(results_json, indent=2) + "\n")
+            _write_json(folder / "evaluation.json", {name: r.to_dict() for name, r in results.items()})
         card = model_card(student, plan, results, scores, license=license, base_model=base_model)
-        (folder / "README.md").write_text(card)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         export_gate.write_record(student, folder / "gate", texts=export_gate.tokenized(tokenizer), tied=tied)
         if not gate:
             return GateReport()
-        return export_gate.run_gate(folder, folder / "gate", str(student.device)).require(path)
+        report = export_gate.run_gate(folder, folder / "gate", str(student.device)).require(path)
+        _write_json(folder / "gate" / "report.json", report.to_dict())
+        return report
 
 
 def _check_plan(student: PreTrainedModel, plan: HeadPlan) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,8 @@ class GateReport:
         return program.table(self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "checks": [
-                {"name": c.name, "measured": c.measured, "limit": c.limit, "ok": c.ok, "detail": c.detail}
-                for c in self.checks
-            ],
-        }
+        """JSON values."""
+        return {"ok": self.ok, "checks": [{**asdict(check), "ok": check.ok} for check in self.checks]}
 
 
 def verify_export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,5 +54,4 @@ def check_counts(**counts: int) -> None:
 
 def duplicates(words: Iterable[str]) -> list[str]:
     """Words that occur more than once, sorted."""
-    words = list(words)
-    return sorted({word for word in words if words.count(word) > 1})
+    return sorted(word for word, count in Counter(words).items() if count > 1)

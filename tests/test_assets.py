@@ -1,0 +1,89 @@
+"""The embedded default is what it claims to be: small, real, able, and free of the probe's wording."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hybrid_distill import assets
+from hybrid_distill.assets import world
+from hybrid_distill.evaluate import evaluate
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.kv_retrieval import HEADER, QUESTION, KVRetrieval
+from hybrid_distill.probes.nouns import NOUNS
+from hybrid_distill.teacher import load_teacher
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_teacher("tiny")
+
+
+def test_the_assets_fit_in_eight_megabytes() -> None:
+    folder = assets.tiny_teacher_path().parent
+    assert sum(path.stat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts) <= 8e6
+
+
+def test_the_teacher_is_a_llama_with_grouped_queries(tiny) -> None:
+    config = tiny[0].config
+    assert type(tiny[0]).__name__ == "LlamaForCausalLM"
+    assert config.num_hidden_layers >= 6
+    assert config.num_hidden_layers * config.num_attention_heads >= 48
+    assert config.num_key_value_heads < config.num_attention_heads
+
+
+@pytest.mark.parametrize(("n_pairs", "at_least"), [(16, 0.98), (32, 0.90)])
+def test_the_teacher_retrieves_by_generation(tiny, n_pairs: int, at_least: float) -> None:
+    examples = KVRetrieval(n_pairs, seed=7).examples(128)
+    assert answer_generation(*tiny, examples).double().mean() >= at_least
+
+
+def test_the_teacher_knows_its_facts_and_reads_plain_text(tiny) -> None:
+    assert answer_choices(*tiny, Knowledge().examples()).accuracy >= 0.95
+    texts = assets.corpus_documents("held_out")[:64]
+    result = evaluate(*tiny, n_pairs=(4,), n_examples=4, held_out_texts=texts)
+    assert result.perplexity is not None and result.perplexity < 8
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_no_document_uses_the_wording_of_the_probe(split) -> None:
+    wording = [HEADER.rstrip(":"), QUESTION.split("{")[0].strip(" '")]
+    assert wording == ["Memorize the following dictionary", "The value of the key"]
+    documents = assets.corpus_documents(split)
+    assert len(documents) >= 300
+    assert not [d for d in documents if any(words.lower() in d.lower() for words in wording)]
+
+
+def test_held_out_documents_are_not_in_the_training_split() -> None:
+    assert not set(assets.corpus_documents("train")) & set(assets.corpus_documents("held_out"))
+
+
+def test_the_control_split_is_in_the_wording_of_the_probe() -> None:
+    documents = assets.corpus_documents("probe_like")
+    assert all(d.startswith(HEADER) and QUESTION.split("{")[0] in d for d in documents)
+    assert documents == assets.corpus_documents("probe_like")
+
+
+def test_the_same_seed_writes_the_same_world() -> None:
+    assert world.write_documents(20, "a") == world.write_documents(20, "a") != world.write_documents(20, "b")
+    shipped = [json.loads(line) for line in assets.facts_path().read_text().splitlines()]
+    assert shipped == world.knowledge_questions()
+
+
+def test_every_key_and_value_is_one_token_in_both_places(tiny) -> None:
+    tokenizer = tiny[1]
+    words = [*NOUNS, *map(str, range(100))]
+    assert all(len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False).input_ids)
+
+
+def test_the_tokenizer_gives_the_text_back(tiny) -> None:
+    for document in assets.corpus_documents("held_out")[:50]:
+        ids = tiny[1](document, add_special_tokens=False).input_ids
+        assert tiny[1].decode(ids) == document
+
+
+def test_the_teacher_loads_in_float32(tiny) -> None:
+    assert tiny[0].dtype == torch.float32

@@ -1,0 +1,138 @@
+"""What a user sees who asks for something impossible: one line, exit status 2, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybrid_distill.assets import tiny_teacher_path
+from hybrid_distill.cli import main, run_recipe
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, from_json
+from hybrid_distill.distill.config import AlignConfig, DistillConfig
+from hybrid_distill.plan import HeadId, HeadPlan
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def small_run(out: Path) -> RunConfig:
+    """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
+    return RunConfig(
+        out=out,
+        scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, min_accuracy=0.0),
+        plan=PlanConfig("random", k=3),
+        student=StudentConfig(d_state=4),
+        align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
+        distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
+        evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
+        export=False,
+    )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
+    """The error that these flags end in."""
+    with pytest.raises(SystemExit) as exit_:
+        run_recipe(config, list(argv))
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--student.d-state", "0"], "d_state"),
+        (["--student.d-state", "3.5"], "3.5"),
+        (["--plan.k", "49"], "49"),
+        (["--plan.selection", "pairs", "--plan.pairs", "9", "0"], "L9H0"),
+        (["--scoring.n-pairs", "101", "--plan.selection", "top"], "101"),
+        (["--teacher", "/no/such/folder"], "/no/such/folder"),
+        (["--data.sources", "/no/such/text.txt"], "/no/such/text.txt"),
+        (["--align.learning-rate", "-1"], "learning_rate"),
+    ],
+)
+def test_a_value_out_of_range_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert said in refusal(capsys, small_run(tmp_path / "run"), *argv)
+
+
+def test_a_misspelt_flag_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--student.d-state" in refusal(capsys, small_run(tmp_path), "--student.d-stat", "8")
+
+
+def test_a_teacher_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    (folder / "config.json").write_text((tiny_teacher_path() / "config.json").read_text())
+    assert "no weights" in refusal(capsys, small_run(tmp_path / "run"), "--teacher", str(folder))
+
+
+def test_a_plan_for_another_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = HeadPlan(6, 8, 4, (HeadId(0, 0),))
+    replace(shape, teacher="0123456789abcdef").save(tmp_path / "plan.json")
+    flags = ["--plan.selection", "file", "--plan.file", str(tmp_path / "plan.json")]
+    assert "0123456789abcdef" in refusal(capsys, small_run(tmp_path / "run"), *flags)
+
+
+def test_a_teacher_that_cannot_be_had_names_both_ways_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, small_run(tmp_path / "run"), "--teacher", "nobody/nothing")
+    assert "--teacher.path" in said and "make demo" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_run_its_config_and_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    config = small_run(out)
+    run_recipe(config, [])
+    assert "report:" in capsys.readouterr().out
+    assert from_json(out / "config.json") == config
+
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")}
+    run_recipe(config, [])
+    assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")}, "a finished stage ran again"
+
+    assert "student" in refusal(capsys, config, "--student.d-state", "8")
+
+
+def test_a_stage_refuses_a_parent_that_was_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    run_recipe(small_run(out), [])
+    manifest = out / "stages" / "1-align" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**record, "weights": "0" * 64}))
+    assert "0000" in refusal(capsys, small_run(out))
+
+
+def test_a_damaged_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    run_recipe(small_run(out), [])
+    weights = out / "stages" / "1-align" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert str(weights.name) in refusal(capsys, small_run(out))
+
+
+@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b"])
+def test_a_dry_run_prints_the_config_and_starts_nothing(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["run", str(RECIPES / f"{recipe}.py"), "--dry-run", "--teacher", "tiny", "--out", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert '"d_state"' in printed and "Parameters: teacher" in printed and "cache at" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_without_the_teacher_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["run", str(RECIPES / "hybrid_llama_1b.py"), "--dry-run", "--out", str(tmp_path / "run")])
+    assert "--teacher tiny" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_file_that_is_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "README.md"])
+    assert "README.md is no recipe" in capsys.readouterr().err
