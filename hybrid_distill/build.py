@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .model import HybridConfig, HybridForCausalLM
+from .model import HybridConfig, HybridForCausalLM, packed_inputs
 from .model.mixer import HybridMixer, SSMHeads
 from .plan import HeadPlan
-from .ssm_init import INITS, init_ssm
-from .teacher import AttentionSite, attention_sites, fingerprint
+from .ssm_init import INITS, LayerTrace, SSMInit, init_ssm
+from .teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
 
 ACTIONS = ("copied", "sliced", "initialised", "dropped")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -64,26 +64,32 @@ def build_student(
     d_state: int,
     conv_width: int = 4,
     init: str = "teacher",
+    calibration: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """The teacher with every head outside the plan replaced by a recurrent head, in the teacher's dtype.
 
-    ``init`` names how recurrent heads start (`ssm_init.INITS`); ``seed`` covers everything drawn. The teacher
-    is left as it is and shares no tensor with the student (`share_frozen_weights` does that). Raises
+    ``init`` names how recurrent heads start (`ssm_init.INITS`); a fitted one needs ``calibration``, a batch
+    of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``seed`` covers everything drawn. The
+    teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does that). Raises
     ValueError for a plan made for another teacher, a bad ``d_state``, ``conv_width`` or ``init``, and for a
     teacher whose attention is not understood.
     """
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
+    if INITS[init].fitted and calibration is None:
+        raise ValueError(
+            f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'."
+        )
     plan.check_fits(teacher)
     _check_fingerprint(plan, teacher)
     sites = attention_sites(teacher)
     for site in sites:
         _check_attention(site)
     student = empty_student(teacher, plan, d_state, conv_width)
-    generator = torch.Generator().manual_seed(seed)
+    traces = _trace(teacher, calibration) if INITS[init].fitted else [None] * len(sites)
     with torch.no_grad():
-        tensors, records = _fill(student, teacher, sites, init, generator)
+        tensors, records = _fill(student, teacher, sites, INITS[init], traces, seed)
     student.load_state_dict(tensors, strict=True, assign=True)
     _copy_buffers(student, teacher)
     student.tie_weights()
@@ -175,10 +181,12 @@ def _fill(
     student: HybridForCausalLM,
     teacher: PreTrainedModel,
     sites: list[AttentionSite],
-    init: str,
-    generator: torch.Generator,
+    init: SSMInit,
+    traces: list[LayerTrace | None],
+    seed: int,
 ) -> tuple[dict[str, Tensor], list[TensorRecord]]:
     """The student's state dict, and a record for each tensor of both models."""
+    generator = torch.Generator().manual_seed(seed)
     source = teacher.state_dict()
     tensors: dict[str, Tensor] = {}
     records: list[TensorRecord] = []
@@ -187,14 +195,14 @@ def _fill(
         tensors[name] = tensor.contiguous().clone()
         records.append(TensorRecord(name, action, tuple(tensor.shape), made_from))
 
-    for site, mixer in zip(sites, student.mixers()):
+    for site, mixer, trace in zip(sites, student.mixers(), traces, strict=True):
         for name, tensor in _kept_tensors(site, mixer).items():
             original = f"{site.name}.{name}"
             action = "copied" if tensor.shape == source[original].shape else "sliced"
             put(f"{site.name}.attention.{name}", action, tensor, original)
         if mixer.ssm is not None:
             like = {name: tensor.dtype for name, tensor in mixer.ssm.state_dict().items()}
-            started = init_ssm(INITS[init], site, mixer.recurrent, student.config, generator)
+            started = init_ssm(init, site, mixer.recurrent, student.config, generator, trace)
             for name, (tensor, used) in started.items():
                 put(
                     f"{site.name}.ssm.{name}",
@@ -210,6 +218,20 @@ def _fill(
         if name not in used:
             records.append(TensorRecord(name, "dropped", tuple(tensor.shape), (name,)))
     return tensors, records
+
+
+@torch.no_grad()
+def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Tensor]) -> list[LayerTrace | None]:
+    """What went into and came out of every layer's heads on the calibration batch."""
+    input_ids, seq_idx = (calibration.get(name) for name in ("input_ids", "seq_idx"))
+    if input_ids is None:
+        raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
+    device = teacher.device
+    seq_idx = torch.zeros_like(input_ids) if seq_idx is None else seq_idx
+    packed = packed_inputs(seq_idx.to(device), teacher.dtype, teacher.config)
+    with eval_mode(teacher), trace_mixers(teacher) as calls:
+        teacher.base_model(input_ids=input_ids.to(device), use_cache=False, **packed)
+    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx.to(device)) for call in calls]
 
 
 def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
@@ -234,12 +256,6 @@ def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
         if buffer.is_meta:
             module_name, _, attribute = name.rpartition(".")
             setattr(student.get_submodule(module_name), attribute, theirs[name].clone())
-
-
-def count_actions(report: BuildReport) -> dict[str, int]:
-    """How many tensors were copied, sliced, initialised and dropped."""
-    counts = Counter(record.action for record in report.tensors)
-    return {action: counts[action] for action in ACTIONS}
 
 
 def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) -> None:

@@ -10,16 +10,21 @@ Shapes: L layer, H query head, E example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadId
+from .probes import Probe
+from .probes.answering import ChoiceResult, answer_choices
+from .scoring import HeadScores, describe_run
 from .teacher import AttentionSite, attention_sites
 
 
@@ -29,7 +34,7 @@ def restore_heads(
 ) -> Iterator[None]:
     """While active, these heads of the student do what the teacher's heads do with the student's own inputs.
 
-    For forwards without a cache. Raises ValueError for a head that does not exist.
+    For forwards without a cache. Raises ValueError for a head that does not exist, and for a forward with a cache.
     """
     by_layer: dict[int, list[int]] = {}
     ours, theirs = attention_sites(student), attention_sites(teacher)
@@ -56,6 +61,8 @@ def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -
             found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
         ours_only = ("token_mask", "seq_idx")
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("restored heads have no cache; call the student with use_cache=False.")
         passed = {name: value for name, value in kwargs.items() if name not in ours_only}
         handle = teacher.o_proj.register_forward_pre_hook(note)
         try:
@@ -72,3 +79,82 @@ def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -
         student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
         student.o_proj.register_forward_pre_hook(swap),
     ]
+
+
+def score_restoration(
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    *,
+    restored: Iterable[HeadId] = (),
+    n_examples: int = 128,
+    batch_size: int = 32,
+    progress: bool = True,
+) -> HeadScores:
+    """What each attention head adds to an aligned, fully recurrent student that has the ``restored`` heads already.
+
+    ``accuracy_drop_LH`` is the accuracy gained with the head (lost without it), ``logprob_drop_LH`` the answer's
+    log-probability, each with paired standard errors; heads already restored get 0. There is no control
+    drop. Values of several tokens, which need a cache, raise ValueError.
+    """
+    start, examples = list(restored), probe.examples(n_examples)
+    site = attention_sites(student)[0]
+
+    def measure(heads: list[HeadId]) -> ChoiceResult:
+        with restore_heads(student, teacher, heads):
+            return answer_choices(student, tokenizer, examples, batch_size=batch_size)
+
+    baseline = measure(start)
+    shape = (student.config.num_hidden_layers, site.n_heads)
+    tables = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
+    accuracy_LH, logprob_LH, accuracy_se_LH, logprob_se_LH = tables
+    heads = [HeadId(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
+    for head in tqdm([h for h in heads if h not in start], desc="restoring heads", disable=not progress):
+        result = measure([*start, head])
+        gained_E = result.correct_E.double() - baseline.correct_E.double()
+        likelier_E = result.answer_logprob_E - baseline.answer_logprob_E
+        accuracy_LH[head], accuracy_se_LH[head] = gained_E.mean(), _standard_error(gained_E)
+        logprob_LH[head], logprob_se_LH[head] = likelier_E.mean(), _standard_error(likelier_E)
+    return HeadScores(
+        site.n_kv_heads,
+        accuracy_drop_LH=accuracy_LH,
+        logprob_drop_LH=logprob_LH,
+        control_drop_LH=None,
+        accuracy_se_LH=accuracy_se_LH,
+        logprob_se_LH=logprob_se_LH,
+        control_se_LH=None,
+        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in start]},
+        provenance={
+            "method": "single-head restoration",
+            "probe": probe.describe(),
+            "n_examples": n_examples,
+            **describe_run(teacher),
+        },
+    )
+
+
+def greedy_restoration(
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    k: int,
+    **options: Any,
+) -> list[HeadId]:
+    """``k`` heads, each the one that adds most to the student with all before it; options of `score_restoration`.
+
+    What is added is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
+    """
+    chosen: list[HeadId] = []
+    while len(chosen) < k:
+        scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
+        gain_LH = scores.logprob_drop_LH.clone()
+        for head in chosen:
+            gain_LH[head] = -math.inf
+        chosen.append(HeadId(*divmod(int(gain_LH.argmax()), scores.n_heads)))
+    return chosen
+
+
+def _standard_error(difference_E: Tensor) -> Tensor:
+    return difference_E.std(correction=min(1, len(difference_E) - 1)) / math.sqrt(len(difference_E))

@@ -1,18 +1,22 @@
 """How recurrent heads start: from the teacher's own weights, or at random. Compared in benchmarks/init.py.
 
-Shapes: D model width, P head dim, N state size, R recurrent heads, F factors (N, or N - 1 beside the
-constant).
+A head that starts well is near its attention head before the first step: softmax attention is a decaying
+average of the values, bent towards what the head looks for,
 
-The ``teacher`` start treats softmax attention to first order. With scores s_ij = q_i . k_j / sqrt(P),
+    softmax(s)_ij  ~  (average + content s_ij) (1 - a) a^(i - j)  +  skip [i = j]
 
-    softmax(s)_ij  ~  (1 + s_ij) (1 - a) a^(i - j)
+with s_ij = q_i . k_j / sqrt(P) through the best factors of W_q^T W_k. One state dimension is a constant
+feature, for the average; a sum over the past is not an average, hence 1 - a. The convolution's taps stand for
+heads that look back one, two or three tokens. Without calibration data the numbers are guesses; with it they
+are fitted to each head by least squares, in closed form.
 
-a decaying average of the values (one state dimension is the constant 1) that the best rank-F factors of W_q^T
-W_k bend towards what the head looks for. A sum over the past is not an average, hence the factor 1 - a.
+Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model width, K conv width, F
+factors.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +24,15 @@ from torch import Tensor, nn
 
 from .model import HybridConfig
 from .model.mixer import OPEN_GATE, spread_half_lives
-from .model.ssd import raw_decay
+from .model.ssd import causal_conv, raw_decay, ssd_scan
 from .teacher import AttentionSite
 
 Started = dict[str, tuple[Tensor, tuple[str, ...]]]
 
-NOISE = 0.02  # for what would otherwise have no gradient: B = C = 0 is a saddle
+NOISE = 0.02  # for B where C is 0: had both no value, neither would have a gradient
+FLOOR = 0.05  # least share of the average, for the same reason
+HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # tokens, tried by the fit
+RIDGE = 1e-4  # relative; the fit's features may be nearly the same
 
 
 @dataclass(frozen=True)
@@ -34,18 +41,50 @@ class SSMInit:
 
     values: bool = True  # x from the teacher's v; else at random
     factors: bool = True  # B and C from q and k; else at random
-    constant: bool = True  # one state dimension is a constant feature
-    average: bool = True  # scale by 1 - a, so that the sum over the past is an average
+    average: bool = True  # a constant feature, scaled to an average; else B and C as they are
+    content: float = 0.0  # spread of the content part, in standard deviations over white inputs
     skip: float = 0.0  # D
-    half_lives: tuple[float, float] = (2.0, 256.0)  # tokens, log-spaced over the heads of a layer
+    half_lives: tuple[float, float] = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer
+    fitted: bool = False  # per head from calibration data: half-life, average, content, skip and conv taps
 
 
 INITS: dict[str, SSMInit] = {
-    "teacher": SSMInit(),
-    "svd": SSMInit(constant=False, average=False, skip=1.0),
+    "teacher": SSMInit(content=0.1),
+    "fitted": SSMInit(fitted=True),
     "values": SSMInit(factors=False),
-    "random": SSMInit(values=False, factors=False, constant=False, average=False, skip=1.0),
+    "svd": SSMInit(average=False, skip=1.0),
+    "random": SSMInit(values=False, factors=False, average=False, skip=1.0),
 }
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What went into a layer's attention, and what its heads made of it, on calibration data."""
+
+    hidden_BLD: Tensor
+    heads_BLHP: Tensor
+    seq_idx_BL: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Coefficients:
+    """The numbers of the module docstring, one per head, and the convolution of the values."""
+
+    half_life_R: Tensor
+    average_R: Tensor
+    content_R: Tensor
+    skip_R: Tensor
+    taps_RK: Tensor
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """C u_i . B u_j stands for the scores of each head, with about unit spread; F rows a head."""
+
+    b_weight_RFD: Tensor
+    b_bias_RF: Tensor
+    c_weight_RFD: Tensor
+    c_bias_RF: Tensor
 
 
 def init_ssm(
@@ -54,35 +93,65 @@ def init_ssm(
     heads: tuple[int, ...],
     config: HybridConfig,
     generator: torch.Generator,
+    trace: LayerTrace | None = None,
 ) -> Started:
-    """Tensors of the `SSMHeads` that replace ``heads``, each with the teacher's tensors it came from.
+    """Tensors of the `SSMHeads` that replace ``heads``, each with the names of its sources in the attention.
 
-    Everything is computed in fp32, heads one after the other, so that the draws do not depend on other
-    layers' plans.
+    fp32, on the teacher's device. A fitted init needs a ``trace``, the others take no notice of it.
     """
-    half_lives_R = spread_half_lives(len(heads), *init.half_lives)
-    a_R = 0.5 ** (1.0 / half_lives_R)
-    x = _values(init, site, heads, generator)
-    b, c = _keys_and_queries(init, site, heads, a_R, config.d_state, generator)
-    width, n_channels = config.hidden_size, x[0].shape[0] + b[0].shape[0] + c[0].shape[0]
+    x_weight, x_bias = _values(init, site, heads, generator)
+    factors = _factors(init, site, heads, config.d_state - init.average, generator, trace)
+    if init.fitted:
+        assert trace is not None
+        chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+    else:
+        chosen = _guess(init, len(heads), config.conv_width, x_weight.device)
+    b_weight, b_bias, c_weight, c_bias = _projections(init, factors, chosen)
+    conv = torch.zeros(2 * b_bias.numel() + x_bias.numel(), config.conv_width, device=x_weight.device)
+    conv[:, -1] = 1.0
+    conv[: x_bias.numel()] = chosen.taps_RK.repeat_interleave(site.head_dim, dim=0)
     from_v = _names(site, "v_proj") if init.values else ()
     from_qk = _names(site, "q_proj", "k_proj", "q_norm", "k_norm") if init.factors else ()
-    conv = torch.zeros(n_channels, config.conv_width)
-    conv[:, -1] = 1.0
     return {
-        "x_proj.weight": (x[0], from_v),
-        "x_proj.bias": (x[1], from_v),
-        "b_proj.weight": (b[0], from_qk),
-        "b_proj.bias": (b[1], from_qk),
-        "c_proj.weight": (c[0], from_qk),
-        "c_proj.bias": (c[1], from_qk),
-        "z_proj.weight": (torch.zeros_like(x[0]), ()),
-        "z_proj.bias": (torch.full_like(x[1], OPEN_GATE), ()),
-        "a_proj.weight": (torch.zeros(len(heads), width), ()),
-        "a_proj.bias": (raw_decay(half_lives_R), ()),
+        "x_proj.weight": (x_weight, from_v),
+        "x_proj.bias": (x_bias, from_v),
+        "b_proj.weight": (b_weight, from_qk),
+        "b_proj.bias": (b_bias, from_qk),
+        "c_proj.weight": (c_weight, from_qk),
+        "c_proj.bias": (c_bias, from_qk),
+        "z_proj.weight": (torch.zeros_like(x_weight), ()),
+        "z_proj.bias": (torch.full_like(x_bias, OPEN_GATE), ()),
+        "a_proj.weight": (x_weight.new_zeros(len(heads), x_weight.shape[1]), ()),
+        "a_proj.bias": (raw_decay(chosen.half_life_R), ()),
         "conv_weight": (conv, ()),
-        "D": (torch.full((len(heads),), init.skip), ()),
+        "D": (chosen.skip_R, ()),
     }
+
+
+def _guess(init: SSMInit, n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
+    """The same for every head, but for half-lives that cover the useful range."""
+    taps = torch.zeros(n_heads, conv_width, device=device)
+    taps[:, -1] = 1.0
+    ones = torch.ones(n_heads, device=device)
+    half_lives = spread_half_lives(n_heads, *init.half_lives).to(device)
+    return _Coefficients(half_lives, ones, init.content * ones, init.skip * ones, taps)
+
+
+def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
+    """Weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
+    b_weight, b_bias = factors.b_weight_RFD, factors.b_bias_RF
+    c_weight, c_bias = factors.c_weight_RFD, factors.c_bias_RF
+    if init.average:
+        new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
+        average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
+        content_R = chosen.content_R * new_R
+        b_scale, c_scale = content_R.abs().sqrt(), content_R.sign() * content_R.abs().sqrt()
+        b_weight, b_bias = b_weight * b_scale[:, None, None], b_bias * b_scale[:, None]
+        c_weight, c_bias = c_weight * c_scale[:, None, None], c_bias * c_scale[:, None]
+        b_weight, c_weight = (nn.functional.pad(weight, (0, 0, 1, 0)) for weight in (b_weight, c_weight))
+        b_bias = torch.cat([average_R.abs().sqrt()[:, None], b_bias], dim=1)
+        c_bias = torch.cat([(average_R.sign() * average_R.abs().sqrt())[:, None], c_bias], dim=1)
+    return b_weight.flatten(0, 1), b_bias.flatten(), c_weight.flatten(0, 1), c_bias.flatten()
 
 
 def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
@@ -96,99 +165,215 @@ def _rows(projection: nn.Linear, head: int, head_dim: int) -> tuple[Tensor, Tens
     return weight, weight.new_zeros(head_dim) if projection.bias is None else projection.bias[rows].float()
 
 
-def _normal(generator: torch.Generator, *shape: int, std: float = NOISE) -> Tensor:
-    return torch.randn(*shape, generator=generator) * std
+def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
+    """Small noise, drawn on the CPU: the same on every device."""
+    return torch.randn(*shape, generator=generator).to(like.device) * NOISE
 
 
 def _values(
     init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """x_proj: each head reads the values of its KV group."""
-    n_rows, width = len(heads) * site.head_dim, site.module.v_proj.in_features
+    weight = site.module.v_proj.weight
     if not init.values:
-        return _normal(generator, n_rows, width), torch.zeros(n_rows)
+        n_rows = len(heads) * site.head_dim
+        return _normal(generator, n_rows, weight.shape[1], like=weight), torch.zeros(
+            n_rows, device=weight.device
+        )
     group_size = site.n_heads // site.n_kv_heads
     per_head = [_rows(site.module.v_proj, head // group_size, site.head_dim) for head in heads]
     return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
 
 
-def _keys_and_queries(
+def _factors(
     init: SSMInit,
     site: AttentionSite,
     heads: tuple[int, ...],
-    a_R: Tensor,
-    d_state: int,
+    n_factors: int,
     generator: torch.Generator,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(weight, bias) of b_proj and of c_proj."""
-    parts = []
-    for head, a in zip(heads, a_R.tolist()):
-        n_factors = d_state - init.constant
-        if init.factors:
-            b, c = _score_factors(site, head, n_factors, generator)
-        else:
-            width = site.module.q_proj.in_features
-            b, c = ((_normal(generator, n_factors, width), torch.zeros(n_factors)) for _ in range(2))
-        if init.constant:
-            b, c = _with_constant(*b), _with_constant(*c)
-        # Split evenly between B and C: an optimiser step is then the same share of both.
-        scale = (1.0 - a) ** 0.5 if init.average else 1.0
-        parts.append([tensor * scale for tensor in (*b, *c)])
-    b_weight, b_bias, c_weight, c_bias = (torch.cat(column) for column in zip(*parts))
-    return (b_weight, b_bias), (c_weight, c_bias)
+    trace: LayerTrace | None,
+) -> _Factors:
+    if not init.factors:
+        weight = site.module.q_proj.weight
+        shape = (len(heads), n_factors, weight.shape[1])
+        b, c = (_normal(generator, *shape, like=weight) for _ in range(2))
+        zeros = torch.zeros(shape[:2], device=weight.device)
+        return _Factors(b, zeros, c, zeros)
+    inputs = _input_statistics(site, trace if init.fitted else None)
+    per_head = [_score_factors(site, head, n_factors, inputs, generator, init.average) for head in heads]
+    return _Factors(*(torch.stack(column) for column in zip(*per_head)))
 
 
-def _with_constant(weight_FD: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """Put a feature that is 1 for every token before the others."""
-    return torch.cat([torch.zeros_like(weight_FD[:1]), weight_FD]), torch.cat([bias_F.new_ones(1), bias_F])
+def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [D] of the layer's inputs, and square roots [D, D] of their second moment and their covariance.
+
+    Without data: white noise behind the layer's input norm, whose gains tell how much each channel varies.
+    """
+    if trace is None:
+        norm = getattr(site.block, "input_layernorm", None)
+        width = site.module.q_proj.in_features
+        gains_D = getattr(norm, "weight", torch.ones(width)).float().abs().clamp_min(1e-3)
+        return torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D)
+    hidden = trace.hidden_BLD.flatten(0, 1).double()
+    mean_D = hidden.mean(0)
+    moment_DD = hidden.mT @ hidden / len(hidden)
+    roots = []
+    for matrix_DD in (moment_DD, moment_DD - torch.outer(mean_D, mean_D)):
+        jitter = RIDGE * matrix_DD.diagonal().mean() + 1e-12
+        roots.append(torch.linalg.cholesky(matrix_DD + jitter * torch.eye(len(mean_D), device=hidden.device)))
+    return mean_D.float(), roots[0].float(), roots[1].float()
 
 
 def _score_factors(
-    site: AttentionSite, head: int, n_factors: int, generator: torch.Generator
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """B and C with C u_i . B u_j as near to the head's score s_ij as F products can be (positions left out).
+    site: AttentionSite,
+    head: int,
+    n_factors: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    generator: torch.Generator,
+    unit_spread: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
 
-    Best in the mean square over inputs that are white before the layer's input norm gains. Beyond the rank of
-    the scores B is small noise and C is zero.
+    Best in the mean square over the layer's inputs; keys are taken relative to their mean, which no softmax
+    sees. Beyond the rank of the scores B is small noise and C is zero.
     """
+    mean_D, root_q_DD, root_k_DD = inputs
     group = head // (site.n_heads // site.n_kv_heads)
-    gains_D = _input_gains(site)
-    wq_PD, bq_P = _head_projection(site, "q", head, gains_D)
-    wk_PD, bk_P = _head_projection(site, "k", group, gains_D)
-    # Thin QR, W g = R^T Q^T, leaves an SVD of P x P instead of D x D.
-    rq_PP = torch.linalg.qr((wq_PD * gains_D).T).R
-    rk_PP = torch.linalg.qr((wk_PD * gains_D).T).R
+    wq_PD, bq_P = _head_projection(site, "q", head, root_q_DD)
+    wk_PD, _ = _head_projection(site, "k", group, root_k_DD)
+    # A thin QR of each side leaves an SVD of P x P instead of D x D.
+    rq_PP, rk_PP = (torch.linalg.qr((w @ root).T).R for w, root in ((wq_PD, root_q_DD), (wk_PD, root_k_DD)))
     u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
-    rank = min(n_factors, s_P.shape[0])
+    rank = min(n_factors, len(s_P))
+    if unit_spread:
+        s_P = s_P / s_P.norm().clamp_min(1e-6)
+    else:
+        s_P = s_P * float(getattr(site.module, "scaling", site.head_dim**-0.5))
     root_F1 = s_P[:rank, None].sqrt()
     to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
     to_b_FP = root_F1 * (vh_PP[:rank] @ torch.linalg.pinv(rk_PP).T)
-    scale = float(getattr(site.module, "scaling", site.head_dim**-0.5)) ** 0.5
-    c = _padded(to_c_FP @ wq_PD * scale, to_c_FP @ bq_P * scale, n_factors)
-    b_weight, b_bias = _padded(to_b_FP @ wk_PD * scale, to_b_FP @ bk_P * scale, n_factors)
-    b_weight[rank:] = _normal(generator, n_factors - rank, b_weight.shape[1])
-    return (b_weight, b_bias), c
+    missing = (0, 0, 0, n_factors - rank)
+    b_weight, c_weight = (nn.functional.pad(w, missing) for w in (to_b_FP @ wk_PD, to_c_FP @ wq_PD))
+    b_bias, c_bias = (
+        nn.functional.pad(b, missing[2:]) for b in (-to_b_FP @ (wk_PD @ mean_D), to_c_FP @ bq_P)
+    )
+    b_weight[rank:] = _normal(generator, n_factors - rank, b_weight.shape[1], like=b_weight)
+    return b_weight, b_bias, c_weight, c_bias
 
 
-def _padded(weight_FD: Tensor, bias_F: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
-    missing = n_rows - weight_FD.shape[0]
-    return nn.functional.pad(weight_FD, (0, 0, 0, missing)), nn.functional.pad(bias_F, (0, missing))
-
-
-def _input_gains(site: AttentionSite) -> Tensor:
-    """Gains of the norm before the attention: how strongly each input channel varies, up to a factor."""
-    norm = getattr(site.block, "input_layernorm", None)
-    weight = getattr(norm, "weight", None)
-    width = site.module.q_proj.in_features
-    return torch.ones(width) if weight is None else weight.float().abs().clamp_min(1e-3)
-
-
-def _head_projection(site: AttentionSite, which: str, head: int, gains_D: Tensor) -> tuple[Tensor, Tensor]:
+def _head_projection(site: AttentionSite, which: str, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
     """One head's query or key projection; a norm behind it is replaced by its usual effect."""
     weight_PD, bias_P = _rows(getattr(site.module, f"{which}_proj"), head, site.head_dim)
     norm = getattr(site.module, f"{which}_norm", None)
     if norm is None:
         return weight_PD, bias_P
-    usual_rms = ((weight_PD * gains_D).square().sum() / site.head_dim + bias_P.square().mean()).sqrt()
+    usual_rms = ((weight_PD @ root_DD).square().sum() / site.head_dim + bias_P.square().mean()).sqrt()
     gain_P = norm.weight.float() / usual_rms.clamp_min(1e-6)
     return weight_PD * gain_P[:, None], bias_P * gain_P
+
+
+def _fit(
+    site: AttentionSite,
+    heads: tuple[int, ...],
+    x_weight: Tensor,
+    x_bias: Tensor,
+    factors: _Factors,
+    conv_width: int,
+    trace: LayerTrace,
+) -> _Coefficients:
+    """Coefficients nearest to the heads' outputs: per head, with its values as they are or convolved."""
+    hidden = trace.hidden_BLD.float()
+    target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
+    values_BLRP = (hidden @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
+    b_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.b_weight_RFD) + factors.b_bias_RF
+    c_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.c_weight_RFD) + factors.c_bias_RF
+
+    def fit_with(taps_RK: Tensor) -> tuple[_Coefficients, Tensor]:
+        x_BLRP = _convolved(values_BLRP, taps_RK, trace.seq_idx_BL)
+        return _fit_coefficients(x_BLRP, b_BLRF, c_BLRF, target_BLRP, taps_RK, trace.seq_idx_BL)
+
+    identity_RK = torch.zeros(len(heads), conv_width, device=hidden.device)
+    identity_RK[:, -1] = 1.0
+    plain, plain_error = fit_with(identity_RK)
+    taps_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, trace.seq_idx_BL)
+    convolved, convolved_error = fit_with(taps_RK)
+    better_R = convolved_error < plain_error
+    return _Coefficients(
+        *(
+            torch.where(better_R if ours.ndim == 1 else better_R[:, None], ours, other)
+            for ours, other in zip(vars(convolved).values(), vars(plain).values())
+        )
+    )
+
+
+def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) -> Tensor:
+    weight_CK = taps_RK.repeat_interleave(values_BLRP.shape[-1], dim=0)
+    return causal_conv(values_BLRP.flatten(-2), weight_CK, seq_idx_BL=seq_idx_BL)[0].view_as(values_BLRP)
+
+
+def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BLRF: Tensor) -> Tensor:
+    """Decaying average of x, each value weighted by C_i . B_j if they are given."""
+    a = 0.5 ** (1.0 / half_life)
+    b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
+    log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
+    return ssd_scan(x_BLRP, log_a_BLR, b * (1.0 - a), c, seq_idx_BL=seq_idx_BL)[0]
+
+
+def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
+    """Per head, weights [R, G] of the features nearest to the target, and the squared error [R]."""
+    features = features_GBLRP.movedim(3, 0).flatten(2)  # [R, G, B * L * P]
+    target = target_BLRP.movedim(2, 0).reshape(len(features), -1, 1)
+    gram = (features @ features.mT).double()
+    moment = (features @ target).double()
+    jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
+    weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
+    explained = (weights.mT @ (2 * moment - gram @ weights)).flatten()
+    return weights.squeeze(-1).float(), target.double().square().sum((-2, -1)) - explained
+
+
+def _fit_taps(
+    values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None
+) -> Tensor:
+    """Convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
+    width = identity_RK.shape[1]
+    shifted = [
+        _convolved(values_BLRP, identity_RK.roll(-back, 1), seq_idx_BL) for back in reversed(range(width))
+    ]
+    best_taps, best_error = (
+        identity_RK,
+        torch.full(identity_RK.shape[:1], math.inf, device=identity_RK.device),
+    )
+    for half_life in HALF_LIVES:
+        features = torch.stack([*shifted, _average(values_BLRP, half_life, seq_idx_BL)])
+        weights_RG, error_R = _least_squares(features, target_BLRP)
+        taps_RK = weights_RG[:, :width]
+        total_R1 = taps_RK.sum(1, keepdim=True)
+        usable_R = total_R1.squeeze(1).abs() > 0.3 * taps_RK.abs().sum(1)  # else the average would be lost
+        better_R = usable_R & (error_R < best_error)
+        best_taps = torch.where(better_R[:, None], taps_RK / total_R1, best_taps)
+        best_error = torch.where(better_R, error_R, best_error)
+    return best_taps
+
+
+def _fit_coefficients(
+    x_BLRP: Tensor,
+    b_BLRF: Tensor,
+    c_BLRF: Tensor,
+    target_BLRP: Tensor,
+    taps_RK: Tensor,
+    seq_idx_BL: Tensor | None,
+) -> tuple[_Coefficients, Tensor]:
+    """For every head the half-life, and with it average, content and skip, of least error; and that error."""
+    n_heads = len(taps_RK)
+    best = _Coefficients(*(taps_RK.new_ones(n_heads) for _ in range(4)), taps_RK)
+    best_error = torch.full((n_heads,), math.inf, device=x_BLRP.device, dtype=torch.float64)
+    for half_life in HALF_LIVES:
+        average = _average(x_BLRP, half_life, seq_idx_BL)
+        content = _average(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
+        weights_RG, error_R = _least_squares(torch.stack([average, content, x_BLRP]), target_BLRP)
+        found = (torch.full_like(best.half_life_R, half_life), *weights_RG.unbind(1))
+        better_R = error_R < best_error
+        kept = (best.half_life_R, best.average_R, best.content_R, best.skip_R)
+        best = _Coefficients(*(torch.where(better_R, new, old) for new, old in zip(found, kept)), taps_RK)
+        best_error = torch.where(better_R, error_R, best_error)
+    return best, best_error

@@ -3,8 +3,9 @@
     python recipes/train_tiny_teacher.py --out hybrid_distill/assets
 
 The result ships with the package, so nobody needs to run this; it takes about an hour on two cores.
-KV retrieval does not emerge by itself at this size, so the curriculum goes copying -> short dictionaries -> longer
-ones (doubled whenever they are answered) -> the whole mixture, with a decaying learning rate at the end.
+KV retrieval does not emerge by itself at this size, so the curriculum goes copying, then short dictionaries and
+longer ones, doubled whenever they are answered; then heads are taken out one by one until a few do the retrieval, as in
+large models; then all heads learn the whole corpus, with a decaying learning rate.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class TeacherRun:
     text_length: int = 256
     max_copy_steps: int = 1500
     max_curriculum_steps: int = 6000
-    mixture_steps: int = 1500
+    mixture_steps: int = 900
     steps_per_head: int = 40
+    fact_steps: int = 450
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
     retrieval_heads: int = 4
@@ -115,7 +117,8 @@ class Batches:
     def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.rng = random.Random(f"teacher batches {run.seed}")
-        self._text = self._text_rows()
+        self._text = self._rows(world.corpus_document)
+        self._facts = self._rows(world.fact_document)
         words = [*NOUNS, *map(str, range(100))]
         self.words = torch.tensor(tokenizer.convert_tokens_to_ids(words))
         self.numbers = self.words[len(NOUNS) :]
@@ -142,11 +145,11 @@ class Batches:
         is_number = torch.isin(ids, self.numbers)
         return ids, is_number & (is_number.cumsum(1) > n_pairs)
 
-    def _text_rows(self) -> Iterator[list[int]]:
+    def _rows(self, write: Callable[[random.Random], str]) -> Iterator[list[int]]:
         """Rows of fixed length, documents one after the other."""
         buffer: list[int] = []
         while True:
-            documents = [world.corpus_document(self.rng) for _ in range(256)]
+            documents = [write(self.rng) for _ in range(256)]
             for ids in self.tokenizer(documents).input_ids:
                 buffer += [*ids, self.tokenizer.eos_token_id]
             while len(buffer) >= self.run.text_length:
@@ -155,6 +158,9 @@ class Batches:
 
     def text(self) -> torch.Tensor:
         return torch.tensor([next(self._text) for _ in range(self.run.batch_size // 2)])
+
+    def facts(self) -> torch.Tensor:
+        return torch.tensor([next(self._facts) for _ in range(self.run.batch_size // 2)])
 
 
 def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,20 +222,18 @@ class Trainer:
 
 
 def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    batches = Batches(run, tokenizer)
     started = time.time()
 
     def log(phase: str, step: int, **figures: float) -> None:
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         print(f"{time.time() - started:6.0f}s  step {step:5d}  {phase}: {shown}", flush=True)
 
-    for phase in (curriculum, concentrate, mixture):
+    for phase in (curriculum, concentrate, mixture, learn_by_heart):
         learned = run.out / f"after_{phase.__name__}.pt"
         if learned.exists():
             model.load_state_dict(torch.load(learned))
             continue
-        trainer = Trainer(run, model)
-        phase(run, model, batches, trainer, log)
+        phase(run, model, Batches(run, tokenizer), Trainer(run, model), log)
         torch.save(model.state_dict(), learned)
 
 
@@ -303,6 +307,21 @@ def mixture(
             log("mixture", step, accuracy=recent, text=text.item())
 
 
+def learn_by_heart(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
+    """Mostly facts, until they are known; retrieval and plain text go on beside them."""
+    for step in range(run.fact_steps):
+        trainer.scale_lr(1 - step / run.fact_steps)
+        rows = batches.facts() if step % 4 else batches.text()
+        text = next_token_losses(model, rows)[0].mean()
+        asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=2, n_rows=8)
+        loss, accuracy = retrieval_loss(model, *asked)
+        trainer.step(0.3 * loss + text)
+        if step % 20 < 2:
+            log("facts" if step % 4 else "text", step, accuracy=accuracy, loss=text.item())
+
+
 def write_corpus(run: TeacherRun) -> None:
     for split, n in (("train", run.corpus_documents), ("held_out", run.held_out_documents)):
         documents = world.write_documents(n, f"corpus {split} {run.seed}")
@@ -310,6 +329,18 @@ def write_corpus(run: TeacherRun) -> None:
         (run.out / f"corpus_{split}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     questions = "".join(json.dumps(question) + "\n" for question in world.knowledge_questions())
     (run.out / "knowledge.jsonl").write_text(questions)
+
+
+def write_teacher(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A Hugging Face folder in half precision that every supported version of transformers reads alike."""
+    model.to(torch.float16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, changes in (
+        ("config.json", {"rope_theta": 10000.0, "torch_dtype": "float16"}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=2) + "\n")
 
 
 def main(run: TeacherRun) -> None:
@@ -325,9 +356,7 @@ def main(run: TeacherRun) -> None:
     model = make_model(run, tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
     learn(run, model, tokenizer)
-    folder = run.out / "tiny_teacher"
-    model.to(torch.float16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_teacher(run.out / "tiny_teacher", model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_distill.build import build_student, share_frozen_weights, unshare_weights
-from hybrid_distill.model.ssd import log_decay, ssd_scan
+from hybrid_distill.model import HybridForCausalLM, packed_inputs
+from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.ssm_init import INITS
-from hybrid_distill.teacher import fingerprint
+from hybrid_distill.ssm_init import INITS, LayerTrace, init_ssm
+from hybrid_distill.teacher import attention_sites, fingerprint, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
 ATTENTION_BIAS = {
@@ -34,9 +36,17 @@ def some_heads(teacher: PreTrainedModel) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (2, 5)])
 
 
+def calibration() -> dict[str, torch.Tensor]:
+    """Two rows of two documents each."""
+    seq_idx = torch.tensor([[0] * 40 + [1] * 56, [0] * 7 + [1] * 89])
+    return {"input_ids": torch.randint(3, 101, (2, 96)), "seq_idx": seq_idx}
+
+
 @pytest.mark.parametrize("init", INITS)
 def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel, init: str) -> None:
-    student, report = build_student(teacher, some_heads(teacher), d_state=8, init=init)
+    student, report = build_student(
+        teacher, some_heads(teacher), d_state=8, init=init, calibration=calibration()
+    )
     of_student = [record for record in report.tensors if record.action != "dropped"]
     assert sorted(record.name for record in of_student) == sorted(student.state_dict())
     dropped = {record.name for record in report.tensors if record.action == "dropped"}
@@ -135,6 +145,77 @@ def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrain
     _, b, c, log_a = ssm._inputs(torch.randn(1, 2000, 64), None, None, None)
     row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_a, b, c)
     torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+
+
+def head_errors(
+    student: HybridForCausalLM, teacher: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> float:
+    """Squared error of all heads' outputs, given the teacher's inputs, relative to silent heads."""
+    packed = packed_inputs(batch["seq_idx"], config=teacher.config)
+    with trace_mixers(teacher) as calls:
+        teacher(batch["input_ids"], use_cache=False, **packed)
+    pairs = [
+        (mixer.heads(call.hidden_BLD, seq_idx=batch["seq_idx"]), call.heads_BLHP)
+        for mixer, call in zip(student.mixers(), calls)
+    ]
+    error = sum((ours - theirs).square().sum() for ours, theirs in pairs)
+    return float(error / sum(theirs.square().sum() for _, theirs in pairs))
+
+
+@torch.no_grad()
+def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel) -> None:
+    """On text that the fit has not seen."""
+    errors = {}
+    for init in ("fitted", "teacher", "random"):
+        student, _ = build_student(
+            teacher, HeadPlan.none(teacher), d_state=8, init=init, calibration=calibration()
+        )
+        errors[init] = head_errors(student, teacher, calibration())
+    assert errors["fitted"] < errors["teacher"]
+    assert errors["fitted"] < errors["random"]
+    assert errors["fitted"] < 0.9
+
+
+@torch.no_grad()
+def test_the_fit_finds_what_heads_do(family_model: FamilyModel) -> None:
+    """Heads that look one token back, average over 8 tokens, or do both in other proportions."""
+    teacher = family_model("llama")
+    site = attention_sites(teacher)[0]
+    seq_idx = calibration()["seq_idx"]
+    hidden = torch.randn(2, 96, 64)
+    values_BLHP = site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
+    one_back, _ = causal_conv(
+        values_BLHP.flatten(-2), torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1), seq_idx_BL=seq_idx
+    )
+    a = 0.5 ** (1 / 8)
+    ones = torch.ones(2, 96, 8, 1)
+    average, _ = ssd_scan(values_BLHP, math.log(a) * ones[..., 0], (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+    heads_BLHP = torch.empty_like(values_BLHP)
+    heads_BLHP[:, :, :3] = one_back.view_as(values_BLHP)[:, :, :3]
+    heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
+    heads_BLHP[:, :, 6:] = 0.5 * average[:, :, 6:] + 0.4 * values_BLHP[:, :, 6:]
+
+    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    trace = LayerTrace(hidden, heads_BLHP, seq_idx)
+    started = init_ssm(INITS["fitted"], site, tuple(range(8)), student.config, torch.Generator(), trace)
+    ssm = student.mixers()[0].ssm
+    ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
+    error = (ssm(hidden, None, seq_idx) - heads_BLHP).square().sum((0, 1, 3)) / heads_BLHP.square().sum(
+        (0, 1, 3)
+    )
+    assert error.max() < 0.01
+    half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
+    torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
+
+
+def test_a_fitted_start_needs_data(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match="'fitted' is fitted to data; pass a batch as calibration"):
+        build_student(teacher, some_heads(teacher), d_state=8, init="fitted")
+    with pytest.raises(ValueError, match="calibration has tokens; it needs input_ids"):
+        build_student(
+            teacher, some_heads(teacher), d_state=8, init="fitted", calibration={"tokens": torch.zeros(1, 4)}
+        )
 
 
 def test_sharing_frees_the_copy_and_unsharing_makes_one(family_model: FamilyModel) -> None:

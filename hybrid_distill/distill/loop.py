@@ -194,6 +194,8 @@ class _Run:
         self.model, self.optimizer = self.accelerator.prepare(self.stage, optimizer)
         if self.deepspeed:
             zero.prepare_outside_use(self.stage)
+            if zero.is_divided(self.stage) and not self.stage.divisible:
+                raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
         self.parameters = list(trainable(self.stage).values())
         if snapshot is not None:
             self._restore(snapshot)

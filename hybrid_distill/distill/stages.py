@@ -45,6 +45,8 @@ class Stage(nn.Module, ABC):
 
     bf16 = False
     """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
+    divisible = True
+    """Whether ZeRO-3 may divide the weights: it puts them together only around calls of ``forward``."""
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
         super().__init__()
@@ -214,6 +216,8 @@ class MatrixAlignment(_TeacherForced):
     of: B, C, the decay, their convolution and D. Raises ValueError unless the teacher runs eager attention,
     the only one that shows its maps.
     """
+
+    divisible = False
 
     def __init__(
         self, student: HybridForCausalLM, teacher: PreTrainedModel, *, recompute: bool = False

@@ -69,6 +69,11 @@ def prepare_outside_use(module: nn.Module) -> None:
             zero.register_external_parameter(part, projection.bias)
 
 
+def is_divided(module: nn.Module) -> bool:
+    """Whether the weights themselves are divided among the processes (ZeRO-3)."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 def release(module: nn.Module, engine: Any) -> None:
     """Take a module back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
     from deepspeed import zero

@@ -30,7 +30,7 @@ Needs `torch` and `transformers` 4.56 or newer, nothing else.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto")
 ```
 

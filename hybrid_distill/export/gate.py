@@ -168,7 +168,9 @@ def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
         }
         command = [sys.executable, program_copy, folder.resolve(), "--record", gate.resolve()]
         command += ["--device", device, "--json", results]
-        run = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
+        run = subprocess.run(
+            command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if not results.is_file():
             raise ExportError(
                 f"the check of {folder} ended with status {run.returncode}:\n{run.stdout}{run.stderr}"
