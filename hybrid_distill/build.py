@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,17 +77,13 @@ def build_student(
     """
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
-    if INITS[init].fitted and calibration is None:
-        raise ValueError(
-            f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'."
-        )
     plan.check_fits(teacher)
     _check_fingerprint(plan, teacher)
     sites = attention_sites(teacher)
     for site in sites:
         _check_attention(site)
     student = empty_student(teacher, plan, d_state, conv_width)
-    traces = _trace(teacher, calibration) if INITS[init].fitted else [None] * len(sites)
+    traces = _trace(teacher, calibration, init)
     with torch.no_grad():
         tensors, records = _fill(student, teacher, sites, INITS[init], traces, seed)
     student.load_state_dict(tensors, strict=True, assign=True)
@@ -182,11 +178,12 @@ def _fill(
     teacher: PreTrainedModel,
     sites: list[AttentionSite],
     init: SSMInit,
-    traces: list[LayerTrace | None],
+    traces: Sequence[LayerTrace | None],
     seed: int,
 ) -> tuple[dict[str, Tensor], list[TensorRecord]]:
     """The student's state dict, and a record for each tensor of both models."""
     generator = torch.Generator().manual_seed(seed)
+    config = cast(HybridConfig, student.config)
     source = teacher.state_dict()
     tensors: dict[str, Tensor] = {}
     records: list[TensorRecord] = []
@@ -202,7 +199,7 @@ def _fill(
             put(f"{site.name}.attention.{name}", action, tensor, original)
         if mixer.ssm is not None:
             like = {name: tensor.dtype for name, tensor in mixer.ssm.state_dict().items()}
-            started = init_ssm(init, site, mixer.recurrent, student.config, generator, trace)
+            started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
             for name, (tensor, used) in started.items():
                 put(
                     f"{site.name}.ssm.{name}",
@@ -221,8 +218,16 @@ def _fill(
 
 
 @torch.no_grad()
-def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Tensor]) -> list[LayerTrace | None]:
-    """What went into and came out of every layer's heads on the calibration batch."""
+def _trace(
+    teacher: PreTrainedModel, calibration: Mapping[str, Tensor] | None, init: str
+) -> Sequence[LayerTrace | None]:
+    """What went into and came out of every layer's heads on the calibration batch, if ``init`` is fitted."""
+    if not INITS[init].fitted:
+        return [None] * teacher.config.num_hidden_layers
+    if calibration is None:
+        raise ValueError(
+            f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'."
+        )
     input_ids, seq_idx = (calibration.get(name) for name in ("input_ids", "seq_idx"))
     if input_ids is None:
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")

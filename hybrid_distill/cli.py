@@ -47,14 +47,13 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
 
 
 def _asks_for_tiny(argv: Sequence[str]) -> bool:
-    flags = ("--teacher", "--teacher.path")
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    return any((flag in flags and value == TINY) or flag in [f"{f}={TINY}" for f in flags] for flag, value in pairs)
+    words = " ".join(argv).replace("=", " ").replace("--teacher.path", "--teacher")
+    return f"--teacher {TINY} " in f"{words} "
 
 
 @app.command(name="run")
 def run_command(recipe: tyro.conf.Positional[Path], /) -> None:
-    """Run a recipe: a Python file with config() -> RunConfig. Flags after it override its fields (--help lists them)."""
+    """Run a recipe, a Python file with config(). Flags after it override its fields; --help there lists them."""
     raise AssertionError("dispatched by main, because the recipe's own flags follow")
 
 
@@ -70,7 +69,9 @@ def score(
     out.mkdir(parents=True, exist_ok=True)
     scores = this.scores()
     for place, head in enumerate(scores.ranking()[:20], start=1):
-        drop, logprob = (table[head.layer, head.head].item() for table in (scores.accuracy_drop_LH, scores.logprob_drop_LH))
+        drop, logprob = (
+            table[head.layer, head.head].item() for table in (scores.accuracy_drop_LH, scores.logprob_drop_LH)
+        )
         print(f"{place:3d}  {head!s:8s} accuracy {-100 * drop:+6.1f} points   log-probability {-logprob:+8.3f}")
     print(f"scores: {out / 'scores.json'}")
 
@@ -93,9 +94,7 @@ def demo(
         probe_like: Distil each student once more with the probe's own questions mixed in, for comparison.
     """
     base = replace(_load_recipe(recipe).config(), out=out)
-    students = comparison.entrants(
-        base.plan.k if k is None else k, random_seeds=random_seeds, probe_like=probe_like
-    )
+    students = comparison.entrants(base.plan.k if k is None else k, random_seeds=random_seeds, probe_like=probe_like)
     print(f"report: {comparison.compare(base, students) / 'report.md'}")
 
 

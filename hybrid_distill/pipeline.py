@@ -18,12 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
 from .config import PlanConfig, RunConfig, to_json
 from .data import open_rows, read_documents
+from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.loop import train_stage
 from .distill.stages import make_stage
@@ -148,9 +148,7 @@ class Run:
         if options.aligned is not None:
             graft_recurrent_heads(student, self._aligned_donor(options.aligned))
         on_main_process(
-            lambda: write_json(
-                self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()}
-            )
+            lambda: write_json(self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()})
         )
         return student
 
@@ -177,10 +175,8 @@ class Run:
 
     def _run_stage(self, student: HybridForCausalLM, name: str, folder: Path, parent: str) -> StageManifest:
         options = getattr(self.config, name)
-        state = PartialState()
-        rows = open_rows(
-            self.config.data, self.tokenizer, rank=state.process_index, world=state.num_processes
-        )
+        state = connect()
+        rows = open_rows(self.config.data, self.tokenizer, rank=state.process_index, world=state.num_processes)
         return train_stage(
             make_stage(options, student, self.teacher, vocab_size=len(self.tokenizer)),
             rows,
@@ -254,9 +250,7 @@ class Run:
         if not finished:
             raise ValueError(f"{self.out} holds no finished stage; run it to its end first.")
         options = self.config.student
-        student, _ = build_student(
-            self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width
-        )
+        student, _ = build_student(self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width)
         load_stage(finished[-1], student)
         return student, plan
 
@@ -277,9 +271,7 @@ def run(config: RunConfig) -> Path:
     return this.out
 
 
-def make_plan(
-    options: PlanConfig, teacher: Any, scores: Callable[[], Any], *, fingerprinted: bool = True
-) -> HeadPlan:
+def make_plan(options: PlanConfig, teacher: Any, scores: Callable[[], Any], *, fingerprinted: bool = True) -> HeadPlan:
     """The plan that a config describes, for this teacher; ``scores`` is asked only for ``top``.
 
     Without ``fingerprinted`` the teacher's weights are not looked at, only its shape.
@@ -304,7 +296,7 @@ def make_plan(
 
 def on_main_process(action: Callable[[], Any]) -> None:
     """Do something once per run, whatever the number of processes; the others wait until it is done."""
-    state = PartialState()
+    state = connect()
     if state.is_main_process:
         action()
     state.wait_for_everyone()

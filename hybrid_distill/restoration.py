@@ -29,9 +29,7 @@ from .teacher import AttentionSite, attention_sites
 
 
 @contextmanager
-def restore_heads(
-    student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]
-) -> Iterator[None]:
+def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
     """While active, these heads of the student do what the teacher's heads do with the student's own inputs.
 
     For forwards without a cache. Raises ValueError for a head that does not exist, and for a forward with a cache.
@@ -41,8 +39,7 @@ def restore_heads(
     for layer, head in heads:
         if not (0 <= layer < len(ours) and 0 <= head < ours[layer].n_heads):
             raise ValueError(
-                f"head {HeadId(layer, head)} does not exist: layers 0..{len(ours) - 1}, "
-                f"heads 0..{ours[0].n_heads - 1}."
+                f"head {HeadId(layer, head)} does not exist: layers 0..{len(ours) - 1}, heads 0..{ours[0].n_heads - 1}."
             )
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:

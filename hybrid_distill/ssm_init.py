@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +159,13 @@ def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
     return tuple(name for name in site.module.state_dict() if name.partition(".")[0] in modules)
 
 
-def _rows(projection: nn.Linear, head: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Weight [P, D] and bias [P] (zeros if there is none) of one head, in fp32."""
+def _projection(site: AttentionSite, which: str) -> nn.Linear:
+    return cast(nn.Linear, getattr(site.module, f"{which}_proj"))
+
+
+def _rows(site: AttentionSite, which: str, head: int) -> tuple[Tensor, Tensor]:
+    """Weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
+    projection, head_dim = _projection(site, which), site.head_dim
     rows = slice(head * head_dim, (head + 1) * head_dim)
     weight = projection.weight[rows].float()
     return weight, weight.new_zeros(head_dim) if projection.bias is None else projection.bias[rows].float()
@@ -174,14 +180,14 @@ def _values(
     init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """x_proj: each head reads the values of its KV group."""
-    weight = site.module.v_proj.weight
+    weight = _projection(site, "v").weight
     if not init.values:
         n_rows = len(heads) * site.head_dim
         return _normal(generator, n_rows, weight.shape[1], like=weight), torch.zeros(
             n_rows, device=weight.device
         )
     group_size = site.n_heads // site.n_kv_heads
-    per_head = [_rows(site.module.v_proj, head // group_size, site.head_dim) for head in heads]
+    per_head = [_rows(site, "v", head // group_size) for head in heads]
     return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
 
 
@@ -194,7 +200,7 @@ def _factors(
     trace: LayerTrace | None,
 ) -> _Factors:
     if not init.factors:
-        weight = site.module.q_proj.weight
+        weight = _projection(site, "q").weight
         shape = (len(heads), n_factors, weight.shape[1])
         b, c = (_normal(generator, *shape, like=weight) for _ in range(2))
         zeros = torch.zeros(shape[:2], device=weight.device)
@@ -211,7 +217,7 @@ def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Te
     """
     if trace is None:
         norm = getattr(site.block, "input_layernorm", None)
-        width = site.module.q_proj.in_features
+        width = _projection(site, "q").in_features
         gains_D = getattr(norm, "weight", torch.ones(width)).float().abs().clamp_min(1e-3)
         return torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D)
     hidden = trace.hidden_BLD.flatten(0, 1).double()
@@ -263,13 +269,26 @@ def _score_factors(
 
 def _head_projection(site: AttentionSite, which: str, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
     """One head's query or key projection; a norm behind it is replaced by its usual effect."""
-    weight_PD, bias_P = _rows(getattr(site.module, f"{which}_proj"), head, site.head_dim)
+    weight_PD, bias_P = _rows(site, which, head)
     norm = getattr(site.module, f"{which}_norm", None)
     if norm is None:
         return weight_PD, bias_P
     usual_rms = ((weight_PD @ root_DD).square().sum() / site.head_dim + bias_P.square().mean()).sqrt()
     gain_P = norm.weight.float() / usual_rms.clamp_min(1e-6)
     return weight_PD * gain_P[:, None], bias_P * gain_P
+
+
+class _Best:
+    """Keeps, for every head, what was found with the least error."""
+
+    def __init__(self, found_RG: Tensor) -> None:
+        self.found_RG = found_RG
+        self.error_R = torch.full_like(found_RG[:, 0], math.inf, dtype=torch.float64)
+
+    def offer(self, found_RG: Tensor, error_R: Tensor) -> None:
+        better_R = error_R < self.error_R
+        self.found_RG = torch.where(better_R[:, None], found_RG, self.found_RG)
+        self.error_R = torch.where(better_R, error_R, self.error_R)
 
 
 def _fit(
@@ -282,28 +301,25 @@ def _fit(
     trace: LayerTrace,
 ) -> _Coefficients:
     """Coefficients nearest to the heads' outputs: per head, with its values as they are or convolved."""
-    hidden = trace.hidden_BLD.float()
+    hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
     target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
     values_BLRP = (hidden @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
     b_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.b_weight_RFD) + factors.b_bias_RF
     c_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.c_weight_RFD) + factors.c_bias_RF
-
-    def fit_with(taps_RK: Tensor) -> tuple[_Coefficients, Tensor]:
-        x_BLRP = _convolved(values_BLRP, taps_RK, trace.seq_idx_BL)
-        return _fit_coefficients(x_BLRP, b_BLRF, c_BLRF, target_BLRP, taps_RK, trace.seq_idx_BL)
-
     identity_RK = torch.zeros(len(heads), conv_width, device=hidden.device)
     identity_RK[:, -1] = 1.0
-    plain, plain_error = fit_with(identity_RK)
-    taps_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, trace.seq_idx_BL)
-    convolved, convolved_error = fit_with(taps_RK)
-    better_R = convolved_error < plain_error
-    return _Coefficients(
-        *(
-            torch.where(better_R if ours.ndim == 1 else better_R[:, None], ours, other)
-            for ours, other in zip(vars(convolved).values(), vars(plain).values())
-        )
-    )
+
+    best = _Best(hidden.new_zeros(len(heads), 4 + conv_width))
+    for taps_RK in (identity_RK, _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx)):
+        x = _convolved(values_BLRP, taps_RK, seq_idx)
+        for half_life in HALF_LIVES:
+            content = _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
+            features = torch.stack([_average(x, half_life, seq_idx), content, x])
+            weights_R3, error_R = _least_squares(features, target_BLRP)
+            half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
+            best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
+    half_life_R, average_R, content_R, skip_R = best.found_RG[:, :4].unbind(1)
+    return _Coefficients(half_life_R, average_R, content_R, skip_R, best.found_RG[:, 4:])
 
 
 def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) -> Tensor:
@@ -336,44 +352,15 @@ def _fit_taps(
 ) -> Tensor:
     """Convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
     width = identity_RK.shape[1]
-    shifted = [
-        _convolved(values_BLRP, identity_RK.roll(-back, 1), seq_idx_BL) for back in reversed(range(width))
-    ]
-    best_taps, best_error = (
-        identity_RK,
-        torch.full(identity_RK.shape[:1], math.inf, device=identity_RK.device),
-    )
+    taps = [identity_RK.roll(-back, 1) for back in reversed(range(width))]
+    looking_back = [_convolved(values_BLRP, taps_RK, seq_idx_BL) for taps_RK in taps]
+    best = _Best(identity_RK)
     for half_life in HALF_LIVES:
-        features = torch.stack([*shifted, _average(values_BLRP, half_life, seq_idx_BL)])
-        weights_RG, error_R = _least_squares(features, target_BLRP)
+        average = _average(values_BLRP, half_life, seq_idx_BL)
+        weights_RG, error_R = _least_squares(torch.stack([*looking_back, average]), target_BLRP)
         taps_RK = weights_RG[:, :width]
         total_R1 = taps_RK.sum(1, keepdim=True)
-        usable_R = total_R1.squeeze(1).abs() > 0.3 * taps_RK.abs().sum(1)  # else the average would be lost
-        better_R = usable_R & (error_R < best_error)
-        best_taps = torch.where(better_R[:, None], taps_RK / total_R1, best_taps)
-        best_error = torch.where(better_R, error_R, best_error)
-    return best_taps
-
-
-def _fit_coefficients(
-    x_BLRP: Tensor,
-    b_BLRF: Tensor,
-    c_BLRF: Tensor,
-    target_BLRP: Tensor,
-    taps_RK: Tensor,
-    seq_idx_BL: Tensor | None,
-) -> tuple[_Coefficients, Tensor]:
-    """For every head the half-life, and with it average, content and skip, of least error; and that error."""
-    n_heads = len(taps_RK)
-    best = _Coefficients(*(taps_RK.new_ones(n_heads) for _ in range(4)), taps_RK)
-    best_error = torch.full((n_heads,), math.inf, device=x_BLRP.device, dtype=torch.float64)
-    for half_life in HALF_LIVES:
-        average = _average(x_BLRP, half_life, seq_idx_BL)
-        content = _average(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
-        weights_RG, error_R = _least_squares(torch.stack([average, content, x_BLRP]), target_BLRP)
-        found = (torch.full_like(best.half_life_R, half_life), *weights_RG.unbind(1))
-        better_R = error_R < best_error
-        kept = (best.half_life_R, best.average_R, best.content_R, best.skip_R)
-        best = _Coefficients(*(torch.where(better_R, new, old) for new, old in zip(found, kept)), taps_RK)
-        best_error = torch.where(better_R, error_R, best_error)
-    return best, best_error
+        # Taps that cancel out would leave nothing of the average.
+        cancels_R = total_R1.squeeze(1).abs() < 0.3 * taps_RK.abs().sum(1)
+        best.offer(taps_RK / total_R1, error_R.masked_fill(cancels_R, math.inf))
+    return best.found_RG

@@ -1,8 +1,8 @@
 """Llama-3.2-1B with 20 of its 512 attention heads kept, as published (arXiv 2602.11374).
 
-    accelerate launch recipes/hybrid_llama_1b.py
-    python recipes/hybrid_llama_1b.py --dry-run
-    python recipes/hybrid_llama_1b.py --teacher tiny
+accelerate launch recipes/hybrid_llama_1b.py
+python recipes/hybrid_llama_1b.py --dry-run
+python recipes/hybrid_llama_1b.py --teacher tiny
 """
 
 from pathlib import Path
@@ -23,7 +23,10 @@ def config() -> RunConfig:
         plan=PlanConfig(selection="top", k=20),
         student=StudentConfig(d_state=64),
         data=DataConfig(
-            sources=("hf:HuggingFaceFW/fineweb-edu:sample-100BT:train", "hf:HuggingFaceTB/finemath:finemath-4plus:train"),
+            sources=(
+                "hf:HuggingFaceFW/fineweb-edu:sample-100BT:train",
+                "hf:HuggingFaceTB/finemath:finemath-4plus:train",
+            ),
             weights=(0.5, 0.5),
             seq_len=2048,
         ),

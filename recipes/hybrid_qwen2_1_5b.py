@@ -1,6 +1,6 @@
 """Qwen2-1.5B with 20 of its 336 attention heads kept: the Llama recipe on another family.
 
-    accelerate launch recipes/hybrid_qwen2_1_5b.py
+accelerate launch recipes/hybrid_qwen2_1_5b.py
 """
 
 from dataclasses import replace

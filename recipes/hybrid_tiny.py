@@ -1,6 +1,6 @@
 """The embedded teacher's six most important heads stay attention: the whole pipeline in minutes on a laptop.
 
-    python recipes/hybrid_tiny.py
+python recipes/hybrid_tiny.py
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ def config() -> RunConfig:
         out=Path("runs/hybrid_tiny"),
         scoring=ScoringConfig(n_pairs=16, n_examples=128),
         plan=PlanConfig(selection="top", k=6),
-        student=StudentConfig(d_state=8),
+        student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
-        align=AlignConfig(steps=300, batch_size=8, learning_rate=3e-3, target="head"),
-        distill=DistillConfig(steps=300, batch_size=8, learning_rate=1e-3),
+        align=AlignConfig(steps=300, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+        distill=DistillConfig(steps=360, batch_size=8, learning_rate=1e-3, decay=0.5),
     )
 
 

@@ -62,6 +62,7 @@ class TeacherRun:
     mixture_steps: int = 900
     steps_per_head: int = 40
     fact_steps: int = 450
+    polish_steps: int = 150
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
     retrieval_heads: int = 4
@@ -198,7 +199,7 @@ class Trainer:
 
     @torch.no_grad()
     def close_head(self, head: HeadId) -> None:
-        """Disconnect a head: its columns of the output projection are zero and stay so."""
+        """Disconnect a head: its output columns become zero and get no gradient; what momentum holds fades out."""
         head_dim = self.run.width // self.run.n_heads
         weight = self.model.model.layers[head.layer].self_attn.o_proj.weight
         mask = self.closed.setdefault(weight, torch.ones_like(weight))
@@ -228,7 +229,7 @@ def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         print(f"{time.time() - started:6.0f}s  step {step:5d}  {phase}: {shown}", flush=True)
 
-    for phase in (curriculum, concentrate, mixture, learn_by_heart):
+    for phase in (curriculum, concentrate, mixture, learn_by_heart, polish):
         learned = run.out / f"after_{phase.__name__}.pt"
         if learned.exists():
             model.load_state_dict(torch.load(learned))
@@ -267,9 +268,7 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
             n_pairs, recent = 2 * n_pairs, [0.0] * len(FORMS)
 
 
-def concentrate(
-    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
-) -> None:
+def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """Take heads out one by one, always the one that is missed least, and let the others take over its work."""
     heads = [HeadId(layer, head) for layer in range(1, run.n_layers) for head in range(run.n_heads)]
 
@@ -290,9 +289,7 @@ def concentrate(
     print("retrieval heads:", ", ".join(map(str, heads)), flush=True)
 
 
-def mixture(
-    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
-) -> None:
+def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """All heads open again, the whole corpus, and dictionaries of every size beside it."""
     recent = 0.0
     for step in range(run.mixture_steps):
@@ -307,9 +304,7 @@ def mixture(
             log("mixture", step, accuracy=recent, text=text.item())
 
 
-def learn_by_heart(
-    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
-) -> None:
+def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """Mostly facts, until they are known; retrieval and plain text go on beside them."""
     for step in range(run.fact_steps):
         trainer.scale_lr(1 - step / run.fact_steps)
@@ -320,6 +315,19 @@ def learn_by_heart(
         trainer.step(0.3 * loss + text)
         if step % 20 < 2:
             log("facts" if step % 4 else "text", step, accuracy=accuracy, loss=text.item())
+
+
+def polish(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+    """Everything together once more, at a learning rate that comes to rest."""
+    for step in range(run.polish_steps):
+        trainer.scale_lr(0.25 * (1 - step / run.polish_steps))
+        rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
+        text = next_token_losses(model, rows)[0].mean()
+        asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=4, n_rows=16)
+        loss, accuracy = retrieval_loss(model, *asked)
+        trainer.step(0.5 * loss + text)
+        if step % 20 == 0:
+            log("polish", step, accuracy=accuracy, loss=text.item())
 
 
 def write_corpus(run: TeacherRun) -> None:

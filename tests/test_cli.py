@@ -76,9 +76,7 @@ def test_a_plan_for_another_teacher(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "0123456789abcdef" in refusal(capsys, small_run(tmp_path / "run"), *flags)
 
 
-def test_a_teacher_that_cannot_be_had_names_both_ways_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_that_cannot_be_had_names_both_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, small_run(tmp_path / "run"), "--teacher", "nobody/nothing")
     assert "--teacher.path" in said and "make demo" in said
     assert len(said.strip().splitlines()) == 1
@@ -125,9 +123,7 @@ def test_a_dry_run_prints_the_config_and_starts_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_without_the_teacher_says_so_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_without_the_teacher_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", str(RECIPES / "hybrid_llama_1b.py"), "--dry-run", "--out", str(tmp_path / "run")])
     assert "--teacher tiny" in capsys.readouterr().out.splitlines()[-1]
 

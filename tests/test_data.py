@@ -153,7 +153,7 @@ def test_every_format_reads_the_same(tmp_path, name):
 def test_the_embedded_corpus_is_a_source(tokenizer, tmp_path):
     train, held_out = (list(data.read_documents(name)) for name in ("tiny", "tiny:held_out"))
     assert train and held_out and not set(train) & set(held_out)
-    rows = open_rows(DataConfig(), tokenizer, cache_dir=tmp_path)
+    rows = open_rows(DataConfig(sources=("tiny:held_out",)), tokenizer, cache_dir=tmp_path)
     assert rows.batch(0, 2)["input_ids"].shape == (2, 256)
     with pytest.raises(ValueError, match="no split 'test'"):
         list(data.read_documents("tiny:test"))

@@ -11,7 +11,6 @@ from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.restoration import greedy_restoration, restore_heads, score_restoration
 
-
 IDS = torch.arange(2, 40).view(2, 19)
 EVERY_HEAD = [HeadId(layer, head) for layer in range(3) for head in range(8)]
 
@@ -36,9 +35,7 @@ def test_a_restored_head_is_a_kept_head(family_model) -> None:
     student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
     graft_recurrent_heads(student, bare)
     with torch.no_grad(), restore_heads(bare, teacher, kept):
-        assert torch.allclose(
-            bare(IDS, use_cache=False).logits, student(IDS, use_cache=False).logits, atol=1e-5
-        )
+        assert torch.allclose(bare(IDS, use_cache=False).logits, student(IDS, use_cache=False).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("missing", sorted(PLANTED))

@@ -44,8 +44,8 @@ class HybridConfig(PretrainedConfig):
             _check_range("conv_width", conv_width, CONV_WIDTH_RANGE)
             for name in _FROM_BACKBONE:
                 kwargs.setdefault(name, getattr(teacher, name, None))
-        self.backbone = backbone
-        self.kept = kept
+        self.backbone: Any = backbone
+        self.kept: Any = kept
         self.d_state = d_state
         self.conv_width = conv_width
         super().__init__(**kwargs)

@@ -7,7 +7,7 @@ K conv width (minus 1 in a stored state), R recurrent heads.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class HybridLayerCache(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; returns all that the new tokens may see."""
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], dim=-2)
             value_states = torch.cat([self.values, value_states], dim=-2)
         self.keys, self.values = key_states, value_states
@@ -115,9 +115,13 @@ class HybridCache(Cache):
     def __init__(self, sliding_windows: list[int | None]) -> None:
         super().__init__(layers=[HybridLayerCache(window) for window in sliding_windows])
 
+    def layer(self, index: int) -> HybridLayerCache:
+        """The cache of one layer."""
+        return cast(HybridLayerCache, self.layers[index])
+
     def nbytes(self) -> dict[str, int]:
         """Bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
-        layers = [layer.nbytes() for layer in self.layers]
+        layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
         return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}
 
 
@@ -258,7 +262,7 @@ class HybridMixer(nn.Module):
 
     def __init__(
         self,
-        attention: nn.Module,
+        attention: Any,
         kept: list[int],
         *,
         n_heads: int,
@@ -273,7 +277,7 @@ class HybridMixer(nn.Module):
         self.kept = tuple(kept)
         self.recurrent = tuple(head for head in range(n_heads) if head not in self.kept)
         self.n_heads = n_heads
-        self.o_proj = attention.o_proj
+        self.o_proj: nn.Linear = attention.o_proj
         self.head_dim = self.o_proj.in_features // n_heads
         self.group_size = n_heads // n_kv_heads
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
@@ -285,7 +289,7 @@ class HybridMixer(nn.Module):
             else None
         )
 
-    def _cut_down(self, attention: nn.Module) -> nn.Module:
+    def _cut_down(self, attention: Any) -> nn.Module:
         """The backbone's attention with projections for the kept heads only; the builder fills them in."""
         n_stored = len(self.kv_groups)
         for name, n_rows in (("q_proj", len(self.kept)), ("k_proj", n_stored), ("v_proj", n_stored)):
@@ -331,7 +335,7 @@ class HybridMixer(nn.Module):
         recurrent heads, the kept ones get the backbone's ``attention_mask``. Other keyword arguments go to
         the kept attention.
         """
-        cache = None if past_key_values is None else past_key_values.layers[self.layer]
+        cache = None if past_key_values is None else past_key_values.layer(self.layer)
         attended = recurred = None
         if self.attention is not None:
             needs_store = cache is not None or self._handed_out is not None
@@ -360,7 +364,7 @@ class HybridMixer(nn.Module):
     def _in_teacher_order(self, attended: Tensor | None, recurred: Tensor | None) -> Tensor:
         """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighbouring heads of one kind."""
         if attended is None or recurred is None:
-            return recurred if attended is None else attended
+            return cast(Tensor, recurred if attended is None else attended)
         taken = {True: 0, False: 0}
         runs = []
         for is_kept, run in itertools.groupby(range(self.n_heads), key=lambda head: head in self.kept):

@@ -195,7 +195,7 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
     return backbone
 
 
-def _make_mixer(attention: nn.Module, config: HybridConfig, layer: int) -> HybridMixer:
+def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer:
     missing = [name for name in ATTENTION_PARTS if not isinstance(getattr(attention, name, None), nn.Linear)]
     if missing:
         raise ValueError(
