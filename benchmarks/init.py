@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--inits", nargs="+", default=list(INITS), choices=list(INITS))
     parser.add_argument("--steps", nargs="+", type=int, default=[50, 300])
     parser.add_argument("--d-state", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -16,9 +16,13 @@ from pathlib import Path
 from .config import PlanConfig, RunConfig
 from .distill.checkpoint import write_json
 from .pipeline import Run, on_main_process
+from .plan import HeadPlan
 from .report import write_report
+from .restoration import greedy_restoration
 
 PROBE_LIKE = "tiny:probe_like"
+RESTORATION_EXAMPLES = 32
+"""Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,24 @@ class Entrant:
     probe_like: bool = False
     """Distil on the probe's own questions too: a control, not the method."""
 
+    @property
+    def restored(self) -> bool:
+        """Whether its heads are chosen by greedy restoration, once the recurrent heads are aligned."""
+        return self.plan.selection == "file" and self.plan.file is None
+
 
 def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = False) -> list[Entrant]:
-    """No head, k random heads for each seed, the top k; with ``probe_like`` each of them once more."""
+    """No head, k random heads for each seed, the top k by ablation and by restoration.
+
+    With ``probe_like`` each of them once more, on other data.
+    """
     plain = [Entrant("none", "0 heads", PlanConfig("none", k=0))]
     plain += [
         Entrant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
         for seed in random_seeds
     ]
-    plain.append(Entrant("top", f"top {k} heads", PlanConfig("top", k=k)))
+    plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
+    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("file", k=k)))
     if not probe_like:
         return plain
     mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
@@ -57,6 +70,9 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     shared.scores()
     shared.evaluate_teacher()
     aligned = _align(shared)
+    restored = [s for s in students if s.restored]
+    plans = {k: _restoration_plan(shared, aligned, k) for k in {s.plan.k for s in restored}}
+    students = [replace(s, plan=replace(s.plan, file=plans[s.plan.k])) if s.restored else s for s in students]
     for student in students:
         _run_student(shared, student, aligned)
     record = {
@@ -65,7 +81,7 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
                 "name": s.name,
                 "label": s.label,
                 "dir": s.name,
-                "selection": s.plan.selection,
+                "selection": "restoration" if s.restored else s.plan.selection,
                 "k": s.plan.k,
                 **({"data": "probe questions mixed in"} if s.probe_like else {}),
             }
@@ -78,8 +94,8 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     return out
 
 
-def _align(shared: Run) -> Path:
-    """Align every head once; the folder of that stage."""
+def _align(shared: Run) -> Run:
+    """Align every head once; the run that did it."""
     config = replace(
         shared.config,
         out=shared.out / "aligned",
@@ -90,10 +106,33 @@ def _align(shared: Run) -> Path:
     run = Run(config, shared.teacher_and_tokenizer)
     run.prepare()
     run.train(run.plan())
-    return config.out / "stages" / "1-align"
+    return run
 
 
-def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
+def _restoration_plan(shared: Run, aligned: Run, k: int) -> Path:
+    """The plan of the ``k`` heads that bring most back to the aligned student without attention."""
+    path = shared.out / f"restoration-{k}.json"
+
+    def choose() -> None:
+        student, none = aligned.trained_student()
+        options = shared.config.scoring
+        heads = greedy_restoration(
+            student.eval(),
+            shared.teacher,
+            shared.tokenizer,
+            shared.scoring_probe(),
+            k,
+            n_examples=min(options.n_examples, RESTORATION_EXAMPLES),
+            batch_size=options.batch_size,
+        )
+        HeadPlan.from_pairs(none, heads).save(path)
+
+    if not path.exists():
+        on_main_process(choose)
+    return path
+
+
+def _run_student(shared: Run, student: Entrant, aligned: Run) -> None:
     base = shared.config
     data = base.data
     if student.probe_like:
@@ -104,7 +143,7 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
         out=shared.out / student.name,
         plan=student.plan,
         scoring=replace(base.scoring, file=shared.out / "scores.json"),
-        student=replace(base.student, aligned=aligned),
+        student=replace(base.student, aligned=aligned.out / "stages" / "1-align"),
         stages=("distill",),
         data=data,
     )
@@ -115,5 +154,5 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
     plan = run.plan()
     trained = run.train(plan)
     result = run.evaluate(trained)
-    if config.export and student.plan.selection == "top" and not student.probe_like:
+    if config.export and student.name == "restoration":
         run.export(trained, plan, result)

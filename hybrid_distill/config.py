@@ -153,7 +153,7 @@ def from_json(path: Path) -> RunConfig:
 
 def _rebuilt(kind: Any, value: Any) -> Any:
     """``value``, read from JSON, as the type that a field was declared with."""
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:

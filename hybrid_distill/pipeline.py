@@ -111,7 +111,7 @@ class Run:
             score_heads(
                 self.teacher,
                 self.tokenizer,
-                KVRetrieval(options.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"]),
+                self.scoring_probe(),
                 n_examples=options.n_examples,
                 batch_size=options.batch_size,
                 control_texts=self._held_out_texts(options.n_control_texts),
@@ -122,6 +122,10 @@ class Run:
         if not path.exists():
             on_main_process(measure)
         return HeadScores.load(path)
+
+    def scoring_probe(self) -> KVRetrieval:
+        """The prompts that heads are ranked on."""
+        return KVRetrieval(self.config.scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"])
 
     def plan(self) -> HeadPlan:
         """The plan of the run directory, or the one that the config describes."""

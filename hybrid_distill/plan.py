@@ -66,7 +66,8 @@ class HeadPlan:
 
     def _check_exists(self, head_id: HeadId) -> None:
         layer, head = head_id
-        if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
+        whole = isinstance(layer, int) and isinstance(head, int)
+        if not (whole and 0 <= layer < self.n_layers and 0 <= head < self.n_heads):
             raise ValueError(
                 f"head {head_id} does not exist: this teacher has layers 0..{self.n_layers - 1} "
                 f"with heads 0..{self.n_heads - 1}."

@@ -13,7 +13,7 @@ Three kinds of documents:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ..probes.kv_retrieval import HEADER, QUESTION
@@ -29,7 +29,7 @@ dry strange""".split()
 PLACES = "market garden kitchen harbor library station forest school bakery river bridge cellar attic yard".split()
 TIMES = ["in the morning", "at noon", "in the evening", "at night", "after the rain", "before dinner", "last winter"]
 
-ATTRIBUTES: dict[str, list[str]] = {
+ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "flag": "red blue green white black yellow purple grey".split(),
     "trade": "wool copper glass grain salt timber silk honey".split(),
     "region": "north south east west coast valley hills desert".split(),
