@@ -101,9 +101,7 @@ def retrieval_curves(series: Sequence[Series], path: Path) -> None:
         for line in series:
             _draw(axes, line, scale=100)
         axes.plot(sizes, [100 / n for n in sizes], color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
-        labels = [
-            (100 * line.y[-1], line.label, look(line.selection)[0]) for line in series if not line.faint
-        ]
+        labels = [(100 * line.y[-1], line.label, look(line.selection)[0]) for line in series if not line.faint]
         _end_labels(axes, [*labels, (100 / sizes[-1], "chance (1 / pairs)", GREY)], low=0, high=104)
         axes.set_xticks(sizes, [str(n) for n in sizes])
         axes.minorticks_off()
@@ -131,9 +129,7 @@ def head_scores(
     points_LH = [[100 * value for value in row] for row in retrieval_LH]
     panels = [(points_LH, "Retrieval", "points of accuracy", BLUE, "{:.0f}")]
     if control_LH is not None:
-        panels.append(
-            ([list(row) for row in control_LH], "Control: plain text", "nats per token", GREEN, "{:.2f}")
-        )
+        panels.append(([list(row) for row in control_LH], "Control: plain text", "nats per token", GREEN, "{:.2f}"))
     size = (len(panels) * (n_heads * cell + 1.3), n_layers * cell + (1.3 if kept else 1.05))
     with _figure(1, len(panels), size, path) as grid:
         for axes, (values_LH, title, unit, hue, number) in zip(grid[0], panels, strict=True):
@@ -148,9 +144,7 @@ def layer_losses(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]
     columns = min(math.ceil(math.sqrt(len(panels))), 3)
     rows = math.ceil(len(panels) / columns)
     n_layers = max(len(layers) for layers in panels.values())
-    with _figure(
-        rows, columns, (3.5 * columns + 0.9, 2.7 * rows + 0.5), path, sharex=True, sharey=True
-    ) as grid:
+    with _figure(rows, columns, (3.5 * columns + 0.9, 2.7 * rows + 0.5), path, sharex=True, sharey=True) as grid:
         all_ends = []
         for axes, (student, layers) in zip(grid.flat, panels.items(), strict=False):
             ends = []
@@ -315,13 +309,9 @@ def _heat_map(
         for layer, row in enumerate(values_LH):
             for head, value in enumerate(row):
                 colour = "white" if value > 0.6 * top else "#444444"
-                axes.text(
-                    head, layer, _short(number, value), color=colour, fontsize=7, ha="center", va="center"
-                )
+                axes.text(head, layer, _short(number, value), color=colour, fontsize=7, ha="center", va="center")
     for layer, head in kept:
-        box = Rectangle(
-            (head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILLION, linewidth=2, zorder=5
-        )
+        box = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILLION, linewidth=2, zorder=5)
         box.set_clip_on(False)
         axes.add_patch(box)
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0, 0.13 / (0.45 * n_heads), 1)))
@@ -365,14 +355,12 @@ def _depth_bar(grid: Any, n_layers: int) -> None:
 
     mapping = ScalarMappable(Normalize(0, n_layers - 1), _depth_colours())
     ticks = range(0, n_layers, math.ceil(n_layers / 8))
-    bar = grid[0, 0].figure.colorbar(
-        mapping, ax=list(grid.flat), ticks=ticks, shrink=0.8, aspect=25, pad=0.02
-    )
+    bar = grid[0, 0].figure.colorbar(mapping, ax=list(grid.flat), ticks=ticks, shrink=0.8, aspect=25, pad=0.02)
     bar.set_label("layer")
     bar.outline.set_visible(False)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Mean over a window of about a fortieth of the curve, cut off at the ends."""
-    half = len(values) // 80
+    """Mean over a window of a fortieth of the curve or 5 points, whichever is longer, cut at the ends."""
+    half = max(len(values) // 80, min(2, len(values) // 10))
     return [fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]

@@ -17,7 +17,9 @@ from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, p
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import ablate_heads, trace_mixers
 
-TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}, "bf16": {"rtol": 0, "atol": 2e-2}}
+TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
+# Norm of the error over the norm of the logits: 0.018 to 0.027 measured over families and seeds (attention alone 0.01).
+BF16_RELATIVE_ERROR = 0.04
 FamilyModel = Callable[..., PreTrainedModel]
 
 # What makes each family hard: biases, head norms, short windows, layers of two kinds, tied embeddings.
@@ -299,7 +301,7 @@ def test_half_precision_keeps_states_in_fp32(teacher: PreTrainedModel) -> None:
     actual = logits(student, ids, past_key_values=cache)
     assert all(layer.ssm_state.dtype == torch.float32 for layer in cache.layers)
     assert cache.layers[0].keys.dtype == torch.bfloat16
-    close(actual.float(), expected, "bf16")
+    assert (actual.float() - expected).norm() < BF16_RELATIVE_ERROR * expected.norm()
 
 
 @torch.no_grad()
@@ -391,7 +393,10 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
     ids = tokens(2, 19)
     for trust in (False, True):  # with this package installed, its own class is used either way
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust).eval()
-        assert torch.equal(logits(loaded, ids), logits(student, ids))
+        stored = loaded.state_dict()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in student.state_dict().items())
+        # Same tensors at other addresses: a matrix product may round its last bit differently.
+        close(logits(loaded, ids), logits(student, ids))
     code = {path.name for path in tmp_path.glob("*.py")}
     assert code == {"configuration_hybrid.py", "modeling_hybrid.py", "mixer.py", "ssd.py"}
 
