@@ -34,11 +34,8 @@ class Entrant:
     plan: PlanConfig
     probe_like: bool = False
     """Distil on the probe's own questions too: a control, not the method."""
-
-    @property
-    def restored(self) -> bool:
-        """Whether its heads are chosen by greedy restoration, once the recurrent heads are aligned."""
-        return self.plan.selection == "file" and self.plan.file is None
+    restored: bool = False
+    """Its heads are chosen by greedy restoration, once the recurrent heads are aligned."""
 
 
 def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = False) -> list[Entrant]:
@@ -52,7 +49,7 @@ def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = F
         for seed in random_seeds
     ]
     plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
-    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("file", k=k)))
+    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("file", k=k), restored=True))
     if not probe_like:
         return plain
     mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
