@@ -26,7 +26,7 @@ test: $(VENV)/test.stamp ## run the tests
 
 lint: $(VENV)/test.stamp ## ruff and pyright
 	$(BIN)/ruff check .
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 # Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
