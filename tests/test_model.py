@@ -45,9 +45,7 @@ def teacher(family: str, family_model: FamilyModel) -> PreTrainedModel:
 
 
 def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
-    return HeadPlan.from_pairs(
-        teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads]
-    )
+    return HeadPlan.from_pairs(teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads])
 
 
 def student_of(teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5) -> HybridForCausalLM:
@@ -96,13 +94,15 @@ def test_all_heads_kept_is_the_teacher(teacher: PreTrainedModel) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_all_heads_kept_is_the_teacher_with_its_attention(
-    implementation: str, family_model: FamilyModel
-) -> None:
+def test_all_heads_kept_is_the_teacher_with_its_attention(implementation: str, family_model: FamilyModel) -> None:
     teacher = family_model("mistral", **HARD["mistral"], attn_implementation=implementation)
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
     ids = tokens(2, 19)
     assert student.config._attn_implementation == implementation
+    assert torch.equal(logits(student, ids), logits(teacher, ids))
+    for model in (teacher, student):
+        model.set_attn_implementation("eager")
+    assert student.model.config._attn_implementation == "eager"
     assert torch.equal(logits(student, ids), logits(teacher, ids))
 
 
@@ -168,7 +168,9 @@ def test_the_training_forward_is_the_mixing_matrix(teacher: PreTrainedModel) -> 
 
 
 @torch.no_grad()
-def test_packed_documents_are_the_documents_alone(teacher: PreTrainedModel) -> None:
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_packed_documents_are_the_documents_alone(implementation: str, family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
     for model in (teacher, mixed_student(teacher)):
         lengths = [1, 9, 2, 12, 7]
         ids = tokens(2, sum(lengths))
@@ -215,9 +217,7 @@ def test_a_left_padded_batch_is_its_prompts_alone(teacher: PreTrainedModel) -> N
     student = mixed_student(teacher)
     prompts = [tokens(length) for length in (3, 17, 8)]
     ids, mask = left_padded(prompts)
-    together = student.generate(
-        ids, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None
-    )
+    together = student.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None)
     padded = logits(student, ids, attention_mask=mask)
     for row, prompt in enumerate(prompts):
         alone = student.generate(prompt.unsqueeze(0), max_new_tokens=9, do_sample=False, eos_token_id=None)
@@ -270,9 +270,7 @@ def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> 
     output = student(ids, labels=ids)
     assert output.past_key_values is None
     output.loss.backward()
-    missing = [
-        name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0
-    ]
+    missing = [name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0]
     assert missing == []
 
 
@@ -433,9 +431,7 @@ def config_with(family_model: FamilyModel, **fields: Any) -> HybridConfig:
         ({"backbone": {"model_type": "no_such"}}, "'no_such', which this transformers does not know"),
     ],
 )
-def test_a_bad_config_says_what_is_wrong(
-    fields: dict[str, Any], message: str, family_model: FamilyModel
-) -> None:
+def test_a_bad_config_says_what_is_wrong(fields: dict[str, Any], message: str, family_model: FamilyModel) -> None:
     with pytest.raises(ValueError, match=message):
         config_with(family_model, **fields)
 

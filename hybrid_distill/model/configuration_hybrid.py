@@ -34,9 +34,7 @@ class HybridConfig(PretrainedConfig):
         conv_width: int = 4,
         **kwargs: Any,
     ) -> None:
-        if (
-            backbone is not None
-        ):  # transformers builds some configs without arguments, to compare with the defaults
+        if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
             backbone = _clean_backbone(backbone)
             teacher = _backbone_config(backbone)
             kept = _check_kept(kept, teacher)
@@ -53,9 +51,7 @@ class HybridConfig(PretrainedConfig):
     def backbone_config(self) -> PretrainedConfig:
         """A fresh configuration object of the teacher's class."""
         if self.backbone is None:
-            raise ValueError(
-                "this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone."
-            )
+            raise ValueError("this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone.")
         return _backbone_config(self.backbone)
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
@@ -109,8 +105,7 @@ def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
 def _clean_backbone(backbone: Any) -> dict[str, Any]:
     if not isinstance(backbone, dict) or "model_type" not in backbone:
         raise ValueError(
-            f"backbone is {type(backbone).__name__} without a model_type; "
-            "pass the teacher's config.to_dict()."
+            f"backbone is {type(backbone).__name__} without a model_type; pass the teacher's config.to_dict()."
         )
     if backbone["model_type"] not in CONFIG_MAPPING:
         raise ValueError(
@@ -138,15 +133,13 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
     n_layers, n_heads = teacher.num_hidden_layers, teacher.num_attention_heads
     if not isinstance(kept, (list, tuple)) or len(kept) != n_layers:
         raise ValueError(
-            f"kept is {kept!r}; it lists the kept heads of each layer, "
-            f"so it needs {n_layers} lists for this backbone."
+            f"kept is {kept!r}; it lists the kept heads of each layer, so it needs {n_layers} lists for this backbone."
         )
     for layer, heads in enumerate(kept):
         valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
         if not valid or list(heads) != sorted(set(heads)) or any(not 0 <= head < n_heads for head in heads):
             raise ValueError(
-                f"kept[{layer}] is {heads!r}; "
-                f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
+                f"kept[{layer}] is {heads!r}; it must list heads from 0 to {n_heads - 1}, ascending, each once."
             )
     return [list(heads) for heads in kept]
 

@@ -43,9 +43,7 @@ class HybridLayerCache(DynamicLayer):
         self.seen += n_tokens
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; returns all that the new tokens may see."""
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], dim=-2)
@@ -87,9 +85,7 @@ class HybridLayerCache(DynamicLayer):
         self._map(lambda t: t[indices])
 
     def crop(self, *args: Any) -> None:
-        raise ValueError(
-            "a recurrent state cannot be rolled back; copy the cache before the tokens to try out."
-        )
+        raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held: ``kv``, ``ssm``, ``conv``."""
@@ -132,9 +128,7 @@ class _KVStore:
         self.layer = layer
         self.handed_out = handed_out
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.layer is not None:
             key_states, value_states = self.layer.update(key_states, value_states)
         if self.handed_out is None:
@@ -230,9 +224,7 @@ class SSMHeads(nn.Module):
         cache: HybridLayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x_BLRP, B_BLRN, C_BLRN after the convolution, and log a_BLR. Padding adds and decays nothing."""
-        xbc_BLC = torch.cat(
-            [self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1
-        )
+        xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
         log_a_BLR = log_decay(self.a_proj(hidden_BLD))
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
@@ -284,9 +276,7 @@ class HybridMixer(nn.Module):
         self._handed_out: list[int] | None = None
         self.attention = self._cut_down(attention) if self.kept else None
         self.ssm = (
-            SSMHeads(hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width)
-            if self.recurrent
-            else None
+            SSMHeads(hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width) if self.recurrent else None
         )
 
     def _cut_down(self, attention: Any) -> nn.Module:
@@ -356,9 +346,7 @@ class HybridMixer(nn.Module):
     def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """T_BHLS of the recurrent heads, D included: the counterpart of their attention maps."""
         if self.ssm is None:
-            raise ValueError(
-                f"layer {self.layer} keeps all its heads; only recurrent heads have mixing matrices."
-            )
+            raise ValueError(f"layer {self.layer} keeps all its heads; only recurrent heads have mixing matrices.")
         return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)
 
     def _in_teacher_order(self, attended: Tensor | None, recurred: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,9 +128,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         logits = _finish_logits(self.lm_head(outputs.last_hidden_state[:, kept, :]), self.model.config)
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -147,16 +146,15 @@ def packed_inputs(
 ) -> dict[str, Any]:
     """Arguments that make any transformers decoder treat the documents packed in a row as if each were alone.
 
-    Returns ``position_ids`` [B, L], restarting at 0 with each document, and an additive ``attention_mask``
-    [B, 1, L, L] in ``dtype``. Pass the model's ``config`` for its sliding windows (for a model that mixes
-    window and full layers the mask is then a dictionary by layer type). ``mask_BL`` is 0 at padding. Raises
-    ValueError for an attention implementation that takes no such mask.
+    Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]:
+    boolean for a ``config`` that says sdpa, else additive in ``dtype``, which sdpa and eager both take. Pass
+    the model's ``config`` also for its sliding windows (the mask of a model that mixes window and full layers
+    is then a dictionary by layer type). ``mask_BL`` is 0 at padding. Raises ValueError for an attention
+    implementation that takes no such mask.
     """
-    implementation = getattr(config, "_attn_implementation", None) or "sdpa"
-    if implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"packed rows cannot run on {implementation!r} attention; load the model with 'sdpa'."
-        )
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager", None):
+        raise ValueError(f"packed rows cannot run on {implementation!r} attention; load the model with 'sdpa'.")
     length = seq_idx_BL.shape[1]
     index_L = torch.arange(length, device=seq_idx_BL.device)
     starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
@@ -167,12 +165,13 @@ def packed_inputs(
     seen = (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)) & (distance_LL >= 0)
     if mask_BL is not None:
         seen = seen & (mask_BL.bool().unsqueeze(1) | (distance_LL == 0))
-    full = _additive(seen, dtype)
+    as_mask = partial(_additive, dtype=dtype) if implementation != "sdpa" else partial(torch.unsqueeze, dim=1)
+    full = as_mask(seen)
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if window is None or (layer_types and "sliding_attention" not in layer_types):
         return {"position_ids": position_ids, "attention_mask": full}
-    windowed = _additive(seen & (distance_LL < window), dtype)
+    windowed = as_mask(seen & (distance_LL < window))
     masks = {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
     return {"position_ids": position_ids, "attention_mask": masks}
 
@@ -189,8 +188,7 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
     layers = getattr(getattr(backbone, "model", None), "layers", None)
     if layers is None or not hasattr(backbone, "lm_head"):
         raise ValueError(
-            f"{type(backbone).__name__} has no model.layers and lm_head; "
-            "the backbone must be a decoder of that shape."
+            f"{type(backbone).__name__} has no model.layers and lm_head; the backbone must be a decoder of that shape."
         )
     return backbone
 
@@ -232,9 +230,7 @@ def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
 
 def _refuse_cache_with_packing(past_key_values: Any, use_cache: bool | None) -> None:
     if past_key_values is not None or use_cache:
-        raise ValueError(
-            "packed documents (seq_idx) cannot be continued from a cache; drop the cache or seq_idx."
-        )
+        raise ValueError("packed documents (seq_idx) cannot be continued from a cache; drop the cache or seq_idx.")
 
 
 def _finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:

@@ -21,9 +21,7 @@ from torch import Tensor
 
 CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/ssd_torch.json
 CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
-MIN_LOG_DECAY = (
-    -30.0
-)  # forgets all an fp32 state holds; longer sums of lower values would lose their small terms
+MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds; longer sums of lower values would lose their small terms
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 
 
@@ -60,9 +58,7 @@ def ssd_scan(
     """
     scan = _pick(impl)
     if type(chunk_size) is not int or chunk_size < 1:
-        raise ValueError(
-            f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
-        )
+        raise ValueError(f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1.")
     batch, length, n_heads, head_dim = x_BLHP.shape
     with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
         dtype = _state_dtype(x_BLHP)
@@ -87,9 +83,7 @@ def ssd_step(
     return (state * c.unsqueeze(-2)).sum(-1).to(x_BHP.dtype), state
 
 
-def mixing_matrix(
-    log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
-) -> Tensor:
+def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
     """T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
 
     The counterpart of an attention map; quadratic in the length. fp32 (fp64 for fp64 inputs).
@@ -159,9 +153,7 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
     else:
         later = later.unsqueeze(0)
-    return torch.zeros(later.shape, dtype=_state_dtype(like), device=like.device).masked_fill_(
-        later, -math.inf
-    )
+    return torch.zeros(later.shape, dtype=_state_dtype(like), device=like.device).masked_fill_(later, -math.inf)
 
 
 def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
@@ -251,9 +243,7 @@ def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
     """seq_BMQ; a ragged end belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
-    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(
-        1, (-1, chunk_size)
-    )
+    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk_size))
 
 
 def _incoming(seq_BMQ: Tensor) -> Tensor:
