@@ -19,7 +19,7 @@ from .config import RunConfig, ScoringConfig, TeacherConfig, from_json, on_embed
 from .distill.accelerator import WorldError
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
-from .export import ExportError, export_checkpoint, verify_export
+from .export import ExportError, verify_export
 from .pipeline import Run, run
 from .report import write_report
 from .teacher import TINY
@@ -110,8 +110,7 @@ def evaluate(run_dir: tyro.conf.Positional[Path], /) -> None:
 def export(run_dir: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /) -> None:
     """Export the student of a finished run as a Hugging Face checkpoint and prove that it loads elsewhere."""
     this = Run(from_json(run_dir / "config.json"))
-    student, plan = this.trained_student()
-    print(export_checkpoint(student, this.tokenizer, out, plan=plan).table())
+    print(verify_export(this.export(*this.trained_student(), out)).table())
 
 
 @app.command

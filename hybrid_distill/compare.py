@@ -16,13 +16,9 @@ from pathlib import Path
 from .config import PlanConfig, RunConfig
 from .distill.checkpoint import write_json
 from .pipeline import Run, on_main_process
-from .plan import HeadPlan
 from .report import write_report
-from .restoration import greedy_restoration
 
 PROBE_LIKE = "tiny:probe_like"
-RESTORATION_EXAMPLES = 32
-"""Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,6 @@ class Entrant:
     plan: PlanConfig
     probe_like: bool = False
     """Distil on the probe's own questions too: a control, not the method."""
-    restored: bool = False
-    """Its heads are chosen by greedy restoration, once the recurrent heads are aligned."""
 
 
 def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = False) -> list[Entrant]:
@@ -49,7 +43,7 @@ def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = F
         for seed in random_seeds
     ]
     plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
-    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("file", k=k), restored=True))
+    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
     if not probe_like:
         return plain
     mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
@@ -66,10 +60,7 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     out = shared.out
     shared.scores()
     shared.evaluate_teacher()
-    aligned = _align(shared)
-    restored = [s for s in students if s.restored]
-    plans = {k: _restoration_plan(shared, aligned, k) for k in {s.plan.k for s in restored}}
-    students = [replace(s, plan=replace(s.plan, file=plans[s.plan.k])) if s.restored else s for s in students]
+    aligned = shared.aligned().last_stage()
     for student in students:
         _run_student(shared, student, aligned)
     record = {
@@ -78,7 +69,7 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
                 "name": s.name,
                 "label": s.label,
                 "dir": s.name,
-                "selection": "restoration" if s.restored else s.plan.selection,
+                "selection": s.plan.selection,
                 "k": s.plan.k,
                 **({"data": "probe questions mixed in"} if s.probe_like else {}),
             }
@@ -91,56 +82,20 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     return out
 
 
-def _align(shared: Run) -> Run:
-    """Align every head once; the run that did it."""
-    config = replace(
-        shared.config,
-        out=shared.out / "aligned",
-        plan=PlanConfig("none", k=0),
-        align=replace(shared.config.align, target="head"),
-        stages=("align",),
-    )
-    run = Run(config, shared.teacher_and_tokenizer)
-    run.prepare()
-    run.train(run.plan())
-    return run
-
-
-def _restoration_plan(shared: Run, aligned: Run, k: int) -> Path:
-    """The plan of the ``k`` heads that bring most back to the aligned student without attention."""
-    path = shared.out / f"restoration-{k}.json"
-
-    def choose() -> None:
-        student, none = aligned.trained_student()
-        options = shared.config.scoring
-        heads = greedy_restoration(
-            student.eval(),
-            shared.teacher,
-            shared.tokenizer,
-            shared.scoring_probe(),
-            k,
-            n_examples=min(options.n_examples, RESTORATION_EXAMPLES),
-            batch_size=options.batch_size,
-        )
-        HeadPlan.from_pairs(none, heads).save(path)
-
-    if not path.exists():
-        on_main_process(choose)
-    return path
-
-
-def _run_student(shared: Run, student: Entrant, aligned: Run) -> None:
-    base = shared.config
-    data = base.data
+def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
+    base, plan, data = shared.config, student.plan, shared.config.data
+    if plan.selection == "restoration":
+        shared.restoration_plan(plan.k)
+        plan = replace(plan, selection="file", file=shared.out / f"restoration-{plan.k}.json")
     if student.probe_like:
         data = replace(data, sources=(*data.sources, PROBE_LIKE))
     config = replace(
         base,
         name=student.name,
         out=shared.out / student.name,
-        plan=student.plan,
+        plan=plan,
         scoring=replace(base.scoring, file=shared.out / "scores.json"),
-        student=replace(base.student, aligned=aligned.out / "stages" / "1-align"),
+        student=replace(base.student, aligned=aligned),
         stages=("distill",),
         data=data,
     )
@@ -148,8 +103,8 @@ def _run_student(shared: Run, student: Entrant, aligned: Run) -> None:
     run.prepare()
     (config.out / "teacher").mkdir(exist_ok=True)
     shutil.copy(shared.out / "teacher" / "evaluation.json", config.out / "teacher" / "evaluation.json")
-    plan = run.plan()
-    trained = run.train(plan)
-    result = run.evaluate(trained)
-    if config.export and student.name == "restoration":
-        run.export(trained, plan, result)
+    kept = run.plan()
+    trained = run.train(kept)
+    run.evaluate(trained)
+    if config.export and student.plan.selection == "restoration":
+        run.export(trained, kept)

@@ -14,8 +14,7 @@ from .data import DataConfig
 from .distill.config import AlignConfig, DistillConfig, MatrixConfig
 from .teacher import TINY
 
-Selection = Literal["top", "random", "layers", "all", "none", "pairs", "file"]
-Score = Literal["ablation", "restoration"]
+Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 Stage = Literal["matrix", "align", "distill"]
 
 
@@ -35,13 +34,12 @@ class TeacherConfig:
 class ScoringConfig:
     """How heads are ranked: KV-retrieval accuracy lost when a head is switched off."""
 
-    score: Score = "ablation"
-    """``ablation`` switches one teacher head off at a time; ``restoration`` puts one head back at a time into a
-    student whose heads are all recurrent and aligned."""
     n_pairs: int = 16
     n_examples: int = 128
     batch_size: int = 32
     n_control_texts: int = 16
+    restoration_examples: int = 32
+    """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
     min_accuracy: float = 0.5
     """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails."""
     file: Path | None = None
@@ -53,8 +51,11 @@ class PlanConfig:
     """Which heads stay attention."""
 
     selection: Selection = "top"
+    """``top``: those that the teacher misses most, switched off one at a time. ``restoration``: those that bring most
+    back to an aligned student without attention, one after the other; the run then aligns once, all heads, before it
+    plans (below ``aligned/``)."""
     k: int = 6
-    """Heads kept, over all layers (``top`` and ``random``)."""
+    """Heads kept, over all layers (``top``, ``restoration`` and ``random``)."""
     seed: int = 0
     """Of the ``random`` selection."""
     layers: tuple[int, ...] = ()

@@ -55,7 +55,7 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     if path.exists():
         plan = HeadPlan.load(path)
         return plan, f"Plan ({path}):\n{_plan_text(plan)}"
-    if config.plan.selection != "top":
+    if config.plan.selection not in ("top", "restoration"):
         plan = make_plan(config.plan, teacher, scores=lambda: None, fingerprinted=False)
         return plan, f"Plan ({config.plan.selection}):\n{_plan_text(plan)}"
     HeadPlan.check_k(teacher, config.plan.k)

@@ -5,6 +5,8 @@ anywhere goes on from there::
 
     config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
     teacher/evaluation.json  evaluation.json  export/  report.md
+
+A run whose plan is made by restoration has ``aligned/`` besides, a run of its own that aligned every head.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_j
 from .distill.loop import train_stage
 from .distill.stages import make_stage
 from .evaluate import EvalResult, evaluate
-from .export import export_checkpoint
+from .export import export_checkpoint, origin
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 from .probes.knowledge import Knowledge
 from .probes.kv_retrieval import KVRetrieval
 from .report import write_report
+from .restoration import greedy_restoration
 from .scoring import HeadScores, score_heads
 from .teacher import TINY, fingerprint, load_teacher
 
@@ -107,6 +110,8 @@ class Run:
             on_main_process(lambda: scores.save(path))
             return scores
 
+        partial = self.out / "scores.partial.json"
+
         def measure() -> None:
             score_heads(
                 self.teacher,
@@ -116,8 +121,9 @@ class Run:
                 batch_size=options.batch_size,
                 control_texts=self._held_out_texts(options.n_control_texts),
                 min_accuracy=options.min_accuracy,
-                resume_path=self.out / "scores.partial.json",
+                resume_path=partial,
             ).save(path)
+            partial.unlink(missing_ok=True)
 
         if not path.exists():
             on_main_process(measure)
@@ -133,10 +139,59 @@ class Run:
         if path.exists():
             plan = HeadPlan.load(path)
         else:
-            plan = make_plan(self.config.plan, self.teacher, self.scores)
+            if self.config.plan.selection == "restoration":
+                plan = self.restoration_plan(self.config.plan.k)
+            else:
+                plan = make_plan(self.config.plan, self.teacher, self.scores)
             on_main_process(lambda: plan.save(path))
         plan.check_fits(self.teacher)
         return plan
+
+    def restoration_plan(self, k: int) -> HeadPlan:
+        """The ``k`` heads that bring most back to the aligned student without attention; kept in the directory."""
+        HeadPlan.check_k(self.teacher, k)
+        path = self.out / f"restoration-{k}.json"
+        aligned = self.aligned()
+
+        def choose() -> None:
+            student, none = aligned.trained_student()
+            options = self.config.scoring
+            heads = greedy_restoration(
+                student.eval(),
+                self.teacher,
+                self.tokenizer,
+                self.scoring_probe(),
+                k,
+                n_examples=options.restoration_examples,
+                batch_size=options.batch_size,
+            )
+            HeadPlan.from_pairs(none, heads).save(path)
+
+        if not path.exists():
+            on_main_process(choose)
+        return HeadPlan.load(path)
+
+    def aligned(self) -> Run:
+        """The finished run below this one that aligned every head, whatever heads are kept later."""
+        before = tuple(name for name in self.config.stages if name != "distill")
+        config = dataclasses.replace(
+            self.config,
+            out=self.out / "aligned",
+            plan=PlanConfig("none", k=0),
+            align=dataclasses.replace(self.config.align, target="head"),
+            stages=before or ("align",),
+        )
+        run = Run(config, self.teacher_and_tokenizer)
+        run.prepare()
+        run.train(run.plan())
+        return run
+
+    def last_stage(self) -> Path:
+        """The folder of the last finished stage. Raises ValueError when none is finished."""
+        finished = [f for f in sorted((self.out / "stages").glob("*-*")) if StageManifest.read(f)]
+        if not finished:
+            raise ValueError(f"{self.out} holds no finished stage; run it to its end first.")
+        return finished[-1]
 
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
         """The student before its first stage. build.json says where every tensor comes from."""
@@ -149,8 +204,11 @@ class Run:
             init=options.init,
             seed=self.seed,
         )
-        if options.aligned is not None:
-            graft_recurrent_heads(student, self._aligned_donor(options.aligned))
+        aligned = options.aligned
+        if self.config.plan.selection == "restoration":
+            aligned = self.aligned().last_stage()
+        if aligned is not None:
+            graft_recurrent_heads(student, self._aligned_donor(aligned))
         on_main_process(
             lambda: write_json(self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()})
         )
@@ -172,7 +230,10 @@ class Run:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
             return student
         parent = json.loads((self.out / "build.json").read_text())["weights"]
-        for number, name in enumerate(self.config.stages, start=1):
+        stages = self.config.stages
+        if self.config.plan.selection == "restoration":  # the others were run below aligned/
+            stages = tuple(name for name in stages if name == "distill")
+        for number, name in enumerate(stages, start=1):
             parent = self._run_stage(student, name, self.out / "stages" / f"{number}-{name}", parent).weights
         unshare_weights(student)
         return student
@@ -231,31 +292,35 @@ class Run:
         source = f"{TINY}:held_out" if source == TINY else source
         return list(islice(read_documents(source, self.config.data.text_column), n))
 
-    def export(self, student: HybridForCausalLM, plan: HeadPlan, result: EvalResult) -> Path:
-        """Export the student behind the gate; raises ExportError when what was written is not the student."""
-        path = self.out / "export"
-        scores_path = self.out / "scores.json"
+    def export(self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None) -> Path:
+        """Export the student behind the gate, with the scores and results that the directory holds.
+
+        Raises ExportError when what was written is not the student.
+        """
+        path = path or self.out / "export"
+        license, base_model = origin(self.config.teacher.path)
+        scores = self.out / "scores.json"
+        measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
         on_main_process(
             lambda: export_checkpoint(
                 student,
                 self.tokenizer,
                 path,
                 plan=plan,
-                results={"teacher": self.evaluate_teacher(), "student": result},
-                scores=HeadScores.load(scores_path) if scores_path.exists() else None,
+                results={name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
+                scores=HeadScores.load(scores) if scores.exists() else None,
+                license=license,
+                base_model=base_model,
             )
         )
         return path
 
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
         """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""
-        plan = HeadPlan.load(self.out / "plan.json")
-        finished = [f for f in sorted((self.out / "stages").glob("*-*")) if StageManifest.read(f)]
-        if not finished:
-            raise ValueError(f"{self.out} holds no finished stage; run it to its end first.")
+        plan, stage = HeadPlan.load(self.out / "plan.json"), self.last_stage()
         options = self.config.student
         student, _ = build_student(self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width)
-        load_stage(finished[-1], student)
+        load_stage(stage, student)
         return student, plan
 
 
@@ -268,9 +333,9 @@ def run(config: RunConfig) -> Path:
     this.prepare()
     plan = this.plan()
     student = this.train(plan)
-    result = this.evaluate(student)
+    this.evaluate(student)
     if config.export:
-        this.export(student, plan, result)
+        this.export(student, plan)
     on_main_process(lambda: write_report(this.out))
     return this.out
 

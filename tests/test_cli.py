@@ -7,28 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training import small_run
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, from_json
-from hybrid_distill.distill.config import AlignConfig, DistillConfig
+from hybrid_distill.config import RunConfig, from_json
 from hybrid_distill.plan import HeadId, HeadPlan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-def small_run(out: Path) -> RunConfig:
-    """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
-    return RunConfig(
-        out=out,
-        scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, min_accuracy=0.0),
-        plan=PlanConfig("random", k=3),
-        student=StudentConfig(d_state=4),
-        align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
-        distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
-        evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
-        export=False,
-    )
 
 
 def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:

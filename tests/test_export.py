@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_distill.evaluate import EvalResult
-from hybrid_distill.export import ExportError, GateReport, export_checkpoint, verify_export
+from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
 from hybrid_distill.export.check import Check, imports, left_padded, run_checks
 from hybrid_distill.export.gate import write_record
 from hybrid_distill.plan import HeadPlan
@@ -175,6 +175,15 @@ def test_tokenizer_files_suit_transformers_4(exports):
     assert not isinstance(config.get("extra_special_tokens"), list)
     text = "a <tool> of tokens </s>"
     assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == byte_tokenizer()(text)["input_ids"]
+
+
+def test_licence_and_name_come_from_the_teachers_own_card(tmp_path):
+    teacher = tmp_path / "Some-1B"
+    teacher.mkdir()
+    assert origin(str(teacher)) == ("other", "Some-1B")
+    (teacher / "README.md").write_text("---\nlicense: llama3.2\n---\n# Some\n")
+    assert origin(str(teacher)) == ("llama3.2", "Some-1B")
+    assert origin("tiny") == ("apache-2.0", "")
 
 
 def test_card_says_what_was_kept_measured_and_allowed(exports):

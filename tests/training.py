@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 from conftest import make_family_model
 
 from hybrid_distill.build import build_student
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import PackedRows
 from hybrid_distill.distill.accelerator import connect
 from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
@@ -32,6 +34,21 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
+    """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
+    run = RunConfig(
+        out=out,
+        scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, restoration_examples=2, min_accuracy=0.0),
+        plan=PlanConfig("random", k=3),
+        student=StudentConfig(d_state=4),
+        align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
+        distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
+        evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
+        export=False,
+    )
+    return replace(run, **changes)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

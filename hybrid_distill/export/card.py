@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from ..evaluate import CacheBytes, EvalResult, cache_bytes
 from ..plan import HeadPlan
 from ..report import Row, measured, results_table
 from ..scoring import HeadScores
+from ..teacher import TINY
 
 CARD = """---
 {front_matter}
@@ -62,6 +65,22 @@ Cache of one sequence in 16-bit numbers, 1 MB = 1e6 bytes. The convolutions of t
 - It is no drop-in for tools that roll a cache back (speculative decoding) or edit keys and values in place.
 - The code of this folder is plain PyTorch; speed depends on kernels that the training package brings.
 """
+
+
+def origin(teacher: str) -> tuple[str, str]:
+    """(license, base_model) for `export_checkpoint`, from the teacher's own model card.
+
+    A card that cannot be had or names no licence leaves the hub's "other".
+    """
+    if teacher == TINY:
+        return "apache-2.0", ""
+    local = Path(teacher)
+    card = local / "README.md" if local.is_dir() else teacher
+    try:
+        license = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+    except (OSError, ValueError):
+        license = None
+    return license or "other", local.resolve().name if local.is_dir() else teacher
 
 
 def model_card(

@@ -1,0 +1,95 @@
+"""A whole run on the embedded teacher, cut down to seconds: its parts fit, and a killed one goes on as if it had not
+been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training import small_run
+
+from hybrid_distill.cli import main
+from hybrid_distill.compare import compare, entrants
+from hybrid_distill.config import PlanConfig
+from hybrid_distill.distill.checkpoint import StageManifest
+from hybrid_distill.pipeline import run
+from hybrid_distill.plan import HeadPlan
+
+RECIPE = """
+from dataclasses import replace
+from training import small_run
+
+def config():
+    base = small_run()
+    stages = (replace(stage, steps=8, checkpoint_every=2) for stage in (base.align, base.distill))
+    return replace(base, **dict(zip(("align", "distill"), stages)))
+"""
+
+
+def weights(out: Path) -> dict[str, str]:
+    """Of each finished stage: its folder below ``out`` and the hash of its weights."""
+    found = {path.parent: StageManifest.read(path.parent) for path in sorted(out.rglob("manifest.json"))}
+    return {str(folder.relative_to(out)): manifest.weights for folder, manifest in found.items() if manifest}
+
+
+def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> None:
+    config = small_run(tmp_path / "run", plan=PlanConfig(selection="restoration", k=2))
+    out = run(config)
+    assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
+    plan = HeadPlan.load(out / "plan.json")
+    assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")
+    before = weights(out)
+    assert weights(run(config)) == before
+
+
+def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> None:
+    base = small_run(tmp_path / "compare")
+    students = [e for e in entrants(3) if e.name in ("none", "restoration")]
+    out = compare(base, students)
+    assert list(weights(out)) == ["aligned/stages/1-align", "none/stages/1-distill", "restoration/stages/1-distill"]
+    record = json.loads((out / "compare.json").read_text())["students"]
+    assert [(s["selection"], s["k"]) for s in record] == [("none", 0), ("restoration", 3)]
+    assert "restoration" in (out / "report.md").read_text()
+    assert not (out / "scores.partial.json").exists(), "left behind after scoring"
+
+
+def test_an_export_of_a_finished_run_carries_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(small_run(tmp_path / "run"))
+    main(["export", str(out), str(tmp_path / "exported")])
+    assert "FAIL" not in capsys.readouterr().out
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "license: apache-2.0" in card and "| student |" in card
+
+
+@pytest.mark.launched
+def test_a_run_killed_at_three_random_points_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "hybrid_distill", "run", str(tmp_path / "recipe.py"), "--out", str(out)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start(tmp_path / "whole").wait() == 0
+    duration = time.monotonic() - began
+    draw = random.Random(0)
+    n_killed = 0
+    for _ in range(3):
+        process = start(tmp_path / "killed")
+        time.sleep(draw.uniform(0.3, 0.8) * duration)
+        n_killed += process.poll() is None
+        process.kill()
+        process.wait()
+    assert n_killed, "every run was over before it was to be killed"
+    assert start(tmp_path / "killed").wait() == 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole") != {}
+    for name in ("plan.json", "evaluation.json"):
+        ours, theirs = (json.loads((tmp_path / run / name).read_text()) for run in ("killed", "whole"))
+        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
