@@ -134,8 +134,8 @@ def check_seq_idx(seq_idx_BL: Tensor, batch: int, length: int) -> None:
             row, place = falls[0].tolist()
             before, after = seq_idx_BL[row, place : place + 2].tolist()
             raise ValueError(
-                f"seq_idx_BL falls from {before} to {after} at row {row}, token {place + 1}; it must ascend: number the "
-                "documents of a row in their order."
+                f"seq_idx_BL falls from {before} to {after} at row {row}, token {place + 1}; it must ascend: number "
+                "the documents of a row in their order."
             )
 
 

@@ -1,0 +1,222 @@
+"""What must each kernel of the recurrence move and compute? From the shapes alone, beside the limit of the hardware.
+
+    python benchmarks/traffic.py            # prints a table, writes benchmarks/results/traffic.json
+
+Bytes are those of a kernel's inputs and outputs, each counted once per kernel that touches it: what stays in registers
+or in cache inside a kernel is free. bf16 tensors, fp32 decays, no gate and no skip, B and C per group of heads. The
+limit is one kernel forward and one backward that recomputes C B^T and keeps no states. Peers as their sources are:
+
+    mamba-ssm 2.3.2   five kernels forward; four of them again and about nine more backward; C B^T and its gradient
+                      are written as fp32 [B, M, G, Q, Q]
+    fla 0.6.0         chunk_simple_gla: three kernels forward, five backward; states written, C B^T recomputed
+
+Times are bytes over bandwidth or operations over the tensor cores' rate, whichever is longer: predictions, not
+measurements.
+
+Shapes: B batch, L length, H heads, P head dim, N state size, G groups (heads that share B and C), Q chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).parent / "results" / "traffic.json"
+BF16, FP32 = 2, 4
+MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
+OUR_CHUNK = 64
+SPLIT_FROM_STATE = 128  # our backward is two kernels from this state size on
+
+
+class Shape(NamedTuple):
+    """See the module docstring."""
+
+    B: int
+    L: int
+    H: int
+    P: int
+    N: int
+    G: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all heads."""
+        return self.B * self.L * self.H
+
+    def x(self, element: int = BF16) -> int:
+        return self.tokens * self.P * element
+
+    def bc(self, element: int = BF16) -> int:
+        """One of B and C."""
+        return self.B * self.L * self.G * self.N * element
+
+    def decay(self) -> int:
+        return self.tokens * FP32
+
+    def states(self, chunk: int, element: int) -> int:
+        """The states before every chunk."""
+        return self.tokens * self.N * self.P * element // chunk
+
+    def scores(self, chunk: int) -> int:
+        """C B^T of every chunk, fp32."""
+        return self.B * self.L * self.G * chunk * FP32
+
+
+class Device(NamedTuple):
+    """Bytes and floating-point operations a second that a good kernel reaches."""
+
+    bandwidth: float
+    flops: float
+
+
+DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12)}
+SHAPES = tuple(
+    Shape(B, L, H, 64, N, G)
+    for B, L, H in ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32))
+    for N in (4, 8, 16, 64, 128)
+    for G in ((H, 1) if (B, L, H) == (8, 2048, 32) else (H,))
+)
+
+
+class Work(NamedTuple):
+    """Bytes of each kernel, and operations of the minimal algorithm at the chunk length."""
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    chunk: int
+
+    def bytes_(self, *, backward: bool) -> int:
+        return sum(self.forward.values()) + (sum(self.backward.values()) if backward else 0)
+
+
+def limit(s: Shape) -> Work:
+    """Each input read once, each output written once, in either direction."""
+    return Work(
+        {"all": 2 * s.x() + 2 * s.bc() + s.decay()}, {"all": 3 * s.x() + 4 * s.bc() + 2 * s.decay()}, LIMIT_CHUNK
+    )
+
+
+def ours(s: Shape) -> Work:
+    """Per-head B and C: with groups, they are expanded first."""
+    s = s._replace(G=s.H)
+    saved = s.states(OUR_CHUNK, BF16)
+    inputs = 2 * s.x() + 2 * s.bc() + s.decay() + saved
+    if s.N < SPLIT_FROM_STATE:
+        backward = {"backward": inputs + s.x() + 2 * s.bc() + s.decay()}
+    else:
+        backward = {
+            "backward C": inputs + s.bc() + s.decay(),
+            "backward XB": inputs + s.decay() + s.x() + s.bc() + s.decay(),
+        }
+    return Work({"forward": 2 * s.x() + 2 * s.bc() + s.decay() + saved}, backward, OUR_CHUNK)
+
+
+def mamba_ssm(s: Shape) -> Work:
+    chunk = MAMBA_CHUNK
+    states, states16, scores = s.states(chunk, FP32), s.states(chunk, BF16), s.scores(chunk)
+    wide, narrow = s.tokens * s.N * FP32, s.bc()  # dB and dC are first written per head, in fp32
+    forward = {
+        "chunk_cumsum": 3 * s.decay(),
+        "chunk_state": s.x() + s.bc() + 2 * s.decay() + states,
+        "state_passing": states + states16,
+        "bmm_chunk": 2 * s.bc() + scores,
+        "chunk_scan": scores + 2 * s.x() + s.bc() + 2 * s.decay() + states16,
+    }
+    again = {f"{name} again": forward[name] for name in ("chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk")}
+    backward = again | {
+        "dstates": s.x() + s.bc() + s.decay() + states,
+        "state_passing_bwd": states + 2 * states16 + states,
+        "dx": scores + 3 * s.x() + s.bc() + 3 * s.decay() + states,
+        "db": s.x() + s.bc() + states + wide + 2 * s.decay(),
+        "dC": s.x() + s.bc() + states16 + wide + 2 * s.decay(),
+        "dcb": 2 * s.x() + s.tokens * chunk * FP32 + 2 * s.decay(),
+        "sums over heads": s.tokens * chunk * FP32 + scores + 2 * (wide + s.bc(FP32)),
+        "bmm_bwd": 2 * (scores + narrow + s.bc(FP32) + narrow),
+        "ddA": 2 * s.x() + scores + 6 * s.decay(),
+    }
+    return Work(forward, backward, chunk)
+
+
+def fla(s: Shape) -> Work:
+    states, states16 = s.states(FLA_CHUNK, FP32), s.states(FLA_CHUNK, BF16)
+    per_head = s._replace(G=s.H).bc()  # dB and dC are written per head, then summed
+    forward = {
+        "local_cumsum": 2 * s.decay(),
+        "chunk_fwd_h": s.bc() + s.x() + s.decay() + states16,
+        "chunk_fwd_o": 2 * s.bc() + 2 * s.x() + s.decay() + states16,
+    }
+    backward = {
+        "chunk_fwd_h again": s.bc() + s.x() + s.decay() + states,
+        "chunk_bwd_dh": s.bc() + s.x() + s.decay() + states,
+        "chunk_bwd_dqkwg": 2 * s.bc() + 2 * s.x() + 2 * s.decay() + 2 * states + 2 * per_head,
+        "chunk_bwd_dv": 2 * s.bc() + 2 * s.x() + s.decay() + states,
+        "reverse cumsum": 2 * s.decay(),
+    }
+    return Work(forward, backward, FLA_CHUNK)
+
+
+CONTENDERS = {"limit": limit, "ours": ours, "mamba-ssm": mamba_ssm, "fla": fla}
+
+
+def operations(s: Shape, chunk: int, *, backward: bool) -> int:
+    """Causal half of each chunk's square, C B^T and the states recomputed in the backward."""
+    forward = chunk * (s.N + s.P) + 4 * s.N * s.P
+    return s.tokens * (forward + (chunk * (3 * s.N + 2 * s.P) + 10 * s.N * s.P if backward else 0))
+
+
+def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> float:
+    """The longer of moving and computing."""
+    moving = work.bytes_(backward=backward) / device.bandwidth
+    return 1e3 * max(moving, operations(s, work.chunk, backward=backward) / device.flops)
+
+
+def row(s: Shape) -> dict[str, object]:
+    """All contenders at one shape."""
+    record: dict[str, object] = {"shape": s._asdict()}
+    for name, model in CONTENDERS.items():
+        work = model(s)
+        record[name] = {
+            "kernels_bytes": {"forward": work.forward, "backward": work.backward},
+            "forward_bytes": work.bytes_(backward=False),
+            "bytes": work.bytes_(backward=True),
+            "forward_gflop": operations(s, work.chunk, backward=False) / 1e9,
+            "gflop": operations(s, work.chunk, backward=True) / 1e9,
+            "milliseconds": {
+                device: {
+                    "forward": milliseconds(s, work, rates, backward=False),
+                    "forward + backward": milliseconds(s, work, rates, backward=True),
+                }
+                for device, rates in DEVICES.items()
+            },
+        }
+    return record
+
+
+def main() -> None:
+    """Print the table of forward + backward, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="H100", choices=DEVICES)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+
+    print(f"forward + backward, MB (ms on {options.device} at the limit of the bus or the tensor cores)")
+    print(f"{'B':>3}{'L':>7}{'H':>4}{'P':>4}{'N':>4}{'G':>4}" + "".join(f"{name:>18}" for name in CONTENDERS))
+    for s in SHAPES:
+        cells = []
+        for model in CONTENDERS.values():
+            work = model(s)
+            time = milliseconds(s, work, DEVICES[options.device], backward=True)
+            cells.append(f"{work.bytes_(backward=True) / 1e6:>9.0f} ({time:.3f})")
+        print(f"{s.B:>3}{s.L:>7}{s.H:>4}{s.P:>4}{s.N:>4}{s.G:>4}" + "".join(f"{cell:>18}" for cell in cells))
+    record = {
+        "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
+        "devices": {name: rates._asdict() for name, rates in DEVICES.items()},
+        "rows": [row(s) for s in SHAPES],
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
