@@ -31,10 +31,10 @@ lint: $(VENV)/test.stamp ## ruff and pyright
 # Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-gpu-check: ## run what needs an NVIDIA GPU; exit status 2 where there is none
+gpu-check: ## check the kernels on an NVIDIA GPU and time them; exit status 2 where there is none
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo "gpu-check: no CUDA device that $(GPU_PYTHON) can use; nothing was checked."; exit 2; }
-	$(GPU_PYTHON) -m pytest -m gpu
+	@$(GPU_PYTHON) benchmarks/gpu_check.py
 
 $(VENV)/torch.stamp:
 	@echo "Installing into $(VENV): some minutes, once."

@@ -530,11 +530,15 @@ def _load(start, n_valid, row, WIDTH: tl.constexpr, Q: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _store(start, rows, n_valid, row, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, MODE: tl.constexpr):
     """The counterpart of `_load`, for [Q, BLOCK], or for [BLOCK, Q] if TRANSPOSED."""
+    BLOCK: tl.constexpr = rows.shape[0] if TRANSPOSED else rows.shape[1]
     if TRANSPOSED:
-        q, w = tl.arange(0, rows.shape[1])[None, :], tl.arange(0, rows.shape[0])[:, None]
+        q, w = tl.arange(0, rows.shape[1])[None, :], tl.arange(0, BLOCK)[:, None]
     else:
-        q, w = tl.arange(0, rows.shape[0])[:, None], tl.arange(0, rows.shape[1])[None, :]
-    tl.store(start + q * row + w, narrow(rows, start.dtype.element_ty, MODE), mask=(q < n_valid) & (w < WIDTH))
+        q, w = tl.arange(0, rows.shape[0])[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = q < n_valid
+    if BLOCK > WIDTH:
+        mask = mask & (w < WIDTH)
+    tl.store(start + q * row + w, narrow(rows, start.dtype.element_ty, MODE), mask=mask)
 
 
 @triton.jit
@@ -610,6 +614,20 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _gate(y, z, MODE: tl.constexpr):
+    """y silu(z), as the operand of a product."""
+    z = z.to(tl.float32)
+    gated = y.to(tl.float32) * z * _sigmoid(z)
+    return gated.to(tl.bfloat16) if MODE == "gpu" else gated
+
+
+@triton.jit
+def _dsilu(z):
+    open = _sigmoid(z)
+    return open * (1.0 + z * (1.0 - open))
+
+
+@triton.jit
 def _backward(
     x, a, b, c, D, z, seq_idx, dy, chunk_states, after,
     dx, da, db, dc, dD, dz, dstate, partial,
@@ -648,17 +666,9 @@ def _backward(
         x_QP = _load(x + token * x_row + head * P, n_valid, x_row, P, Q, BLOCK_P)
         b_QN = _load(b + token * b_row + head * N, n_valid, b_row, N, Q, BLOCK_N)
         c_QN = _load(c + token * c_row + head * N, n_valid, c_row, N, Q, BLOCK_N)
-        dy_QP = _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P)
         saved = chunk_states + ((row * n_chunks + chunk) * H + head) * (N * P)
         state_NP = _load_state(saved, P, 1, N, P, BLOCK_N, BLOCK_P)
-        if HAS_Z:
-            dout_QP = dy_QP.to(tl.float32)
-            z_QP = _load(z + own_P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32)
-            open_QP = _sigmoid(z_QP)
-            dy_QP = dout_QP * z_QP * open_QP
-
         decay_QQ = _decay_QQ(cum, document, Q, PACKED, False)
-        dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
         dlog_a = tl.zeros([Q], tl.float32)
 
         if GRAD_C:
@@ -668,8 +678,16 @@ def _backward(
                 y_QP += mm(products_QQ * decay_QQ, x_QP, MODE)
                 if HAS_D:
                     y_QP += skip * x_QP.to(tl.float32)
-                dz_QP = dout_QP * y_QP * open_QP * (1.0 + z_QP * (1.0 - open_QP))
-                _store(dz + own_P, dz_QP, n_valid, H * P, P, False, MODE)
+                z_QP = _load(z + own_P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32)
+                y_QP *= _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32) * _dsilu(z_QP)
+                _store(dz + own_P, y_QP, n_valid, H * P, P, False, MODE)
+
+        dy_QP = _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P)
+        if HAS_Z:  # loaded once more rather than kept: registers are what is short
+            dy_QP = _gate(dy_QP, _load(z + own_P, n_valid, H * P, P, Q, BLOCK_P), MODE)
+        dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
+
+        if GRAD_C:
             if HAS_D:
                 dskip += tl.sum(dy_QP.to(tl.float32) * x_QP.to(tl.float32))
             # Of one matrix of fp32 products: the terms that must cancel do, to the last bits.

@@ -1,0 +1,153 @@
+"""What do the kernels cost the hardware? Compiles every configuration ahead of time; no GPU is needed.
+
+    python benchmarks/kernel_resources.py            # writes benchmarks/results/kernel_resources.json
+    python benchmarks/kernel_resources.py --only "ssd backward N=64"
+
+For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, stack, shared
+memory and tensor-core instructions, read from the binary. The file has one section for each version of triton it was
+run with, and the digest of the sources it belongs to. Exit code 1 when a configuration breaks a promise: more spills
+than its tile table accepts, more shared memory than a Hopper multiprocessor has, no tensor-core instruction where one
+is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interpreted kernels cannot be compiled
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
+MODULES = ("ssd", "conv", "step", "loss")
+CAPABILITIES = (80, 90)
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TENSOR_CORE = re.compile(r"\b(HGMMA|HMMA)\b")
+SPILL = re.compile(r"\b(STL|LDL)\b")
+
+
+def kernel_modules() -> Iterator[ModuleType]:
+    """Those of `hybrid_kernels` that are there."""
+    for name in MODULES:
+        if importlib.util.find_spec(f"hybrid_kernels.{name}"):
+            yield importlib.import_module(f"hybrid_kernels.{name}")
+
+
+def digest(module: ModuleType) -> str:
+    """Of the kernels' code, and of what they share: comments, docstrings and the code around them do not count."""
+    hashed = hashlib.sha256()
+    for source in (importlib.import_module("hybrid_kernels.common"), module):
+        for node in ast.parse(Path(str(source.__file__)).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+                if ast.get_docstring(node) is not None:
+                    node.body = node.body[1:]
+                hashed.update(ast.dump(node).encode())
+    return hashed.hexdigest()[:16]
+
+
+def key(compilation: Any) -> str:
+    """What a result depends on besides the sources."""
+    arguments = ", ".join(f"{name}={value}" for name, value in compilation.arguments.items())
+    return f"{compilation.num_warps} warps, {compilation.num_stages} stages, {arguments}"
+
+
+def compile_for(compilation: Any, capability: int) -> Any:
+    """The compiled kernel."""
+    names = list(compilation.arguments)
+    source = ASTSource(
+        fn=compilation.kernel,
+        signature={
+            name: "constexpr" if name in compilation.constants else str(value)
+            for name, value in compilation.arguments.items()
+        },
+        constexprs={(names.index(name),): compilation.arguments[name] for name in compilation.constants},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in compilation.divisible},
+    )
+    options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Read from the binary with the tools that come with triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+        code = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": found["REG"],
+        "spills": len(SPILL.findall(code)),
+        "stack_bytes": found["STACK"],
+        "shared_bytes": compiled.metadata.shared,
+        "tensor_core_instructions": len(TENSOR_CORE.findall(code)),
+        "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/", code)),
+    }
+
+
+def broken_promises(compilation: Any, capability: int, found: dict[str, int]) -> list[str]:
+    """In words; empty if all are kept."""
+    broken = []
+    if found["spills"] > compilation.max_spills:
+        broken.append(f"{found['spills']} spill instructions, {compilation.max_spills} accepted")
+    if found["shared_bytes"] > MAX_SHARED_BYTES[capability]:
+        broken.append(f"{found['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
+    if compilation.tensor_cores and not found["tensor_core_instructions"]:
+        broken.append("no tensor-core instruction")
+    return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
+
+
+def main() -> None:
+    """Compile, print, write the JSON; exit code 1 when a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), choices=CAPABILITIES)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+
+    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    section = record.setdefault(f"triton {triton.__version__}", {})
+    section["date"] = datetime.date.today().isoformat()
+    broken = []
+    for module in kernel_modules():
+        current = digest(module)
+        name = module.__name__.rpartition(".")[2]
+        entry = section.get(name, {})
+        if entry.get("digest") != current:
+            entry = {"digest": current}
+        for capability in options.capability:
+            rows = entry.get(f"sm_{capability}", {})
+            wanted = module.compilations(capability)
+            rows = {c.name: rows[c.name] for c in wanted if rows.get(c.name, {}).get("key") == key(c)}
+            for compilation in wanted:
+                if options.only in compilation.name:
+                    found = resources(compile_for(compilation, capability))
+                    rows[compilation.name] = {"key": key(compilation), **found}
+                    broken += broken_promises(compilation, capability, found)
+                    print(f"sm_{capability} {compilation.name}: {found}", flush=True)
+            entry[f"sm_{capability}"] = rows
+        section[name] = entry
+        options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    if broken:
+        raise SystemExit("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The kernels of the recurrence equal the recurrence: values and gradients, in the interpreter, against fp64."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hybrid_kernels import common
+from hybrid_kernels import ssd as kernels
+from hybrid_kernels.ssd import ssd, ssd_backward, ssd_forward
+
+from hybrid_distill.model.ssd import log_decay, ssd_scan
+
+# dtype of the inputs -> largest error, relative to the largest element of the expected tensor
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+FP32, BF16 = torch.float32, torch.bfloat16
+
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"),
+]
+
+
+class Problem(NamedTuple):
+    """Arguments of `ssd` as fp64 leaves that hold what ``dtype`` can represent."""
+
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    state: Tensor | None
+
+    def leaves(self) -> list[Tensor]:
+        return [tensor for tensor in self if tensor is not None]
+
+
+def problem(
+    batch: int, length: int, heads: int, head_dim: int, d_state: int, *, dtype=FP32, gated=True, state=True
+) -> Problem:
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype).double().requires_grad_()
+
+    tokens = (batch, length, heads)
+    return Problem(
+        draw(*tokens, head_dim), (2 * draw(*tokens)).detach().requires_grad_(),
+        draw(*tokens, d_state), draw(*tokens, d_state),
+        draw(heads) if gated else None, draw(*tokens, head_dim) if gated else None,
+        draw(batch, heads, head_dim, d_state) if state else None,
+    )  # fmt: skip
+
+
+def documents(batch: int, length: int) -> Tensor:
+    return (torch.rand(batch, length) < 0.05).long().cumsum(-1)
+
+
+def reference(given: Problem, seq_idx: Tensor | None, softplus: bool = True) -> tuple[Tensor, Tensor]:
+    log_a = log_decay(given.a) if softplus else given.a
+    y, state = ssd_scan(given.x, log_a, given.b, given.c, state_BHPN=given.state, seq_idx_BL=seq_idx, impl="reference")
+    if given.D is not None:
+        y = y + given.D.unsqueeze(-1) * given.x
+    return (y if given.z is None else y * F.silu(given.z)), state
+
+
+def in_dtype(given: Problem, dtype: torch.dtype) -> Problem:
+    """The kernel's arguments: the decay stays in fp32, as the model computes it."""
+    cast = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in given]
+    return Problem(*cast)._replace(a=given.a.detach().float().requires_grad_())
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    scale = expected.abs().max().clamp_min(1e-12)
+    return ((actual.double() - expected.double()).abs().max() / scale).nan_to_num(float("inf")).item()
+
+
+def check(
+    given: Problem, *, dtype: torch.dtype = FP32, seq_idx: Tensor | None = None, softplus=True, n_segments=None
+) -> None:
+    """Outputs, final state and every gradient."""
+    to_y, to_state = torch.randn(given.x.shape).to(dtype).double(), None
+    y, state = reference(given, seq_idx, softplus)
+    to_state = torch.randn(state.shape).float().double()
+    expected = torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), given.leaves())
+
+    narrow = in_dtype(given, dtype)
+    actual_y, actual_state = ssd(
+        narrow.x, narrow.a, narrow.b, narrow.c, D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state,
+        seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments,
+    )  # fmt: skip
+    loss = (actual_y * to_y.to(dtype)).sum() + (actual_state * to_state.float()).sum()
+    actual = torch.autograd.grad(loss, narrow.leaves())
+    assert (actual_y.dtype, actual_state.dtype) == (dtype, FP32)
+    assert [g.dtype for g in actual] == [t.dtype for t in narrow.leaves()]
+
+    names = [name for name, tensor in given._asdict().items() if tensor is not None]
+    pairs = {"y": (actual_y, y), "final": (actual_state, state)}
+    pairs |= {f"d{name}": pair for name, *pair in zip(names, actual, expected)}
+    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+    assert max(errors.values()) < TOLERANCE[dtype], {name: f"{error:.1e}" for name, error in errors.items()}
+
+
+@pytest.mark.parametrize("d_state", [4, 8, 16, 32, 64, 128])
+def test_every_state_size(d_state: int) -> None:
+    check(problem(1, 70, 1, 16, d_state))
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 48, 64, 128])
+def test_every_kind_of_head_dim(head_dim: int) -> None:
+    check(problem(1, 40, 1, head_dim, 16))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_any_length(length: int) -> None:
+    check(problem(1, length, 2, 16, 4))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 29])
+def test_any_number_of_heads(heads: int) -> None:
+    check(problem(2, 5, heads, 16, 8))
+
+
+@pytest.mark.parametrize("d_state", [16, 128])
+def test_bf16_as_a_gpu_rounds_it(d_state: int) -> None:
+    check(problem(1, 70, 2, 32, d_state, dtype=BF16), dtype=BF16)
+
+
+@pytest.mark.parametrize("d_state", [8, 128])
+@pytest.mark.parametrize("n_segments", [1, 3])
+def test_packed_documents(n_segments: int, d_state: int) -> None:
+    check(problem(2, 200, 1, 16, d_state), seq_idx=documents(2, 200), n_segments=n_segments)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_segments_of_a_row_run_at_once(gated: bool, state: bool) -> None:
+    given = problem(1, 300, 1, 16, 16, gated=gated, state=state)
+    check(given, n_segments=3)
+
+
+def test_without_gate_skip_and_state() -> None:
+    check(problem(1, 70, 2, 16, 16, gated=False, state=False))
+
+
+def test_log_decays_may_be_given() -> None:
+    given = problem(1, 70, 2, 16, 16)
+    check(given._replace(a=log_decay(given.a).detach().float().double().requires_grad_()), softplus=False)
+
+
+@pytest.mark.parametrize("raw", [-float("inf"), -1e4, -20.0, -6.0, 0.0, 30.0, 1e4, float("inf")])
+def test_decays_far_outside_what_training_reaches(raw: float) -> None:
+    given = problem(1, 70, 1, 16, 16)
+    with torch.no_grad():
+        given.a[:, 10:60:2] = raw
+    narrow = in_dtype(given, FP32)
+    y, state = ssd(*narrow[:4], D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state)
+    gradients = torch.autograd.grad(y.sum() + state.sum(), narrow.leaves())
+    assert all(g.isfinite().all() for g in gradients)
+    expected_y, expected_state = reference(given, None)
+    assert relative_error(y, expected_y) < TOLERANCE[FP32]
+    assert relative_error(state, expected_state) < TOLERANCE[FP32]
+    expected = torch.autograd.grad(expected_y.sum() + expected_state.sum(), given.leaves())[1]
+    assert relative_error(gradients[1], expected.nan_to_num(0.0)) < TOLERANCE[FP32]
+    if abs(raw) > 1e3:
+        assert not gradients[1][:, 10:60:2].any()
+
+
+def test_small_decay_gradients_survive_beside_large_ones() -> None:
+    """Where a state is almost forgotten at every token, what is left of the gradient is still right."""
+    given = problem(1, 70, 1, 16, 16, gated=False, state=False)
+    given = given._replace(a=torch.full_like(given.a, 12.0).requires_grad_())
+    check(given)
+
+
+def test_only_the_final_state_is_used() -> None:
+    given = in_dtype(problem(1, 70, 1, 16, 16), FP32)
+    _, state = ssd(*given[:4], D_H=given.D, z_BLHP=given.z, state_BHPN=given.state)
+    dx, dz = torch.autograd.grad(state.sum(), [given.x, given.z])
+    assert dx.any()
+    assert not dz.any()
+
+
+def test_slices_of_a_wider_tensor_need_no_copy() -> None:
+    given = in_dtype(problem(2, 70, 3, 16, 8), FP32)
+    wide = torch.cat([t.detach().flatten(2) for t in (given.x, given.b, given.c)], dim=-1)
+    parts = [part.unflatten(2, (3, -1)) for part in wide.split([48, 24, 24], dim=-1)]
+    assert all(common.rows(part)[0] is part for part in parts)
+    x, b, c = (part.clone().transpose(1, 2).contiguous().transpose(1, 2) for part in parts)
+    assert not x.is_contiguous()
+    expected, _, _ = ssd_forward(given.x, given.a, given.b, given.c)
+    for arguments in (parts, (x, b, c)):
+        y, _, _ = ssd_forward(arguments[0], given.a, *arguments[1:])
+        assert torch.equal(y, expected)
+
+
+def test_the_same_bits_every_time_and_however_rows_are_batched() -> None:
+    given = in_dtype(problem(2, 70, 2, 16, 8), FP32)
+    runs = []
+    for rows in (slice(0, 2), slice(0, 2), slice(0, 1)):
+        x, a, b, c = (t.detach()[rows] for t in given[:4])
+        y, final, chunk_states = ssd_forward(x, a, b, c, D_H=given.D)
+        assert chunk_states is not None
+        gradients = ssd_backward(torch.ones_like(y), final, chunk_states, x, a, b, c, D_H=given.D)
+        runs.append([y, final, *gradients[:4]])
+    assert all(torch.equal(one, other) for one, other in zip(runs[0], runs[1]))
+    assert all(torch.equal(one[:1], other) for one, other in zip(runs[0], runs[2]))
+
+
+def test_one_row_is_prefill_then_the_rest() -> None:
+    given = in_dtype(problem(1, 150, 2, 16, 8), FP32)
+    with torch.no_grad():
+        y, state = ssd(*given[:4], state_BHPN=given.state)
+        first = [t[:, :37] for t in given[:4]]
+        rest = [t[:, 37:] for t in given[:4]]
+        y_first, between = ssd(*first, state_BHPN=given.state)
+        y_rest, final = ssd(*rest, state_BHPN=between)
+    assert relative_error(torch.cat([y_first, y_rest], dim=1), y) < TOLERANCE[FP32]
+    assert relative_error(final, state) < TOLERANCE[FP32]
+
+
+def test_the_tile_table_has_every_block_size() -> None:
+    for dtype in common.DTYPES:
+        for d_state in range(1, kernels.LARGEST_STATE + 1):
+            for head_dim in (1, 16, 17, 48, 64, 80, 96, 128):
+                for capability in (75, 80, 86, 89, 90, 100, 120):
+                    assert kernels.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
+
+
+def test_bad_input_is_answered() -> None:
+    x, a, b, c, D, z, state = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    bad = {
+        r"b_BLHN has shape \(2, 9, 2, 8\).*H=3": lambda: ssd(x, a, b[:, :, :2], c),
+        r"c_BLHN has shape .*N=8": lambda: ssd(x, a, b, c[..., :4]),
+        r"a_BLH has shape": lambda: ssd(x, a.unsqueeze(-1), b, c),
+        r"D_H has shape \(2,\).*H=3": lambda: ssd(x, a, b, c, D_H=D[:2]),
+        r"z_BLHP is float64.*float32.*cast": lambda: ssd(x, a, b, c, z_BLHP=z.double()),
+        r"state_BHPN has shape": lambda: ssd(x, a, b, c, state_BHPN=state.mT),
+        r"x_BLHP is float16": lambda: ssd(x.half(), a, b.half(), c.half()),
+        r"b_BLHN is bfloat16; it must be float32": lambda: ssd(x, a, b.bfloat16(), c),
+        r"x_BLHP has shape \(0, 9": lambda: ssd(x[:0], a[:0], b[:0], c[:0]),
+        r"x_BLHP has shape \(2, 0": lambda: ssd(x[:, :0], a[:, :0], b[:, :0], c[:, :0]),
+        r"state size N is 129": lambda: ssd(x, a, *[torch.zeros(2, 9, 3, 129)] * 2),
+        r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(
+            x, a, b, c, seq_idx_BL=torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
+        ),
+        r"seq_idx_BL is float32": lambda: ssd(x, a, b, c, seq_idx_BL=torch.zeros(2, 9)),
+        r"n_segments is 0": lambda: ssd(x, a, b, c, n_segments=0),
+    }
+    for message, call in bad.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def mamba_chunk_scan_combined(monkeypatch: pytest.MonkeyPatch):
+    """mamba-ssm's own kernels, in the interpreter; its package cannot be imported without its CUDA extension."""
+    spec = importlib.util.find_spec("mamba_ssm")
+    if spec is None or spec.origin is None:
+        pytest.skip("mamba-ssm is not installed (a pure wheel will do: MAMBA_SKIP_CUDA_BUILD=TRUE)")
+    pytest.importorskip("einops")
+    from triton.runtime.autotuner import Autotuner
+
+    class NoDevice:
+        def __init__(self, *args: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *args: object) -> None: ...
+
+    package = types.ModuleType("mamba_ssm")
+    package.__path__ = [str(Path(spec.origin).parent)]
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, config, **kwargs: [0.0, 0.0, 0.0])
+    monkeypatch.setattr(torch.cuda, "device", NoDevice)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *args: types.SimpleNamespace(multi_processor_count=1)
+    )
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
+
+    return scan
+
+
+def test_equals_the_kernels_of_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which scale x by dt and decay by exp(-dt), so x is divided by it first."""
+    scan = mamba_chunk_scan_combined(monkeypatch)
+    given = in_dtype(problem(1, 70, 2, 16, 16, state=False), FP32)
+    seq_idx = documents(1, 70).int()
+    dt = -log_decay(given.a)
+    minus_one = -torch.ones(2)
+    expected = scan(given.x / dt.unsqueeze(-1), dt, minus_one, given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
+    to_y = torch.randn_like(expected)
+    wanted = [given.x, given.a, given.b, given.c]
+    expected_gradients = torch.autograd.grad(expected, wanted, to_y)
+    y, _ = ssd(*given[:4], seq_idx_BL=seq_idx)
+    gradients = torch.autograd.grad(y, wanted, to_y)
+    assert relative_error(y, expected) < TOLERANCE[FP32]
+    for actual, wanted_gradient in zip(gradients, expected_gradients):
+        assert relative_error(actual, wanted_gradient) < TOLERANCE[FP32]
