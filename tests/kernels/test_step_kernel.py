@@ -1,0 +1,109 @@
+"""The fused decode kernel against the model's own chain of operations in double precision."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in triton")
+from hybrid_kernels.step import ssd_step
+
+from hybrid_distill.model import ssd
+
+# dtype -> error relative to the largest value; bf16 is the rounding of the result
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+NAMES = ("xbc_BC", "a_BH", "z_BHP", "conv_weight_CK", "D_H", "conv_state_BCK", "ssm_state_BHPN")
+
+
+def draw(heads: int, head_dim: int, d_state: int, width: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The arguments of a step; two sequences."""
+    channels = heads * (head_dim + 2 * d_state)
+    shapes = [(2, channels), (2, heads), (2, heads, head_dim), (channels, width), (heads,), (2, channels, width - 1)]
+    state = torch.randn(2, heads, head_dim, d_state)
+    return [torch.randn(shape).to(dtype) for shape in shapes] + [state]
+
+
+def reference(xbc, a, z, conv_weight, D, conv_state, ssm_state) -> tuple[Tensor, Tensor, Tensor]:
+    """The operations of the model's SSM heads for one token: output, conv state, ssm state."""
+    _, heads, head_dim, d_state = ssm_state.shape
+    conv, conv_state = ssd.causal_conv(xbc.unsqueeze(1), conv_weight, state_BCK=conv_state)
+    sizes = [heads * size for size in (head_dim, d_state, d_state)]
+    x, b, c = (part.unflatten(-1, (heads, -1)) for part in conv[:, 0].split(sizes, dim=-1))
+    log_a = ssd.log_decay(a).clamp_min(ssd.MIN_LOG_DECAY)
+    y, ssm_state = ssd.ssd_step(x, log_a, b, c, ssm_state)
+    return (y + D.unsqueeze(-1) * x) * F.silu(z), conv_state, ssm_state
+
+
+def check(inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+    y_expected, conv_expected, ssm_expected = reference(*(t.double() for t in inputs))
+    y = ssd_step(*inputs)
+    assert y.dtype == dtype
+    assert torch.equal(inputs[5].double(), conv_expected)
+    for actual, expected, tolerance in ((y, y_expected, TOLERANCE[dtype]), (inputs[6], ssm_expected, 1e-5)):
+        error = (actual.double() - expected).abs().max() / expected.abs().max()
+        assert error <= tolerance, error.item()
+
+
+@pytest.mark.parametrize("d_state", [4, 5, 8, 16, 32, 64, 128])
+def test_every_state_size(d_state, poison):
+    check(draw(3, 16, d_state))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (1, 48), (3, 128), (29, 16)])
+def test_heads_and_head_dims(heads, head_dim, poison):
+    check(draw(heads, head_dim, 8))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_widths_and_dtypes(width, dtype, poison):
+    check(draw(2, 16, 8, width, dtype), dtype)
+
+
+def test_a_state_larger_than_a_block(poison):
+    check(draw(1, 80, 128))
+
+
+def test_extreme_decays_neither_overflow_nor_lose_the_state():
+    inputs = draw(2, 16, 4)
+    inputs[1] = torch.tensor([[200.0, -200.0], [40.0, -20.0]])
+    check(inputs)
+
+
+def test_many_steps_are_the_scan():
+    heads, head_dim, d_state = 2, 16, 4
+    fixed = draw(heads, head_dim, d_state)
+    steps = [draw(heads, head_dim, d_state)[:3] for _ in range(5)]
+    wide = [t.double() for t in fixed]
+    for xbc, a, z in steps:
+        y = ssd_step(xbc, a, z, *fixed[3:])
+        expected, wide[5], wide[6] = reference(xbc.double(), a.double(), z.double(), *wide[3:])
+        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_of_any_strides():
+    inputs = draw(2, 16, 4)
+    again = [t.clone() for t in inputs]
+    for place in (0, 1, 2, 3):
+        again[place] = again[place].unsqueeze(-1).expand(*again[place].shape, 2)[..., 0]
+    again[0] = torch.stack([again[0]] * 3, 1)[:, 1]  # the last token of a longer row
+    assert torch.equal(ssd_step(*inputs), ssd_step(*again))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\); it must be \[B=2, C=48\]"),
+        ("a_BH", torch.zeros(2, 2).half(), "a_BH is float16; it must be bfloat16 or float32"),
+        ("conv_weight_CK", torch.zeros(48, 7), "conv_weight_CK has width 7"),
+        ("conv_state_BCK", torch.zeros(2, 3, 48).mT, "conv_state_BCK has strides .* it is written in place"),
+        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), "ssm_state_BHPN is bfloat16; it must be float32"),
+        ("ssm_state_BHPN", torch.zeros(0, 2, 16, 4), "needs at least one element"),
+        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
+        ("D_H", torch.zeros(2, requires_grad=True), "D_H needs a gradient"),
+    ],
+)
+def test_bad_input_is_named(name, value, message):
+    inputs = dict(zip(NAMES, draw(2, 16, 4)))
+    with pytest.raises(ValueError, match=message):
+        ssd_step(**{**inputs, name: value})
