@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in triton")
+from hybrid_kernels import common
 from hybrid_kernels.step import ssd_step
 
 from hybrid_distill.model import ssd
@@ -13,6 +14,8 @@ from hybrid_distill.model import ssd
 # dtype -> error relative to the largest value; bf16 is the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 NAMES = ("xbc_BC", "a_BH", "z_BHP", "conv_weight_CK", "D_H", "conv_state_BCK", "ssm_state_BHPN")
+
+pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
 
 
 def draw(heads: int, head_dim: int, d_state: int, width: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:

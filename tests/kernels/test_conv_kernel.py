@@ -1,0 +1,134 @@
+"""The convolution kernels against the torch convolution in double precision: values and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in triton")
+from hybrid_kernels import common, conv
+from hybrid_kernels.conv import causal_conv
+
+from hybrid_distill.model import ssd
+
+# dtype -> error relative to the largest value; bf16 is one rounding of the result, of the gradients' operands another
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+BATCH = 2
+
+pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+
+
+def reference(x, weight, state, seq_idx, activation):
+    y, last = ssd.causal_conv(x, weight, state_BCK=state, seq_idx_BL=seq_idx)
+    return (torch.nn.functional.silu(y) if activation else y), last
+
+
+def draw(length: int, channels: int, width: int, dtype: torch.dtype, stateful: bool) -> list[Tensor | None]:
+    shapes = [(BATCH, length, channels), (channels, width), (BATCH, channels, width - 1)]
+    x, weight, state = (torch.randn(shape).to(dtype) for shape in shapes)
+    return [x, weight, state if stateful else None]
+
+
+def documents(length: int) -> Tensor:
+    return (torch.rand(BATCH, length) < 0.3).long().cumsum(-1)
+
+
+def gradients(run, inputs: list[Tensor | None], weighting: Tensor) -> list[Tensor]:
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in inputs]
+    y, last = run(*leaves)
+    loss = (y * weighting.to(y.dtype)).sum() + last.square().sum()
+    return [y.detach(), last.detach(), *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert error <= TOLERANCE[dtype], error.item()
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few tokens and channels fill several, and a part of one."""
+    monkeypatch.setattr(conv, "FORWARD", conv.Tile(tokens=8, channels=16, num_warps=4))
+    monkeypatch.setattr(conv, "BACKWARD", conv.Tile(tokens=16, channels=8, num_warps=4))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize(("packed", "stateful"), [(False, False), (True, True)])
+def test_values_and_gradients(width, activation, dtype, packed, stateful, poison):
+    length, channels = 19, 20
+    inputs = draw(length, channels, width, dtype, stateful)
+    seq_idx = documents(length) if packed else None
+    weighting = torch.randn(BATCH, length, channels)
+    ours = gradients(
+        lambda x, w, s: causal_conv(x, w, activation=activation, state_BCK=s, seq_idx_BL=seq_idx), inputs, weighting
+    )
+    wide = [None if t is None else t.double() for t in inputs]
+    expected = gradients(lambda x, w, s: reference(x, w, s, seq_idx, activation), wide, weighting.double())
+    for actual, wanted in zip(ours, expected):
+        assert actual.dtype == dtype
+        close(actual, wanted, dtype)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 16])
+@pytest.mark.parametrize("channels", [1, 29])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_short_rows_and_odd_channels(length, channels, stateful, poison):
+    inputs = draw(length, channels, 4, torch.float32, stateful)
+    weighting = torch.randn(BATCH, length, channels)
+    ours = gradients(lambda x, w, s: causal_conv(x, w, state_BCK=s), inputs, weighting)
+    wide = [None if t is None else t.double() for t in inputs]
+    expected = gradients(lambda x, w, s: reference(x, w, s, None, None), wide, weighting.double())
+    for actual, wanted in zip(ours, expected):
+        close(actual, wanted, torch.float32)
+
+
+def test_two_halves_with_the_state_between_are_the_whole():
+    x, weight, _ = draw(25, 12, 4, torch.float32, False)
+    whole, last = causal_conv(x, weight)
+    first, state = causal_conv(x[:, :11], weight)
+    second, last_of_halves = causal_conv(x[:, 11:], weight, state_BCK=state)
+    assert torch.equal(whole, torch.cat([first, second], 1)) and torch.equal(last, last_of_halves)
+
+
+def test_packed_documents_are_the_documents_alone():
+    x, weight, _ = draw(22, 8, 4, torch.float32, False)
+    seq_idx = torch.tensor([0] * 2 + [3] * 9 + [4] * 11).expand(BATCH, -1)
+    packed, _ = causal_conv(x, weight, seq_idx_BL=seq_idx)
+    alone = [causal_conv(part, weight)[0] for part in x.split([2, 9, 11], dim=1)]
+    assert torch.equal(packed, torch.cat(alone, 1))
+
+
+def test_any_strides():
+    x, weight, _ = draw(20, 8, 3, torch.float32, False)
+    expected, _ = causal_conv(x, weight)
+    wide = torch.randn(BATCH, 20, 24)
+    wide[..., 8:16] = x
+    for same in (wide[..., 8:16], x.transpose(0, 2).contiguous().transpose(0, 2)):
+        assert torch.equal(causal_conv(same, weight.mT.contiguous().mT)[0], expected)
+
+
+def test_gradients_are_the_same_bits_every_time():
+    inputs = draw(40, 20, 4, torch.float32, True)
+    weighting = torch.randn(BATCH, 40, 20)
+    once, again = (gradients(lambda x, w, s: causal_conv(x, w, state_BCK=s), inputs, weighting) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_BLC": torch.zeros(2, 5)}, r"x_BLC has shape \(2, 5\); it must be \[B, L, C\]"),
+        ({"x_BLC": torch.zeros(0, 5, 8)}, r"x_BLC has shape \(0, 5, 8\); a kernel needs at least one element"),
+        ({"x_BLC": torch.zeros(2, 5, 8).half()}, "x_BLC is float16; it must be bfloat16 or float32"),
+        ({"weight_CK": torch.zeros(7, 4)}, r"weight_CK has shape \(7, 4\); it must be \[C=8, K\]"),
+        ({"weight_CK": torch.zeros(8, 5)}, "weight_CK has width 5"),
+        ({"activation": "gelu"}, "activation is 'gelu'; it must be None or 'silu'"),
+        ({"state_BCK": torch.zeros(2, 8, 4)}, r"state_BCK has shape \(2, 8, 4\); it must be \[B=2, C=8, K=3\]"),
+        ({"seq_idx_BL": torch.tensor([[0, 0, 1, 0, 0]] * 2)}, "seq_idx_BL falls from 1 to 0 at row 0, token 3"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    good = {"x_BLC": torch.zeros(2, 5, 8), "weight_CK": torch.zeros(8, 4)}
+    with pytest.raises(ValueError, match=message):
+        causal_conv(**{**good, **change})
