@@ -1,0 +1,408 @@
+"""Distillation loss from hidden states and output heads: the logits of all tokens never exist at the same time.
+
+    loss = (1 - h) T^2 mean_w divergence(teacher / T, student / T) + h mean_w cross-entropy(labels)
+
+The tokens go through in chunks: logits of a chunk, loss and gradient of those logits in place, gradients of hidden
+states and head from them. The gradient is therefore ready when the forward ends, and the backward only scales it.
+Nothing waits for the device. What is done to a chunk's logits is written in `loss_torch`, and once more as Triton
+kernels in `loss_triton`, the only one of the three that imports triton.
+
+Shapes: B batch, L length, D student width, E teacher width, V student vocabulary, W teacher vocabulary, K stored tokens
+of the teacher, M tokens of a chunk or of all chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a token that cross-entropy leaves out."""
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+CHUNK_LOGITS = {"triton": 2**28, "torch": 2**25}  # 2,048 tokens of 128k words; torch needs about 10 buffers, not 2
+ALIGNED = 8  # elements a row of logits starts at a multiple of: tensor cores ask for 16 bytes
+
+
+class TeacherHead(NamedTuple):
+    """A teacher as its final hidden states and its output head, of any width and vocabulary padding."""
+
+    hidden_BLE: Tensor
+    head_WE: Tensor
+
+
+class TeacherTopK(NamedTuple):
+    """A teacher as the ids, distinct, and log-probabilities of its K likeliest tokens.
+
+    The log-probabilities are over the real vocabulary and at the temperature of the loss. What they leave over is the
+    probability of one more outcome, "any other token", for teacher and student alike.
+    """
+
+    ids_BLK: Tensor
+    log_probs_BLK: Tensor
+
+
+class Options(NamedTuple):
+    """What is compared, and how."""
+
+    kind: str
+    temperature: float
+    beta: float
+    hard_weight: float
+
+
+class Tokens(NamedTuple):
+    """What is known of each token of a chunk."""
+
+    soft_M: Tensor
+    """Factor of the divergence."""
+    hard_M: Tensor
+    """Factor of the cross-entropy: 0 without a label."""
+    labels_M: Tensor
+    """0 without a label."""
+    kept_M: Tensor
+    """False where the weight is 0: what such a token holds, be it NaN, reaches neither value nor gradient."""
+
+
+def distillation_loss(
+    student_hidden_BLD: Tensor,
+    student_head_VD: Tensor,
+    teacher: TeacherHead | TeacherTopK,
+    weight_BL: Tensor | None = None,
+    *,
+    kind: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    labels_BL: Tensor | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
+
+    ``kind`` is "forward_kl", KL(teacher || student), "reverse_kl", the other way round, or "jsd",
+    ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``. Both
+    parts are means weighted by ``weight_BL`` (a mask, or numbers from 0), the hard one over the tokens that have a
+    label, at temperature 1. ``vocab_size`` is the number of real tokens; logits beyond it are padding. By default it is
+    the smaller of the two vocabularies. Any dimensions may stand in place of B and L.
+
+    Gradients go to student_hidden and student_head, the latter summed in fp32. Under autocast both are multiplied in
+    its dtype; float16 is multiplied in float32. ``chunk_size`` is in tokens. ``impl`` "auto" is "triton" for bfloat16
+    and float32 on a CUDA device, else "torch".
+
+    Raises ValueError for shapes, dtypes or devices that do not fit, no tokens, and options out of range; RuntimeError
+    for "triton" where it is not installed.
+    """
+    options = Options(kind, temperature, beta, hard_weight)
+    _check_options(options, labels_BL, chunk_size, impl)
+    _check_tensors(student_hidden_BLD, student_head_VD, teacher, weight_BL, labels_BL)
+    n_real = _real_vocabulary(student_head_VD, teacher, vocab_size)
+    dtype = _product_dtype(student_hidden_BLD, student_head_VD, "student_hidden_BLD", "student_head_VD")
+    from_head = isinstance(teacher, TeacherHead)
+    impl = _pick(impl, student_hidden_BLD.device, dtype)
+    problem = _Problem(
+        teacher=_flat(teacher),
+        tokens=_tokens(student_hidden_BLD, weight_BL, labels_BL, options, _wide(dtype)),
+        options=options,
+        n_real=n_real,
+        dtype=dtype,
+        teacher_dtype=_product_dtype(*teacher, "the teacher's hidden_BLE", "head_WE") if from_head else dtype,
+        chunk_size=chunk_size or _default_chunk(n_real, impl),
+        of_logits=_maths(impl),
+    )
+    _check_numbers(problem)
+    hidden_MD = student_hidden_BLD.flatten(0, -2)
+    if not torch.is_grad_enabled():
+        hidden_MD, student_head_VD = hidden_MD.detach(), student_head_VD.detach()
+    return _DistillationLoss.apply(hidden_MD, student_head_VD, problem)
+
+
+class _Problem(NamedTuple):
+    """All that the loss depends on besides the student; tensors with their tokens in one dimension."""
+
+    teacher: TeacherHead | TeacherTopK
+    tokens: Tokens
+    options: Options
+    n_real: int
+    dtype: torch.dtype
+    """Of the student's products."""
+    teacher_dtype: torch.dtype
+    chunk_size: int
+    of_logits: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
+
+
+class _DistillationLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, problem: _Problem) -> Tensor:
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            loss, *gradients = _chunked(hidden_MD, head_VD, problem, ctx.needs_input_grad)
+        ctx.save_for_backward(*gradients)
+        ctx.head_dtype = head_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        d_hidden, d_head = ctx.saved_tensors
+        return (
+            None if d_hidden is None else d_hidden * d_loss,
+            None if d_head is None else (d_head * d_loss).to(ctx.head_dtype),
+            None,
+        )
+
+
+def _chunked(
+    hidden_MD: Tensor, head_VD: Tensor, problem: _Problem, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, its gradient by the hidden states, in their dtype, and by the head, in float32 at least."""
+    compare = _comparison(problem)
+    head = head_VD[: problem.n_real].to(problem.dtype)
+    d_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
+    d_head = head_VD.new_zeros(head_VD.shape, dtype=_wide(problem.dtype)) if wanted[1] else None
+
+    losses = []
+    for start in range(0, len(hidden_MD), problem.chunk_size):
+        rows = slice(start, start + problem.chunk_size)
+        tokens = Tokens(*(t[rows] for t in problem.tokens))
+        student_MD = _kept(hidden_MD[rows], tokens).to(problem.dtype)
+        loss_M, gradient_MV = compare(_logits(student_MD, head), rows, tokens)
+        losses.append(loss_M)
+        gradient_MV = gradient_MV.to(problem.dtype)
+        if d_hidden is not None:
+            d_hidden[rows] = gradient_MV @ head
+        if d_head is not None:
+            _add_product(d_head[: problem.n_real], gradient_MV.mT, student_MD)
+    return torch.cat(losses).sum(), d_hidden, d_head
+
+
+def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Tensor, Tensor]]:
+    """From a chunk's logits, its place among the tokens, and its tokens: loss_M and gradient_MV."""
+    teacher, options = problem.teacher, problem.options
+    of_head, of_top_k = problem.of_logits
+    if isinstance(teacher, TeacherTopK):
+        ids_MK, log_probs_MK = teacher
+
+        def with_top_k(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
+            ids, log_probs = (_kept(t[rows], tokens) for t in (ids_MK, log_probs_MK))
+            return of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
+
+        return with_top_k
+
+    hidden_ME, head_WE = teacher
+    dtype = problem.teacher_dtype
+    head = head_WE[: problem.n_real].to(dtype)
+
+    def with_head(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return of_head(logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options)
+
+    return with_head
+
+
+def _kept(x: Tensor, tokens: Tokens) -> Tensor:
+    return x.masked_fill(~tokens.kept_M.unsqueeze(-1), 0)
+
+
+def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
+    """Every row starts at a multiple of 16 bytes, whatever the vocabulary."""
+    n_real = len(head_VD)
+    padded = hidden_MD.new_empty(len(hidden_MD), -(-n_real // ALIGNED) * ALIGNED)
+    return torch.mm(hidden_MD, head_VD.mT, out=padded[:, :n_real])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is in float32 at least."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _adds_wide_products(a.dtype, a.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+@functools.cache
+def _adds_wide_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds a bf16 product to an fp32 sum; older ones, and CPUs, need copies in fp32."""
+    a, total = (torch.zeros(16, 16, dtype=dtype_, device=device) for dtype_ in (dtype, torch.float32))
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _tokens(
+    hidden_BLD: Tensor, weight_BL: Tensor | None, labels_BL: Tensor | None, options: Options, dtype: torch.dtype
+) -> Tokens:
+    shape, device = hidden_BLD.shape[:-1], hidden_BLD.device
+    weight_BL = torch.ones(shape, device=device) if weight_BL is None else weight_BL
+    labels_BL = torch.full(shape, IGNORE, device=device) if labels_BL is None else labels_BL
+    weight_M, labels_M = weight_BL.detach().flatten().to(dtype), labels_BL.flatten()
+    kept_M = weight_M != 0
+    labelled_M = kept_M & (labels_M != IGNORE)
+    hard_M = weight_M.where(labelled_M, 0.0)
+    soft_scale = (1.0 - options.hard_weight) * options.temperature**2
+    return Tokens(
+        soft_M=weight_M * (soft_scale / _total(weight_M)),
+        hard_M=hard_M * (options.hard_weight / _total(hard_M)),
+        labels_M=labels_M.where(labelled_M, 0),
+        kept_M=kept_M,
+    )
+
+
+def _total(weight_M: Tensor) -> Tensor:
+    total = weight_M.sum()
+    return total.where(total != 0, 1.0)
+
+
+def _flat(teacher: TeacherHead | TeacherTopK) -> TeacherHead | TeacherTopK:
+    if isinstance(teacher, TeacherHead):
+        return TeacherHead(teacher.hidden_BLE.detach().flatten(0, -2), teacher.head_WE.detach())
+    return TeacherTopK(teacher.ids_BLK.flatten(0, -2), teacher.log_probs_BLK.detach().flatten(0, -2))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product_dtype(hidden: Tensor, head: Tensor, hidden_name: str, head_name: str) -> torch.dtype:
+    """What a linear layer would multiply in, except that float16's range is too small for the gradient of logits."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, head.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    elif hidden.dtype != head.dtype:
+        raise ValueError(f"{hidden_name} is {hidden.dtype} and {head_name} {head.dtype}; cast one, or use autocast.")
+    else:
+        dtype = hidden.dtype
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _default_chunk(n_real: int, impl: str) -> int:
+    """As many tokens as `CHUNK_LOGITS` allows, in whole tiles of a matrix product."""
+    size = CHUNK_LOGITS[impl] // n_real
+    return size // 128 * 128 if size >= 128 else max(1, size)
+
+
+def _pick(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation that "auto" stands for; a named one if it can compute in this dtype."""
+    has_kernels = dtype in (torch.bfloat16, torch.float32)
+    if impl == "triton" and not has_kernels:
+        raise ValueError(f"impl is 'triton' for {dtype}; the kernels are for bfloat16 and float32: use impl='torch'.")
+    if impl == "auto":
+        return "triton" if device.type == "cuda" and has_kernels and _triton_is_installed() else "torch"
+    return impl
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _maths(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
+    if impl == "torch":
+        from . import loss_torch
+
+        return loss_torch.of_head, loss_torch.of_top_k
+    if not _triton_is_installed():
+        raise RuntimeError("impl is 'triton', which is not installed; install triton or use impl='torch'.")
+    from . import loss_triton
+
+    return loss_triton.of_head, loss_triton.of_top_k
+
+
+def _real_vocabulary(head_VD: Tensor, teacher: TeacherHead | TeacherTopK, vocab_size: int | None) -> int:
+    widths = [len(head_VD)] + ([len(teacher.head_WE)] if isinstance(teacher, TeacherHead) else [])
+    n_real = min(widths) if vocab_size is None else vocab_size
+    if not 0 < n_real <= min(widths):
+        raise ValueError(
+            f"vocab_size is {n_real}; the heads have {' and '.join(map(str, widths))} rows, so it must be from 1 to "
+            f"{min(widths)}."
+        )
+    if isinstance(teacher, TeacherTopK) and not 0 < teacher.ids_BLK.shape[-1] <= n_real:
+        raise ValueError(
+            f"the teacher has {teacher.ids_BLK.shape[-1]} ids a token; it must be from 1 to vocab_size, {n_real}."
+        )
+    return n_real
+
+
+def _check_numbers(problem: _Problem) -> None:
+    """On a CPU only, for a GPU would have to be waited for; there, NaN or a device-side assertion tells."""
+    tokens = problem.tokens
+    if tokens.kept_M.device.type != "cpu":
+        return
+    named = {"labels_BL": tokens.labels_M}
+    if isinstance(problem.teacher, TeacherTopK):
+        named["the teacher's ids_BLK"] = problem.teacher.ids_BLK[tokens.kept_M]
+    for name, ids in named.items():
+        wrong = ids[(ids < 0) | (ids >= problem.n_real)]
+        if len(wrong):
+            raise ValueError(
+                f"{name} has {wrong[0].item()}; it must be from 0 to vocab_size - 1, {problem.n_real - 1}."
+            )
+
+
+def _check_options(options: Options, labels: Tensor | None, chunk_size: int | None, impl: str) -> None:
+    kind, temperature, beta, hard_weight = options
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}.")
+    if kind == "jsd" and not 0.0 < beta < 1.0:
+        raise ValueError(f"beta is {beta}; jsd needs 0 < beta < 1 (its ends are the kinds forward_kl and reverse_kl).")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it divides the logits and must be above 0.")
+    if not 0.0 <= hard_weight <= 1.0:
+        raise ValueError(f"hard_weight is {hard_weight}; a mixture weight lies between 0 and 1.")
+    if hard_weight and labels is None:
+        raise ValueError(f"hard_weight is {hard_weight} without labels_BL; pass the labels or use hard_weight=0.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it counts tokens: pass at least 1, or None.")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
+
+
+def _check_tensors(
+    hidden: Tensor, head: Tensor, teacher: TeacherHead | TeacherTopK, weight: Tensor | None, labels: Tensor | None
+) -> None:
+    if hidden.dim() < 2 or hidden.numel() == 0:
+        raise ValueError(f"student_hidden_BLD has shape {tuple(hidden.shape)}; it must be [B, L, D], none of them 0.")
+    _check_head("student_head_VD", head, hidden.shape[-1])
+    tokens = hidden.shape[:-1]
+    if isinstance(teacher, TeacherHead):
+        named = {"the teacher's hidden_BLE": teacher.hidden_BLE}
+        _check_head("the teacher's head_WE", teacher.head_WE, teacher.hidden_BLE.shape[-1])
+    else:
+        named = {"the teacher's ids_BLK": teacher.ids_BLK, "the teacher's log_probs_BLK": teacher.log_probs_BLK}
+        if teacher.ids_BLK.shape != teacher.log_probs_BLK.shape or teacher.ids_BLK.dtype != torch.int64:
+            raise ValueError(
+                f"the teacher's ids_BLK are {teacher.ids_BLK.dtype} of shape {tuple(teacher.ids_BLK.shape)}, its "
+                f"log_probs_BLK of shape {tuple(teacher.log_probs_BLK.shape)}; pass one int64 id for each."
+            )
+    for name, tensor in named.items():
+        if tensor.dim() != hidden.dim() or tensor.shape[:-1] != tokens:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; its tokens must be the student's, {tuple(tokens)}."
+            )
+    for name, tensor in {"weight_BL": weight, "labels_BL": labels}.items():
+        if tensor is not None and tensor.shape != tokens:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; it must have one entry a token: {tuple(tokens)}."
+            )
+    if weight is not None and weight.device.type == "cpu" and (weight < 0).any():
+        raise ValueError("weight_BL has a negative entry; weights start at 0: clamp them.")
+    for name, tensor in {"student_head_VD": head, **named, "weight_BL": weight, "labels_BL": labels}.items():
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, student_hidden_BLD on {hidden.device}; move it there.")
+
+
+def _check_head(name: str, head: Tensor, width: int) -> None:
+    if head.dim() != 2 or head.shape[1] != width:
+        raise ValueError(
+            f"{name} has shape {tuple(head.shape)}; it must be [vocabulary, {width}], as its hidden states."
+        )

@@ -1,0 +1,90 @@
+"""What the distillation loss does to the logits of a chunk, in plain torch: loss and gradient of every token.
+
+With q the student's probabilities at temperature T and r_v = d divergence / d q_v, the gradient by the student's logits
+is (q_v r_v - q_v sum_u q_u r_u) / T: every divergence is written as its ``pull`` q_v r_v.
+
+Shapes: M tokens, V vocabulary, K stored tokens of the teacher, O outcomes that are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .loss import Options, Tokens
+
+SMALLEST_TAIL = torch.finfo(torch.float32).eps
+"""What a teacher's top K leave over, at least: less is the rounding of their sum."""
+
+
+def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:
+    """loss_M and gradient_MV by the student's logits, both in float32 at least."""
+    student_MV, teacher_MV = _wide(student_MV), _wide(teacher_MV)
+    log_q, log_p = ((x / options.temperature).log_softmax(-1) for x in (student_MV, teacher_MV))
+    divergence_M, gradient_MV = divergence(log_q, log_p, options)
+    gradient_MV *= (tokens.soft_M / options.temperature).unsqueeze(-1)
+    return _with_cross_entropy(tokens.soft_M * divergence_M, gradient_MV, student_MV, tokens, options)
+
+
+def of_top_k(
+    student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, tokens: Tokens, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The same with a teacher that is known at K tokens; all others are one outcome."""
+    student_MV = _wide(student_MV)
+    log_q_MV = (student_MV / options.temperature).log_softmax(-1)
+    rest_MV = log_q_MV.scatter(1, ids_MK, -math.inf)
+    log_q_rest = rest_MV.logsumexp(-1, keepdim=True)
+    log_q_MO = torch.cat([log_q_MV.gather(1, ids_MK), log_q_rest], -1)
+    divergence_M, gradient_MO = compare_outcomes(log_q_MO, log_probs_MK, student_MV.shape[1], options)
+    gradient_MO *= (tokens.soft_M / options.temperature).unsqueeze(-1)
+    # An outcome's gradient is shared out among its tokens by their probabilities.
+    gradient_MV = (rest_MV - log_q_rest).exp() * gradient_MO[:, -1:]
+    gradient_MV.scatter_(1, ids_MK, gradient_MO[:, :-1])
+    return _with_cross_entropy(tokens.soft_M * divergence_M, gradient_MV, student_MV, tokens, options)
+
+
+def compare_outcomes(
+    log_q_MO: Tensor, log_probs_MK: Tensor, n_vocabulary: int, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Divergence and gradient over K tokens and "any other", which is left out if K is the whole vocabulary."""
+    n_stored = log_probs_MK.shape[1]
+    if n_stored == n_vocabulary:
+        divergence_M, gradient_MK = divergence(log_q_MO[:, :n_stored], log_probs_MK, options)
+        return divergence_M, torch.nn.functional.pad(gradient_MK, (0, 1))
+    rest = (1.0 - log_probs_MK.exp().sum(-1, keepdim=True)).clamp_min(SMALLEST_TAIL).log()
+    return divergence(log_q_MO, torch.cat([log_probs_MK, rest], -1), options)
+
+
+def divergence(log_q_MO: Tensor, log_p_MO: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The divergence between teacher p and student q, and its gradient by the student's logits at temperature T."""
+    q, p = log_q_MO.exp(), log_p_MO.exp()
+    if options.kind == "forward_kl":
+        return (p * (log_p_MO - log_q_MO)).sum(-1), q * p.sum(-1, keepdim=True) - p
+    if options.kind == "reverse_kl":
+        pull = q * (log_q_MO - log_p_MO)
+        return pull.sum(-1), pull - q * pull.sum(-1, keepdim=True)
+    beta = options.beta
+    log_m = torch.logaddexp(log_p_MO + math.log(beta), log_q_MO + math.log1p(-beta))
+    pull = (1.0 - beta) * q * (log_q_MO - log_m)
+    value = beta * (p * (log_p_MO - log_m)).sum(-1) + pull.sum(-1)
+    return value, pull - q * pull.sum(-1, keepdim=True)
+
+
+def _with_cross_entropy(
+    loss_M: Tensor, gradient_MV: Tensor, student_MV: Tensor, tokens: Tokens, options: Options
+) -> tuple[Tensor, Tensor]:
+    if options.hard_weight:
+        log_q_MV = student_MV.log_softmax(-1)
+        label_M1, hard_M1 = tokens.labels_M.unsqueeze(-1), tokens.hard_M.unsqueeze(-1)
+        loss_M = loss_M - tokens.hard_M * log_q_MV.gather(1, label_M1).squeeze(-1)
+        gradient_MV += hard_M1 * log_q_MV.exp()
+        gradient_MV.scatter_add_(1, label_M1, -hard_M1)
+    return loss_M, gradient_MV
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,295 @@
+"""The chunked distillation loss equals that of `hybrid_distill.distill.losses`: value and gradients, all options."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from hybrid_kernels.loss import IGNORE, KINDS, TeacherHead, TeacherTopK, distillation_loss
+from torch import Tensor
+
+from hybrid_distill.distill import losses
+
+# (implementation, dtype) -> error relative to the largest value; the reference multiplies the same numbers in fp64.
+# The reference divides by counts in fp32; in bf16 the logits are rounded, as in any model, and then their gradient.
+TOLERANCE = {
+    ("torch", torch.float64): 1e-7,
+    ("torch", torch.float32): 1e-5,
+    ("torch", torch.bfloat16): 3e-2,
+    ("triton", torch.float32): 1e-5,
+    ("triton", torch.bfloat16): 3e-2,
+}
+B, L, D, E, V, W = 2, 5, 8, 6, 37, 41
+REAL = 35
+"""Fewer words than either head has rows."""
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For tests that run kernels."""
+    pytest.importorskip("triton", reason="the kernels are written in triton")
+    from hybrid_kernels.common import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest) -> str:
+    """Both implementations of a chunk; the kernels run in the interpreter."""
+    if request.param == "triton":
+        request.getfixturevalue("interpreter")
+    return request.param
+
+
+class Case:
+    """A student, a teacher of another width and vocabulary padding, labels and weights of different size."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.hidden = torch.randn(B, L, D).to(dtype)
+        self.head = torch.randn(V, D).to(dtype)
+        self.teacher = TeacherHead(torch.randn(B, L, E).to(dtype), torch.randn(W, E).to(dtype))
+        self.labels = torch.randint(REAL, (B, L)).masked_fill(torch.rand(B, L) < 0.3, IGNORE)
+        self.mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0]]).bool()
+
+    def run(self, loss, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Value and gradients by hidden states and head, of ``loss(hidden, head, teacher)``."""
+        hidden, head = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (self.hidden, self.head))
+        teacher = TeacherHead(*(t.to(dtype or t.dtype) for t in self.teacher))
+        value = loss(hidden, head, teacher)
+        value.backward()
+        assert hidden.grad is not None and head.grad is not None
+        return [value.detach(), hidden.grad, head.grad]
+
+    def expected(self, **options) -> list[Tensor]:
+        """The reference on whole logits, in fp64."""
+        return self.run(
+            lambda hidden, head, teacher: losses.distillation_loss(
+                hidden @ head.mT, teacher.hidden_BLE @ teacher.head_WE.mT, self.mask,
+                labels_BL=self.labels, vocab_size=REAL, **options,
+            ), torch.float64,
+        )  # fmt: skip
+
+
+def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(actual, expected):
+        error = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
+        assert error <= tolerance, error.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.25), (0.5, 1.0)])
+def test_value_and_gradients_are_the_references(kind, temperature, hard_weight, dtype, impl, poison):
+    if (impl, dtype) not in TOLERANCE:
+        pytest.skip("the kernels have no fp64")
+    case = Case(dtype)
+    options = {"kind": kind, "temperature": temperature, "hard_weight": hard_weight, "beta": 0.3}
+    ours = case.run(
+        lambda *args: distillation_loss(
+            *args, case.mask, labels_BL=case.labels, vocab_size=REAL, chunk_size=4, impl=impl, **options
+        )
+    )
+    assert ours[1].dtype == ours[2].dtype == dtype
+    close(ours, case.expected(**options), TOLERANCE[impl, dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_longer_than_a_block(kind, monkeypatch, interpreter):
+    from hybrid_kernels import loss_triton
+
+    monkeypatch.setattr(loss_triton, "BLOCK", 16)
+    case = Case()
+    options = {"kind": kind, "hard_weight": 0.5}
+    ours = case.run(
+        lambda *args: distillation_loss(
+            *args, case.mask, labels_BL=case.labels, vocab_size=REAL, impl="triton", **options
+        )
+    )
+    close(ours, case.expected(**options), TOLERANCE["triton", torch.float32])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+def test_chunks_change_nothing(chunk_size):
+    case = Case(torch.float64)
+    whole, chunked = (
+        case.run(lambda *args, size=size: distillation_loss(*args, case.mask, vocab_size=REAL, chunk_size=size))
+        for size in (None, chunk_size)
+    )
+    close(chunked, whole, 1e-12)
+
+
+def test_weights_are_the_weights_of_a_mean(impl):
+    case = Case()
+    weight = torch.rand(B, L) + 0.1
+    ours = case.run(
+        lambda *args: distillation_loss(
+            *args, weight, hard_weight=0.5, labels_BL=case.labels, vocab_size=REAL, impl=impl
+        )
+    )
+
+    def each_alone(hidden: Tensor, head: Tensor, teacher: TeacherHead) -> Tensor:
+        soft, hard = [], []
+        for row, place in itertools.product(range(B), range(L)):
+            at = (slice(row, row + 1), slice(place, place + 1))
+            logits = hidden[at] @ head.mT, teacher.hidden_BLE[at] @ teacher.head_WE.mT
+            soft.append(losses.distillation_loss(*logits, vocab_size=REAL))
+            hard.append(losses.distillation_loss(*logits, vocab_size=REAL, hard_weight=1.0, labels_BL=case.labels[at]))
+        labelled = weight.flatten() * (case.labels.flatten() != IGNORE)
+        parts = ((soft, weight.flatten()), (hard, labelled))
+        return sum(0.5 * (torch.stack(part) * w).sum() / w.sum() for part, w in parts)  # type: ignore[return-value]
+
+    close(ours, case.run(each_alone, torch.float64), 1e-5)
+
+
+def test_what_masked_tokens_hold_is_never_seen(impl):
+    case = Case()
+    options = {"kind": "jsd", "vocab_size": REAL, "impl": impl}
+    clean = case.run(lambda *args: distillation_loss(*args, case.mask, **options))
+    case.hidden[~case.mask] = float("nan")
+    case.teacher.hidden_BLE[~case.mask] = float("inf")
+    dirty = case.run(lambda *args: distillation_loss(*args, case.mask, **options))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
+    assert not dirty[1][~case.mask].any()
+
+
+def test_no_token_at_all_costs_nothing():
+    case = Case()
+    value, *gradients = case.run(lambda *args: distillation_loss(*args, torch.zeros(B, L), vocab_size=REAL))
+    assert value == 0 and not any(gradient.any() for gradient in gradients)
+
+
+def stored(case: Case, k: int, temperature: float) -> TeacherTopK:
+    logits = (case.teacher.hidden_BLE.double() @ case.teacher.head_WE.double().mT)[..., :REAL]
+    log_probs, ids = (logits / temperature).log_softmax(-1).topk(k, dim=-1)
+    return TeacherTopK(ids, log_probs)
+
+
+def coarse_loss(case: Case, top: TeacherTopK, kind: str, temperature: float, hard_weight: float) -> list[Tensor]:
+    """Through autograd: probabilities of K tokens and of all others together, then the reference's divergences."""
+
+    def loss(hidden: Tensor, head: Tensor, _: TeacherHead) -> Tensor:
+        logits = (hidden @ head.mT)[..., :REAL]
+        q = (logits / temperature).softmax(-1)
+        q_top = q.gather(-1, top.ids_BLK)
+        others = torch.ones_like(q).scatter(-1, top.ids_BLK, 0.0)
+        q_all = torch.cat([q_top, (q * others).sum(-1, keepdim=True)], -1).log()
+        p_top = top.log_probs_BLK.exp()
+        p_all = torch.cat([p_top, 1 - p_top.sum(-1, keepdim=True)], -1).log()
+        divergence = losses._divergence(kind, 0.3)(q_all, p_all)[case.mask].mean()
+        labels = case.labels.where(case.mask, IGNORE)
+        hard = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        return (1 - hard_weight) * temperature**2 * divergence + hard_weight * hard
+
+    return case.run(loss, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.5)])
+def test_a_teacher_of_top_k_and_a_tail(kind, temperature, hard_weight, dtype, impl, poison):
+    if (impl, dtype) not in TOLERANCE:
+        pytest.skip("the kernels have no fp64")
+    case = Case(dtype)
+    top = stored(case, 5, temperature)
+    ours = case.run(
+        lambda hidden, head, _: distillation_loss(
+            hidden, head, top, case.mask, kind=kind, beta=0.3, temperature=temperature, hard_weight=hard_weight,
+            labels_BL=case.labels, vocab_size=REAL, chunk_size=4, impl=impl,
+        )
+    )  # fmt: skip
+    close(ours, coarse_loss(case, top, kind, temperature, hard_weight), TOLERANCE[impl, dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_top_of_everything_is_the_whole_teacher(kind, impl):
+    case = Case()
+    top = stored(case, REAL, 1.0)
+    options = {"kind": kind, "hard_weight": 0.5}
+    ours = case.run(
+        lambda hidden, head, _: distillation_loss(
+            hidden, head, top, case.mask, labels_BL=case.labels, vocab_size=REAL, impl=impl, **options
+        )
+    )
+    close(ours, case.expected(**options), TOLERANCE[impl, torch.float32])
+
+
+def test_the_backward_scales_and_frozen_parts_get_nothing():
+    case = Case(torch.float64)
+    hidden, head = case.hidden.requires_grad_(), case.head.requires_grad_()
+    loss = distillation_loss(hidden, head, case.teacher)
+    once = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
+    thrice = torch.autograd.grad(3 * loss, (hidden, head), retain_graph=True)
+    assert all(torch.allclose(3 * a, b) for a, b in zip(once, thrice))
+    alone = distillation_loss(hidden, head.detach(), case.teacher)
+    assert torch.equal(torch.autograd.grad(alone, hidden)[0], once[0])
+    assert not distillation_loss(hidden.detach(), head.detach(), case.teacher).requires_grad
+
+
+def test_autocast_multiplies_in_bf16_and_sums_the_head_in_fp32():
+    case = Case()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = case.run(lambda *args: distillation_loss(*args, case.mask, vocab_size=REAL))
+    assert [t.dtype for t in ours] == [torch.float32] * 3
+    close(ours, case.expected(), TOLERANCE["torch", torch.bfloat16])
+
+
+def test_ligers_fused_jsd_agrees(interpreter):
+    """Another implementation of the same sum, with its divergence and ours at beta = 0.5."""
+    liger = pytest.importorskip("liger_kernel.ops.fused_linear_jsd", reason="liger-kernel is not installed")
+    case = Case()
+    flat = [t.flatten(0, 1) for t in (case.hidden, case.teacher.hidden_BLE)]
+    hidden, head = flat[0].clone().requires_grad_(), case.head.clone().requires_grad_()
+    try:
+        value = liger.LigerFusedLinearJSDFunction.apply(
+            hidden, head, flat[1], case.teacher.head_WE[:V], None, 0.5, -100, 1.0
+        )
+    except Exception as broken:
+        if type(broken).__module__.startswith("triton"):
+            pytest.skip(f"Liger's kernel does not run in this interpreter: {broken}")
+        raise
+    value.backward()
+    ours = case.run(lambda *args: distillation_loss(*args, kind="jsd"))
+    assert hidden.grad is not None and head.grad is not None
+    close(ours, [value.detach(), hidden.grad.unflatten(0, (B, L)), head.grad], 1e-4)
+
+
+def test_the_torch_version_needs_no_triton():
+    code = "import sys; sys.modules['triton'] = None; import hybrid_kernels.loss, hybrid_kernels.loss_torch"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "kl"}, "kind is 'kl'; choose one of forward_kl, reverse_kl, jsd"),
+        ({"kind": "jsd", "beta": 1.0}, "beta is 1.0"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"hard_weight": 1.5}, "hard_weight is 1.5"),
+        ({"hard_weight": 0.5}, "without labels_BL"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"impl": "cuda"}, "impl is 'cuda'"),
+        ({"vocab_size": 38}, "vocab_size is 38; the heads have 37 and 41 rows, so it must be from 1 to 37"),
+        ({"student_hidden_BLD": torch.zeros(2, 0, 8)}, r"has shape \(2, 0, 8\); it must be \[B, L, D\]"),
+        ({"student_hidden_BLD": torch.zeros(2, 5, 8).half()}, "student_hidden_BLD is torch.float16 and"),
+        ({"student_head_VD": torch.zeros(37, 9)}, r"student_head_VD has shape \(37, 9\); it must be \[vocabulary, 8\]"),
+        ({"weight_BL": torch.zeros(10)}, r"weight_BL has shape \(10,\); it must have one entry a token: \(2, 5\)"),
+        ({"weight_BL": -torch.ones(2, 5)}, "weight_BL has a negative entry"),
+        ({"hard_weight": 1.0, "labels_BL": torch.full((2, 5), 37)}, "labels_BL has 37; it must be from 0 to"),
+        (
+            {"teacher": TeacherHead(torch.zeros(2, 4, 6), torch.zeros(41, 6))},
+            r"its tokens must be the student's, \(2, 5\)",
+        ),
+        (
+            {"teacher": TeacherTopK(torch.full((2, 5, 1), -1), torch.zeros(2, 5, 1))},
+            "the teacher's ids_BLK has -1; it must be from 0 to",
+        ),
+        ({"teacher": TeacherTopK(torch.zeros(2, 5, 3).long(), torch.zeros(2, 5, 1))}, "pass one int64 id for each"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    case = Case()
+    good = {"student_hidden_BLD": case.hidden, "student_head_VD": case.head, "teacher": case.teacher}
+    with pytest.raises(ValueError, match=message):
+        distillation_loss(**{**good, **change})
