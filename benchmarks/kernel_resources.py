@@ -1,7 +1,8 @@
 """What do the kernels cost the hardware? Compiles every configuration ahead of time; no GPU is needed.
 
     python benchmarks/kernel_resources.py            # writes benchmarks/results/kernel_resources.json
-    python benchmarks/kernel_resources.py --only "ssd backward N=64"
+    python benchmarks/kernel_resources.py --only "ssd backward CXB N=64"
+    python benchmarks/kernel_resources.py --check    # compiles nothing: is the file complete, and are promises kept?
 
 For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, stack, shared
 memory and tensor-core instructions, read from the binary. The file has one section for each version of triton it was
@@ -17,9 +18,9 @@ import ast
 import datetime
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -30,12 +31,12 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interpreted kernels cannot be compiled
 
+import hybrid_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
-MODULES = ("ssd", "conv", "step", "loss")
 CAPABILITIES = (80, 90)
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -44,10 +45,11 @@ SPILL = re.compile(r"\b(STL|LDL)\b")
 
 
 def kernel_modules() -> Iterator[ModuleType]:
-    """Those of `hybrid_kernels` that are there."""
-    for name in MODULES:
-        if importlib.util.find_spec(f"hybrid_kernels.{name}"):
-            yield importlib.import_module(f"hybrid_kernels.{name}")
+    """Those of `hybrid_kernels` that list their configurations."""
+    for found in pkgutil.iter_modules(hybrid_kernels.__path__):
+        module = importlib.import_module(f"hybrid_kernels.{found.name}")
+        if hasattr(module, "compilations"):
+            yield module
 
 
 def digest(module: ModuleType) -> str:
@@ -114,15 +116,41 @@ def broken_promises(compilation: Any, capability: int, found: dict[str, int]) ->
     return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
 
 
+def check(record: dict[str, Any]) -> None:
+    """Exit with what is broken (status 1), else with how much was not compiled yet (status 3), else return."""
+    broken, missing = [], []
+    for version in [name for name in record if name.startswith("triton")] or ["triton of any version"]:
+        for module in kernel_modules():
+            entry = record.get(version, {}).get(module.__name__.rpartition(".")[2], {})
+            for capability in CAPABILITIES:
+                rows = entry.get(f"sm_{capability}", {}) if entry.get("digest") == digest(module) else {}
+                for compilation in module.compilations(capability):
+                    row = rows.get(compilation.name, {})
+                    if row.get("key") == key(compilation):
+                        broken += broken_promises(compilation, capability, row)
+                    else:
+                        missing.append(f"{version} sm_{capability} {compilation.name}")
+    if broken:
+        print("\n".join(broken))
+        raise SystemExit(1)
+    if missing:
+        print(f"{len(missing)} configurations are not in the file, first {missing[0]}: run this script.")
+        raise SystemExit(3)
+
+
 def main() -> None:
     """Compile, print, write the JSON; exit code 1 when a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), choices=CAPABILITIES)
+    parser.add_argument("--check", action="store_true", help="compile nothing, read the file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.check:
+        check(record)
+        return
     section = record.setdefault(f"triton {triton.__version__}", {})
     section["date"] = datetime.date.today().isoformat()
     broken = []

@@ -26,7 +26,7 @@ from typing import NamedTuple
 RESULTS = Path(__file__).parent / "results" / "traffic.json"
 BF16, FP32 = 2, 4
 MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
-OUR_CHUNK = 64
+OUR_CHUNK = 32
 SPLIT_FROM_STATE = 128  # our backward is two kernels from this state size on
 
 

@@ -57,6 +57,22 @@ def mm(a, b, MODE: tl.constexpr):
 
 
 @triton.jit
+def once(x, MODE: tl.constexpr):
+    """x as the operand of products, computed a single time.
+
+    Else the compiler repeats the arithmetic that leads to it in the layout of every product it enters, and the copies
+    fill the registers.
+    """
+    if MODE == "gpu":
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.bfloat16)], tl.bfloat16, False, 2)
+    elif MODE == "tf32x3":
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, False, 1)
+    elif MODE == "emu":
+        x = rne(x)
+    return x
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr, MODE: tl.constexpr):
     """An fp32 tensor in the dtype it is stored in, rounded to nearest: narrow(x, p.dtype.element_ty, MODE)."""
     if MODE == "emu" and dtype == tl.bfloat16:

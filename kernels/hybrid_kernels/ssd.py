@@ -51,6 +51,7 @@ from .common import (
     dot_mode,
     mm,
     narrow,
+    once,
     rows,
 )
 
@@ -82,12 +83,17 @@ class Tile(NamedTuple):
 
 
 def _tiles() -> dict[tuple[torch.dtype, int, int], Tile]:
-    """By dtype and the blocks of N and P. Which ones spill: benchmarks/results/kernel_resources.json."""
+    """By dtype and the blocks of N and P; what they compile to is in benchmarks/results/kernel_resources.json.
+
+    Chunks of 32 let the one-pass backward keep all it needs in registers; at 64 it spills whatever the warps.
+    """
     table = {}
     for n in (16, 32, 64, 128):
         for p in (16, 32, 64, 128):
-            table[torch.bfloat16, n, p] = Tile(64, Launch(4, 2), Launch(8, 2), split=n == 128)
-            table[torch.float32, n, p] = Tile(32, Launch(4, 1), Launch(8, 1), split=n == 128)
+            n_warps = 4 if n * p <= 16 * 64 else 8
+            split = n == 128
+            table[torch.bfloat16, n, p] = Tile(32, Launch(4, 2), Launch(n_warps, 1), split)
+            table[torch.float32, n, p] = Tile(16, Launch(4, 1), Launch(n_warps, 1), split)
     return table
 
 
@@ -187,11 +193,12 @@ def ssd_forward(
     chunk_states = None
     if save_chunk_states:
         chunk_states = torch.empty(call.chunk_states_shape, dtype=call.x.dtype, device=call.x.device)
-    _forward[call.grid](
-        **call.tensors, before=before, y=y, final=final, chunk_states=chunk_states,
-        **call.sizes, **call.constants, HAS_BEFORE=before is not None, SAVE=save_chunk_states,
-        **call.tile.forward._asdict(),
-    )  # fmt: skip
+    with torch.cuda.device_of(call.x):
+        _forward[call.grid](
+            **call.tensors, before=before, y=y, final=final, chunk_states=chunk_states,
+            **call.sizes, **call.constants, HAS_BEFORE=before is not None, SAVE=save_chunk_states,
+            **call.tile.forward._asdict(),
+        )  # fmt: skip
     return y, final, chunk_states
 
 
@@ -221,20 +228,22 @@ def ssd_backward(
         dstate_BHPN = dstate_BHPN.float().contiguous()
     after = call.gradients_after_segments(dy, dstate_BHPN)
 
-    like = {"device": call.x.device, "dtype": call.x.dtype}
+    like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
+    wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
     dx, dz = torch.empty(call.shape, **like), None if call.z is None else torch.empty(call.shape, **like)
     db, dc = torch.empty(b_BLHN.shape, **like), torch.empty(c_BLHN.shape, **like)
     da = torch.empty_like(call.a)
-    partial = torch.empty(a_BLH.shape, device=call.x.device) if call.tile.split else None
-    dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, device=call.x.device)
-    dstate = None if state_BHPN is None else torch.empty(call.state_shape, device=call.x.device)
-    for part in SPLIT_BACKWARD if call.tile.split else WHOLE_BACKWARD:
-        _backward[call.grid](
-            **call.tensors, dy=dy, chunk_states=chunk_states, after=after,
-            dx=dx, da=da, db=db, dc=dc, dD=dD, dz=dz, dstate=dstate, partial=partial,
-            **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None, **part,
-            **call.tile.backward._asdict(),
-        )  # fmt: skip
+    partial = torch.empty(a_BLH.shape, **wide) if call.tile.split else None
+    dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
+    dstate = None if state_BHPN is None else torch.empty(call.state_shape, **wide)
+    with torch.cuda.device_of(call.x):
+        for part in SPLIT_BACKWARD if call.tile.split else WHOLE_BACKWARD:
+            _backward[call.grid](
+                **call.tensors, dy=dy, chunk_states=chunk_states, after=after,
+                dx=dx, da=da, db=db, dc=dc, dD=dD, dz=dz, dstate=dstate, partial=partial,
+                **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None, **part,
+                **call.tile.backward._asdict(),
+            )  # fmt: skip
     return Gradients(
         dx, da, db, dc,
         None if dD is None or D_H is None else dD.sum((0, 1)).to(D_H.dtype),
@@ -394,16 +403,17 @@ class _Call:
         states = torch.empty(size, dtype=torch.float32, device=v.device)
         through = torch.empty(size[:3], dtype=torch.float32, device=v.device)
         sizes = {name: self.sizes[name] for name in ("L", "H", "chunks_per_segment")}
-        _segment_states[self.grid](
-            v=v, k=k, a=self.a, z=z, seq_idx=self.seq_idx, states=states, through=through,
-            **sizes, v_row=v_row, k_row=k_row, **self._constants(gated=z is not None), REVERSE=reverse,
-            **self.tile.forward._asdict(),
-        )  # fmt: skip
         elements = size[3] * size[4]
-        _carry_over[(self.n_heads, self.batch, triton.cdiv(elements, CARRY_BLOCK))](
-            states=states, through=through, first=first, H=self.n_heads, n_segments=self.n_segments,
-            SIZE=elements, BLOCK=CARRY_BLOCK, HAS_FIRST=first is not None, REVERSE=reverse,
-        )  # fmt: skip
+        with torch.cuda.device_of(v):
+            _segment_states[self.grid](
+                v=v, k=k, a=self.a, z=z, seq_idx=self.seq_idx, states=states, through=through,
+                **sizes, v_row=v_row, k_row=k_row, **self._constants(gated=z is not None), REVERSE=reverse,
+                **self.tile.forward._asdict(),
+            )  # fmt: skip
+            _carry_over[(self.n_heads, self.batch, triton.cdiv(elements, CARRY_BLOCK))](
+                states=states, through=through, first=first, H=self.n_heads, n_segments=self.n_segments,
+                SIZE=elements, BLOCK=CARRY_BLOCK, HAS_FIRST=first is not None, REVERSE=reverse,
+            )  # fmt: skip
         return states
 
 
@@ -505,12 +515,12 @@ def _decays(a, seq_idx, row, head, start, L, H, Q: tl.constexpr, SOFTPLUS: tl.co
 @triton.jit
 def _decay_QQ(cum, document, Q: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The decay from token j to token i as [i, j], or as [j, i] if TRANSPOSED; 0 where i does not see j."""
-    one, other = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
+    q = tl.arange(0, Q)
     if TRANSPOSED:
-        seen = one <= other
+        seen = q[:, None] <= q[None, :]
         log2_decay = cum[None, :] - cum[:, None]
     else:
-        seen = one >= other
+        seen = q[:, None] >= q[None, :]
         log2_decay = cum[:, None] - cum[None, :]
     if PACKED:
         seen = seen & (document[:, None] == document[None, :])
@@ -519,12 +529,16 @@ def _decay_QQ(cum, document, Q: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: 
 
 @triton.jit
 def _load(start, n_valid, row, WIDTH: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
-    """A chunk's rows as [Q, BLOCK], 0 past the end of the sequence and of the row."""
+    """A chunk's rows as [Q, BLOCK], 0 past the end of the sequence and of the row.
+
+    Offsets are int64 although they fit 32 bits: then a thread keeps one address a row, and the compiler adds columns to
+    it in the instruction; from 32 bits it keeps every element's offset in a register all through the loop.
+    """
     q, w = tl.arange(0, Q)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = q < n_valid
     if BLOCK > WIDTH:
         mask = mask & (w < WIDTH)
-    return tl.load(start + q * row + w, mask=mask, other=0.0)
+    return tl.load(start + q.to(tl.int64) * row + w, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -538,7 +552,7 @@ def _store(start, rows, n_valid, row, WIDTH: tl.constexpr, TRANSPOSED: tl.conste
     mask = q < n_valid
     if BLOCK > WIDTH:
         mask = mask & (w < WIDTH)
-    tl.store(start + q * row + w, narrow(rows, start.dtype.element_ty, MODE), mask=mask)
+    tl.store(start + q.to(tl.int64) * row + w, narrow(rows, start.dtype.element_ty, MODE), mask=mask)
 
 
 @triton.jit
@@ -548,7 +562,7 @@ def _load_state(
 ):  # fmt: skip
     """A state as [BLOCK_N, BLOCK_P], 0 where it has no element."""
     n, p = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    return tl.load(start + n * n_stride + p * p_stride, mask=(n < N) & (p < P), other=0.0)
+    return tl.load(start + n.to(tl.int64) * n_stride + p * p_stride, mask=(n < N) & (p < P), other=0.0)
 
 
 @triton.jit
@@ -559,7 +573,7 @@ def _store_state(
     """The counterpart of `_load_state`."""
     n, p = tl.arange(0, state_NP.shape[0])[:, None], tl.arange(0, state_NP.shape[1])[None, :]
     state_NP = narrow(state_NP, start.dtype.element_ty, MODE)
-    tl.store(start + n * n_stride + p * p_stride, state_NP, mask=(n < N) & (p < P))
+    tl.store(start + n.to(tl.int64) * n_stride + p * p_stride, state_NP, mask=(n < N) & (p < P))
 
 
 @triton.jit
@@ -615,10 +629,9 @@ def _sigmoid(z):
 
 @triton.jit
 def _gate(y, z, MODE: tl.constexpr):
-    """y silu(z), as the operand of a product."""
+    """y silu(z), as the operand of products."""
     z = z.to(tl.float32)
-    gated = y.to(tl.float32) * z * _sigmoid(z)
-    return gated.to(tl.bfloat16) if MODE == "gpu" else gated
+    return once(y.to(tl.float32) * z * _sigmoid(z), MODE)
 
 
 @triton.jit
@@ -670,6 +683,8 @@ def _backward(
         state_NP = _load_state(saved, P, 1, N, P, BLOCK_N, BLOCK_P)
         decay_QQ = _decay_QQ(cum, document, Q, PACKED, False)
         dlog_a = tl.zeros([Q], tl.float32)
+        if GRAD_XB:
+            dlog_a += through * tl.sum(dstate_NP * state_NP.to(tl.float32))
 
         if GRAD_C:
             products_QQ = mm(c_QN, tl.trans(b_QN), MODE)
@@ -706,7 +721,6 @@ def _backward(
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end[:, None]
             from_tokens = tl.sum(dx_QP * x_QP.to(tl.float32), 1)
             dlog_a += tl.cumsum(from_tokens, 0) - from_tokens
-            dlog_a += through * tl.sum(dstate_NP * state_NP.to(tl.float32))
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(cum, document, Q, PACKED, True)
             dx_QP += mm(scores_T_QQ, dy_QP, MODE)
             dy_QP = dy_QP.to(tl.float32)
