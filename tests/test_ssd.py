@@ -208,7 +208,7 @@ def test_what_cannot_run_says_so() -> None:
     args = inputs(3)
     with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
-    with pytest.raises(RuntimeError, match="hybrid_kernels is not available"):
-        ssd_scan(*args, impl="triton")
+    with pytest.raises(RuntimeError, match="mamba_ssm is not installed; use 'auto'"):
+        ssd_scan(*args, impl="mamba_ssm")
     with pytest.raises(ValueError, match="chunk_size is 0"):
         ssd_scan(*args, chunk_size=0)

@@ -7,6 +7,7 @@ K conv width (minus 1 in a stored state), R recurrent heads.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
+from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay
 
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
@@ -198,22 +199,24 @@ class SSMHeads(nn.Module):
         cache: HybridLayerCache | None = None,
     ) -> Tensor:
         """Outputs of the recurrent heads, y_BLRP."""
-        x, b, c, log_a = self._inputs(hidden_BLD, token_mask_BL, seq_idx_BL, cache)
+        x, b, c, raw = self._inputs(hidden_BLD, token_mask_BL, seq_idx_BL, cache)
+        z = self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
         state = None if cache is None else cache.ssm_state
         if x.shape[1] == 1 and state is not None:
-            y, state = ssd_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], state)
+            y, state = gated_ssd_step(x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z[:, 0], state)
             y = y.unsqueeze(1)
         else:
-            y, state = ssd_scan(x, log_a, b, c, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl)
+            y, state = gated_ssd_scan(
+                x, raw, b, c, self.D, z, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl
+            )
         if cache is not None:
             cache.remember(ssm_state=state)
-        y = torch.addcmul(y, x, self.D.to(y.dtype).unsqueeze(-1))
-        return y * F.silu(self.z_proj(hidden_BLD)).unflatten(-1, (self.n_heads, self.head_dim))
+        return y
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """T_BRLS, with D on the diagonal and without the gate: y = T x."""
-        x, b, c, log_a = self._inputs(hidden_BLD, None, seq_idx_BL, None)
-        mixing = mixing_matrix(log_a, b, c, seq_idx_BL)
+        x, b, c, raw = self._inputs(hidden_BLD, None, seq_idx_BL, None)
+        mixing = mixing_matrix(log_decay(raw), b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
     def _inputs(
@@ -223,18 +226,19 @@ class SSMHeads(nn.Module):
         seq_idx_BL: Tensor | None,
         cache: HybridLayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x_BLRP, B_BLRN, C_BLRN after the convolution, and log a_BLR. Padding adds and decays nothing."""
+        """x_BLRP, B_BLRN, C_BLRN after the convolution, and the raw decay [B, L, R]; padding adds and decays nothing."""
         xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
-        log_a_BLR = log_decay(self.a_proj(hidden_BLD))
+        raw_BLR = self.a_proj(hidden_BLD)
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             xbc_BLC = xbc_BLC * token_BL1
-            log_a_BLR = log_a_BLR * token_BL1
+            raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
         xbc_BLC, conv_state = causal_conv(
             xbc_BLC,
             self.conv_weight.to(xbc_BLC.dtype),
             state_BCK=None if cache is None else cache.conv_state,
             seq_idx_BL=seq_idx_BL,
+            impl=self.impl,
         )
         if cache is not None:
             cache.remember(conv_state=conv_state)
@@ -242,7 +246,7 @@ class SSMHeads(nn.Module):
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
         if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
             x = x * token_BL1.unsqueeze(-1)
-        return x, b, c, log_a_BLR
+        return x, b, c, raw_BLR
 
 
 class HybridMixer(nn.Module):

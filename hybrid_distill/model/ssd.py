@@ -12,8 +12,12 @@ M chunks, Q chunk size. States and decays are in fp32 at least, whatever the inp
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import math
-from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +27,11 @@ CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/
 CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
 MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds; longer sums of lower values would lose their small terms
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
+MAMBA_CHUNK_SIZE = 128
+SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
+LARGEST_IN_KERNELS = 128  # head dim and state size; beyond, "auto" is torch
+
+log = logging.getLogger(__name__)
 
 
 def log_decay(raw: Tensor) -> Tensor:
@@ -56,21 +65,68 @@ def ssd_scan(
     Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that is
     not installed.
     """
-    scan = _pick(impl)
+    chosen = _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1])
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1.")
     batch, length, n_heads, head_dim = x_BLHP.shape
     with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
+        if chosen == "triton" and length > 0:
+            options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
+            return _kernels("ssd").ssd(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
         dtype = _state_dtype(x_BLHP)
-        x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
         if state_BHPN is None:
-            state = x.new_zeros(batch, n_heads, head_dim, b.shape[-1])
+            state = x_BLHP.new_zeros(batch, n_heads, head_dim, b_BLHN.shape[-1], dtype=dtype)
         else:
             state = state_BHPN.to(dtype)
         if length == 0:
             return x_BLHP, state
+        if chosen == "mamba_ssm":
+            return _scan_mamba_ssm(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state, seq_idx_BL)
+        scan = _scan_reference if chosen == "reference" else _scan_chunked
+        x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
         y, state = scan(x, log_a, b, c, state, seq_idx_BL, min(chunk_size, length))
     return y.to(x_BLHP.dtype), state
+
+
+def gated_ssd_scan(
+    x_BLHP: Tensor,
+    raw_BLH: Tensor,
+    b_BLHN: Tensor,
+    c_BLHN: Tensor,
+    D_H: Tensor,
+    z_BLHP: Tensor,
+    *,
+    state_BHPN: Tensor | None = None,
+    seq_idx_BL: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``(scan(x) + D x) silu(z)`` and the last state: `ssd_scan` from the raw decay on, in one kernel where there
+    is one. Arguments and errors as there.
+    """
+    states = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL}
+    if x_BLHP.shape[1] > 0 and _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1]) == "triton":
+        with torch.autocast(x_BLHP.device.type, enabled=False):
+            return _kernels("ssd").ssd(x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H=D_H, z_BLHP=z_BLHP, **states)
+    y_BLHP, state = ssd_scan(x_BLHP, log_decay(raw_BLH), b_BLHN, c_BLHN, **states, impl=impl)
+    return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
+
+
+def gated_ssd_step(
+    x_BHP: Tensor,
+    raw_BH: Tensor,
+    b_BHN: Tensor,
+    c_BHN: Tensor,
+    D_H: Tensor,
+    z_BHP: Tensor,
+    state_BHPN: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token of `gated_ssd_scan`: y_BHP and the new state."""
+    y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
+    return _skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
+
+
+def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
+    return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1)) * F.silu(z)
 
 
 def ssd_step(
@@ -97,7 +153,12 @@ def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL:
 
 
 def causal_conv(
-    x_BLC: Tensor, weight_CK: Tensor, *, state_BCK: Tensor | None = None, seq_idx_BL: Tensor | None = None
+    x_BLC: Tensor,
+    weight_CK: Tensor,
+    *,
+    state_BCK: Tensor | None = None,
+    seq_idx_BL: Tensor | None = None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
 
@@ -107,6 +168,9 @@ def causal_conv(
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
+    if length > 0 and n_past in (1, 2, 3) and _choose(impl, x_BLC) == "triton":
+        state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
+        return _kernels("conv").causal_conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
     if state_BCK is None:
         past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
     else:
@@ -122,18 +186,59 @@ def causal_conv(
 
 
 def check_implementation(impl: str) -> None:
-    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run here."""
-    _pick(impl)
-
-
-def _pick(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that is not installed."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if impl == "reference":
-        return _scan_reference
-    if impl in ("auto", "torch"):
-        return _scan_chunked
-    raise RuntimeError(f"impl {impl!r}: hybrid_kernels is not available; use 'auto' or 'torch'.")
+    if absent := _absent(impl):
+        raise RuntimeError(f"impl {impl!r}: {', '.join(absent)} is not installed; use 'auto' or 'torch'.")
+
+
+def _choose(impl: str, x: Tensor, *sizes: int) -> str:
+    """What "auto" is for a tensor and these head and state sizes; any other name is checked and returned."""
+    check_implementation(impl)
+    if impl != "auto":
+        return impl
+    fits = x.dtype in (torch.bfloat16, torch.float32) and all(size <= LARGEST_IN_KERNELS for size in sizes)
+    return "triton" if x.is_cuda and fits and not _absent("triton") else "torch"
+
+
+@cache
+def _absent(impl: str) -> tuple[str, ...]:
+    """What ``impl`` needs and is not there. A package that is there and broken raises when it is imported."""
+    needed = {"triton": ("hybrid_kernels", "triton"), "mamba_ssm": ("mamba_ssm",)}.get(impl, ())
+    absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
+    if absent:
+        log.info("recurrent heads cannot run on %s: %s is not installed", impl, ", ".join(absent))
+    return absent
+
+
+def _kernels(name: str) -> ModuleType:
+    """A module of kernels, named in a string: a checkpoint that carries this file must not ask for the package."""
+    return importlib.import_module(f"hybrid_kernels.{name}")
+
+
+def _scan_mamba_ssm(
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """mamba-ssm's kernels. Theirs is the continuous form, in which a step size dt decays by exp(-dt) and scales the
+    input: with dt = -log a, the input is divided by it first.
+    """
+    combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    dt = -log_a.float()
+    x_over_dt = (x.float() / dt.clamp_min(SMALLEST_STEP).unsqueeze(-1)).to(x.dtype)
+    minus_one = log_a.new_full((x.shape[2],), -1.0, dtype=torch.float32)
+    y, state = combined.mamba_chunk_scan_combined(
+        x_over_dt,
+        dt.clamp_min(SMALLEST_STEP),
+        minus_one,
+        b.contiguous(),
+        c.contiguous(),
+        chunk_size=MAMBA_CHUNK_SIZE,
+        initial_states=state,
+        seq_idx=None if seq_idx is None else seq_idx.int(),
+        return_final_states=True,
+    )
+    return y, state
 
 
 def _state_dtype(*tensors: Tensor) -> torch.dtype:
