@@ -8,6 +8,9 @@ gradient of the weight is summed from one partial per tile, in a fixed order.
 Shapes: B batch, L length, C channels, K width (K - 1 in a state).
 """
 
+# pyright: reportIndexIssue=false
+# Without triton, pyright does not know that a kernel is launched as kernel[grid](...).
+
 from __future__ import annotations
 
 import itertools
@@ -44,8 +47,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-FORWARD = Tile(tokens=64, channels=64, num_warps=4)
-BACKWARD = Tile(tokens=128, channels=64, num_warps=8)  # long, for it writes one partial gradient of the weight
+FORWARD = Tile(tokens=32, channels=64, num_warps=4)
+BACKWARD = Tile(tokens=64, channels=32, num_warps=16)  # with SiLU it holds K x K taps: few elements a thread
 
 
 def causal_conv(
@@ -224,14 +227,17 @@ def _same_document(seq_idx, earlier, later, L):
 
 @triton.jit
 def _tap(
-    x, state, seq_idx, t, channel, back: tl.constexpr, L, C, x_row,
+    x, state, seq_idx, first, t, channel, back: tl.constexpr, L, C, x_row,
     WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """[tokens, channels]: the input ``back`` tokens before each t; 0 before the row and in another document."""
+    """[tokens, channels]: the input ``back`` tokens before each t; 0 before the row and in another document.
+
+    x points to the ``first`` token of the tile, so that offsets are small.
+    """
     source = t - back
     real = (channel < C)[None, :]
     inside = (source >= 0) & (source < L)
-    offset = source.to(tl.int64)[:, None] * x_row + channel[None, :]
+    offset = (source - first)[:, None] * x_row + channel[None, :]
     tap = tl.load(x + offset, mask=inside[:, None] & real, other=0.0).to(tl.float32)
     if HAS_STATE and back > 0:
         held = (source < 0) & (source > -WIDTH)
@@ -244,13 +250,13 @@ def _tap(
 
 @triton.jit
 def _before_activation(
-    x, weight, state, seq_idx, t, channel, L, C, x_row,
+    x, weight, state, seq_idx, first, t, channel, L, C, x_row,
     WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    pre = _tap(x, state, seq_idx, t, channel, 0, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+    pre = _tap(x, state, seq_idx, first, t, channel, 0, L, C, x_row, WIDTH, HAS_STATE, PACKED)
     pre *= _weight(weight, channel, 0, C, WIDTH)[None, :]
     for back in tl.static_range(1, WIDTH):
-        tap = _tap(x, state, seq_idx, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+        tap = _tap(x, state, seq_idx, first, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED)
         pre += tap * _weight(weight, channel, back, C, WIDTH)[None, :]
     return pre
 
@@ -262,31 +268,32 @@ def _forward(
     HAS_STATE: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     row, token_tile, channel = _tile(L, C, BLOCK_L, BLOCK_C)
-    t = token_tile * BLOCK_L + tl.arange(0, BLOCK_L)
-    x += row * L * x_row
-    y += row * L * C
+    first = token_tile * BLOCK_L
+    t = first + tl.arange(0, BLOCK_L)
+    x += (row * L + first) * x_row
+    y += (row * L + first) * C
     if HAS_STATE:
         state += row * C * (WIDTH - 1)
     if PACKED:
         seq_idx += row * L
 
-    out = _before_activation(x, weight, state, seq_idx, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+    out = _before_activation(x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
     if SILU:
         out *= tl.sigmoid(out)
-    offset = t.to(tl.int64)[:, None] * C + channel[None, :]
+    offset = (t - first)[:, None] * C + channel[None, :]
     tl.store(y + offset, narrow(out, y.dtype.element_ty, MODE), mask=(t < L)[:, None] & (channel < C)[None, :])
 
 
 @triton.jit
 def _gradient_before_activation(
-    dy, x, weight, state, seq_idx, t, channel, L, C, x_row,
+    dy, x, weight, state, seq_idx, first, t, channel, L, C, x_row,
     WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dy silu'(pre) at tokens t, 0 outside the row."""
     inside = ((t >= 0) & (t < L))[:, None] & (channel < C)[None, :]
-    gradient = tl.load(dy + (t.to(tl.int64)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + ((t - first)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
     if SILU:
-        pre = _before_activation(x, weight, state, seq_idx, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+        pre = _before_activation(x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
         gate = tl.sigmoid(pre)
         gradient *= gate * (1.0 + pre * (1.0 - gate))
     return gradient
@@ -300,11 +307,12 @@ def _backward(
 ):  # fmt: skip
     n_before: tl.constexpr = WIDTH - 1 if HAS_STATE else 0  # inputs of the state: tokens before the row
     row, token_tile, channel = _tile(L + n_before, C, BLOCK_L, BLOCK_C)
-    t = token_tile * BLOCK_L + tl.arange(0, BLOCK_L) - n_before
+    first = token_tile * BLOCK_L - n_before
+    t = first + tl.arange(0, BLOCK_L)
     real = (channel < C)[None, :]
-    x += row * L * x_row
-    dy += row * L * C
-    dx += row * L * C
+    x += (row * L + first) * x_row
+    dy += (row * L + first) * C
+    dx += (row * L + first) * C
     if HAS_STATE:
         state += row * C * (WIDTH - 1)
         dstate += row * C * (WIDTH - 1)
@@ -313,22 +321,22 @@ def _backward(
     dweight += (row * tl.cdiv(L + n_before, BLOCK_L) + token_tile) * WIDTH * C
 
     here = _gradient_before_activation(
-        dy, x, weight, state, seq_idx, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
+        dy, x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
     )
     gradient = here * _weight(weight, channel, 0, C, WIDTH)[None, :]
     for back in tl.static_range(1, WIDTH):  # what the token ``back`` places later took from this one
         later = _gradient_before_activation(
-            dy, x, weight, state, seq_idx, t + back, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
+            dy, x, weight, state, seq_idx, first, t + back, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
         )
         if PACKED:
             later = tl.where(_same_document(seq_idx, t, t + back, L), later, 0.0)
         gradient += later * _weight(weight, channel, back, C, WIDTH)[None, :]
     for back in tl.static_range(WIDTH):
-        tap = _tap(x, state, seq_idx, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+        tap = _tap(x, state, seq_idx, first, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED)
         tl.store(dweight + (WIDTH - 1 - back) * C + channel, tl.sum(here * tap, 0), mask=channel < C)
 
     inside = ((t >= 0) & (t < L))[:, None] & real
-    tl.store(dx + (t.to(tl.int64)[:, None] * C + channel[None, :]), narrow(gradient, dx.dtype.element_ty, MODE), inside)
+    tl.store(dx + ((t - first)[:, None] * C + channel[None, :]), narrow(gradient, dx.dtype.element_ty, MODE), inside)
     if HAS_STATE:
         place = channel[None, :] * (WIDTH - 1) + (t + WIDTH - 1)[:, None]
         tl.store(dstate + place, narrow(gradient, dstate.dtype.element_ty, MODE), mask=(t < 0)[:, None] & real)
