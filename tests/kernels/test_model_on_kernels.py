@@ -1,0 +1,70 @@
+"""The whole student on the kernels is the student on torch: training, packed documents, prefill and decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hybrid_kernels import common
+
+from hybrid_distill.build import build_student
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+
+SHAPE = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
+
+
+@pytest.fixture
+def student(family_model) -> HybridForCausalLM:
+    """Layers that keep one head and none."""
+    teacher = family_model("llama", **SHAPE)
+    torch.manual_seed(0)
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=8)
+    return student.eval()
+
+
+def gradients(student: HybridForCausalLM, impl: str, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    student.set_ssm_implementation(impl)
+    student.zero_grad()
+    logits = student(**inputs, use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM, packed: bool) -> None:
+    ids = torch.randint(0, 90, (2, 21), generator=torch.Generator().manual_seed(1))
+    seq_idx = torch.cat([torch.zeros(2, 9), torch.ones(2, 12)], dim=1).long() if packed else None
+    expected, expected_gradients = gradients(student, "torch", input_ids=ids, seq_idx=seq_idx)
+    actual, actual_gradients = gradients(student, "triton", input_ids=ids, seq_idx=seq_idx)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert actual_gradients.keys() == expected_gradients.keys()
+    for name, gradient in actual_gradients.items():
+        scale = expected_gradients[name].abs().max().clamp_min(1e-8)
+        torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@torch.no_grad()
+def test_left_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) -> None:
+    ids = torch.randint(0, 90, (2, 13), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    shown = {}
+    for impl in ("torch", "triton"):
+        student.set_ssm_implementation(impl)
+        shown[impl] = student.generate(
+            ids, attention_mask=mask, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    assert torch.equal(shown["torch"].sequences, shown["triton"].sequences)
+    for actual, expected in zip(shown["triton"].logits, shown["torch"].logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
