@@ -1,4 +1,4 @@
-"""Depthwise causal convolution of width 2 to 4, forward and backward, one kernel each.
+"""Depthwise causal convolution of width 2 to 4: one kernel forward, one backward, one more through a SiLU.
 
     pre_t = sum_k weight[:, k] x_{t - (K - 1) + k}        y_t = pre_t, or silu(pre_t)
 
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(tokens=32, channels=64, num_warps=4)
-BACKWARD = Tile(tokens=64, channels=32, num_warps=16)  # with SiLU it holds K x K taps: few elements a thread
+BACKWARD = Tile(tokens=64, channels=32, num_warps=8)
 
 
 def causal_conv(
@@ -76,25 +76,27 @@ def causal_conv(
 def compilations(capability: int) -> list[Compilation]:
     """Every configuration, for compiling ahead of time; the same ones for every ``capability``."""
     common = {"weight": "*bf16", "state": "*bf16", "seq_idx": "*i64", "L": "i32", "C": "i32", "x_row": "i32"}
-    pointers = {
-        "forward": {"x": "*bf16", "y": "*bf16"},
-        "backward": {"dy": "*bf16", "x": "*bf16", "dx": "*bf16", "dstate": "*bf16", "dweight": "*fp32"},
+    pointers = dict.fromkeys(("x", "y", "dy", "dpre", "dx", "dstate"), "*bf16") | {"dweight": "*fp32"}
+    kernels = {
+        "forward": (_forward, FORWARD, {"SILU": False}),
+        "forward silu": (_forward, FORWARD, {"SILU": True}),
+        "through silu": (_through_silu, FORWARD, {}),
+        "backward": (_backward, BACKWARD, {}),
     }
-    kernels = {"forward": (_forward, FORWARD), "backward": (_backward, BACKWARD)}
     found = []
-    for (name, (kernel, tile)), width, silu in itertools.product(kernels.items(), WIDTHS, (False, True)):
+    for (name, (kernel, tile, more)), width in itertools.product(kernels.items(), WIDTHS):
         constants = {
             "BLOCK_L": tile.tokens, "BLOCK_C": tile.channels, "WIDTH": width, "HAS_STATE": True, "PACKED": True,
-            "SILU": silu, "MODE": "gpu",
+            "MODE": "gpu", **more,
         }  # fmt: skip
-        arguments = {**pointers[name], **common, **constants}
+        arguments = {**pointers, **common, **constants}
         found.append(
             Compilation(
-                name=f"conv {name} K={width}{' silu' if silu else ''}",
+                name=f"conv {name} K={width}",
                 kernel=kernel,
                 arguments={argument: arguments[argument] for argument in kernel.arg_names},
                 constants=frozenset(constants),
-                divisible=frozenset(arguments) - frozenset(constants) - {"L"},
+                divisible=frozenset(kernel.arg_names) - frozenset(constants) - {"L"},
                 num_warps=tile.num_warps,
                 num_stages=2,
                 tensor_cores=False,
@@ -153,7 +155,7 @@ class _CausalConv(torch.autograd.Function):
         with torch.cuda.device_of(x):
             _forward[_grid(FORWARD, batch, length, channels)](
                 x, weight, state, seq_idx, y, length, channels, x_row,
-                **_constants(FORWARD, weight, state, seq_idx, silu, x.dtype),
+                SILU=silu, **_constants(FORWARD, weight, state, seq_idx, x.dtype),
             )  # fmt: skip
         ctx.save_for_backward(x, weight, state, seq_idx)
         ctx.x_row, ctx.silu = x_row, silu
@@ -173,9 +175,16 @@ class _CausalConv(torch.autograd.Function):
         n_tiles = triton.cdiv(n_rows, BACKWARD.tokens)
         dweight_TKC = torch.empty(batch * n_tiles, width, channels, dtype=torch.float32, device=x.device)
         with torch.cuda.device_of(x):
+            dpre = dy
+            if ctx.silu:
+                dpre = torch.empty_like(dy)
+                _through_silu[_grid(FORWARD, batch, length, channels)](
+                    dy, x, weight, state, seq_idx, dpre, length, channels, ctx.x_row,
+                    **_constants(FORWARD, weight, state, seq_idx, x.dtype),
+                )  # fmt: skip
             _backward[grid](
-                dy, x, weight, state, seq_idx, dx, dstate, dweight_TKC, length, channels, ctx.x_row,
-                **_constants(BACKWARD, weight, state, seq_idx, ctx.silu, x.dtype),
+                dpre, x, weight, state, seq_idx, dx, dstate, dweight_TKC, length, channels, ctx.x_row,
+                **_constants(BACKWARD, weight, state, seq_idx, x.dtype),
             )  # fmt: skip
         return dx, dweight_TKC.sum(0).mT.to(weight.dtype), dstate, None, None
 
@@ -186,7 +195,7 @@ def _grid(tile: Tile, batch: int, length: int, channels: int) -> tuple[int]:
 
 
 def _constants(
-    tile: Tile, weight: Tensor, state: Tensor | None, seq_idx: Tensor | None, silu: bool, dtype: torch.dtype
+    tile: Tile, weight: Tensor, state: Tensor | None, seq_idx: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
         "BLOCK_L": tile.tokens,
@@ -194,7 +203,6 @@ def _constants(
         "WIDTH": weight.shape[1],
         "HAS_STATE": state is not None,
         "PACKED": seq_idx is not None,
-        "SILU": silu,
         "MODE": dot_mode(dtype),
         "num_warps": tile.num_warps,
     }
@@ -285,25 +293,43 @@ def _forward(
 
 
 @triton.jit
-def _gradient_before_activation(
-    dy, x, weight, state, seq_idx, first, t, channel, L, C, x_row,
-    WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+def _through_silu(
+    dy, x, weight, state, seq_idx, dpre, L, C, x_row,
+    BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_STATE: tl.constexpr, PACKED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dy silu'(pre) at tokens t, 0 outside the row."""
+    """dy silu'(pre): a pass of its own, for a tile of the backward would need K x K taps."""
+    row, token_tile, channel = _tile(L, C, BLOCK_L, BLOCK_C)
+    first = token_tile * BLOCK_L
+    t = first + tl.arange(0, BLOCK_L)
+    x += (row * L + first) * x_row
+    if HAS_STATE:
+        state += row * C * (WIDTH - 1)
+    if PACKED:
+        seq_idx += row * L
+
+    pre = _before_activation(x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
+    gate = tl.sigmoid(pre)
+    offset = (t - first)[:, None] * C + channel[None, :]
+    inside = (t < L)[:, None] & (channel < C)[None, :]
+    start = (row * L + first) * C
+    slope = gate * (1.0 + pre * (1.0 - gate))
+    gradient = tl.load(dy + start + offset, mask=inside, other=0.0).to(tl.float32) * slope
+    tl.store(dpre + start + offset, narrow(gradient, dpre.dtype.element_ty, MODE), mask=inside)
+
+
+@triton.jit
+def _load_gradient(dpre, first, t, channel, L, C):
+    """dpre at tokens t, 0 outside the row."""
     inside = ((t >= 0) & (t < L))[:, None] & (channel < C)[None, :]
-    gradient = tl.load(dy + ((t - first)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        pre = _before_activation(x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED)
-        gate = tl.sigmoid(pre)
-        gradient *= gate * (1.0 + pre * (1.0 - gate))
-    return gradient
+    return tl.load(dpre + ((t - first)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _backward(
-    dy, x, weight, state, seq_idx, dx, dstate, dweight, L, C, x_row,
+    dpre, x, weight, state, seq_idx, dx, dstate, dweight, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_STATE: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, MODE: tl.constexpr,
+    HAS_STATE: tl.constexpr, PACKED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     n_before: tl.constexpr = WIDTH - 1 if HAS_STATE else 0  # inputs of the state: tokens before the row
     row, token_tile, channel = _tile(L + n_before, C, BLOCK_L, BLOCK_C)
@@ -311,7 +337,7 @@ def _backward(
     t = first + tl.arange(0, BLOCK_L)
     real = (channel < C)[None, :]
     x += (row * L + first) * x_row
-    dy += (row * L + first) * C
+    dpre += (row * L + first) * C
     dx += (row * L + first) * C
     if HAS_STATE:
         state += row * C * (WIDTH - 1)
@@ -320,14 +346,10 @@ def _backward(
         seq_idx += row * L
     dweight += (row * tl.cdiv(L + n_before, BLOCK_L) + token_tile) * WIDTH * C
 
-    here = _gradient_before_activation(
-        dy, x, weight, state, seq_idx, first, t, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
-    )
+    here = _load_gradient(dpre, first, t, channel, L, C)
     gradient = here * _weight(weight, channel, 0, C, WIDTH)[None, :]
     for back in tl.static_range(1, WIDTH):  # what the token ``back`` places later took from this one
-        later = _gradient_before_activation(
-            dy, x, weight, state, seq_idx, first, t + back, channel, L, C, x_row, WIDTH, HAS_STATE, PACKED, SILU
-        )
+        later = _load_gradient(dpre, first, t + back, channel, L, C)
         if PACKED:
             later = tl.where(_same_document(seq_idx, t, t + back, L), later, 0.0)
         gradient += later * _weight(weight, channel, back, C, WIDTH)[None, :]
