@@ -31,6 +31,7 @@ Shapes: B batch, L length, H head, P head dim, N state size, Q tokens in a chunk
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,21 +80,22 @@ class Tile(NamedTuple):
     forward: Launch
     backward: Launch
     split: bool = False
-    spills: int = 0
+    spills: int = 0  # instructions, known and accepted
 
 
-def _tiles() -> dict[tuple[torch.dtype, int, int], Tile]:
-    """By dtype and the blocks of N and P; what they compile to is in benchmarks/results/kernel_resources.json.
+def _tiles() -> dict[tuple[int, torch.dtype, int, int], Tile]:
+    """By architecture, dtype and the blocks of N and P; benchmarks/results/kernel_resources.json has what they cost.
 
-    Chunks of 32 let the one-pass backward keep all it needs in registers; at 64 it spills whatever the warps.
+    Chunks of 32 let the one-pass backward keep nearly all it needs in registers, where 64 spill whatever the warps. Two
+    kernels replace it where it still would not fit: from N = 128 on, and from N = 64 on before Hopper.
     """
     table = {}
-    for n in (16, 32, 64, 128):
-        for p in (16, 32, 64, 128):
-            n_warps = 4 if n * p <= 16 * 64 else 8
-            split = n == 128
-            table[torch.bfloat16, n, p] = Tile(32, Launch(4, 2), Launch(n_warps, 1), split)
-            table[torch.float32, n, p] = Tile(16, Launch(4, 1), Launch(n_warps, 1), split)
+    for architecture, n, p in itertools.product((80, 90), (16, 32, 64, 128), (16, 32, 64, 128)):
+        split = n == 128 or (n == 64 and architecture < 90)
+        spills = 64 if n == 128 else 2 if n == 64 else 0
+        forward, backward = 8 if n == 128 else 4, 4 if n * p <= 16 * 64 else 8
+        table[architecture, torch.bfloat16, n, p] = Tile(32, Launch(forward, 2), Launch(backward, 1), split, spills)
+        table[architecture, torch.float32, n, p] = Tile(16, Launch(forward, 1), Launch(backward, 1), split, spills)
     return table
 
 
@@ -101,8 +103,8 @@ TILES = _tiles()
 
 
 def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -> Tile:
-    """The entry of the tile table."""
-    return TILES[dtype, _block(d_state), _block(head_dim)]
+    """The entry of the tile table: what fits Hopper is used on all that is newer."""
+    return TILES[90 if capability >= 90 else 80, dtype, _block(d_state), _block(head_dim)]
 
 
 def ssd(
@@ -255,7 +257,9 @@ def ssd_backward(
 def compilations(capability: int) -> list[Compilation]:
     """Every entry of the tile table with all options on, for compiling ahead of time."""
     found = []
-    for (dtype, block_n, block_p), tile in TILES.items():
+    for (architecture, dtype, block_n, block_p), tile in TILES.items():
+        if architecture != (90 if capability >= 90 else 80):
+            continue
         element = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         constants = dict(
             P=block_p, N=block_n, BLOCK_P=block_p, BLOCK_N=block_n, Q=tile.chunk, SOFTPLUS=True, PACKED=True,
@@ -720,7 +724,7 @@ def _backward(
 
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end[:, None]
             from_tokens = tl.sum(dx_QP * x_QP.to(tl.float32), 1)
-            dlog_a += tl.cumsum(from_tokens, 0) - from_tokens
+            dlog_a += tl.sum(tl.where(q[:, None] < q[None, :], from_tokens[:, None], 0.0), 0)
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(cum, document, Q, PACKED, True)
             dx_QP += mm(scores_T_QQ, dy_QP, MODE)
             dy_QP = dy_QP.to(tl.float32)

@@ -22,7 +22,8 @@ from hybrid_kernels.ssd import ssd, ssd_backward, ssd_forward
 from hybrid_distill.model.ssd import log_decay, ssd_scan
 
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+FORGETTING = "fp32, where a chunk holds many log decays of -30: their sum, near 1000, is exact to 1e-4 at best"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, FORGETTING: 1e-4}
 FP32, BF16 = torch.float32, torch.bfloat16
 
 pytestmark = [
@@ -163,15 +164,16 @@ def test_decays_far_outside_what_training_reaches(raw: float) -> None:
     given = problem(1, 70, 1, 16, 16)
     with torch.no_grad():
         given.a[:, 10:60:2] = raw
+    tolerance = TOLERANCE[FORGETTING if raw >= 30 else FP32]
     narrow = in_dtype(given, FP32)
     y, state = ssd(*narrow[:4], D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state)
     gradients = torch.autograd.grad(y.sum() + state.sum(), narrow.leaves())
     assert all(g.isfinite().all() for g in gradients)
     expected_y, expected_state = reference(given, None)
-    assert relative_error(y, expected_y) < TOLERANCE[FP32]
-    assert relative_error(state, expected_state) < TOLERANCE[FP32]
+    assert relative_error(y, expected_y) < tolerance
+    assert relative_error(state, expected_state) < tolerance
     expected = torch.autograd.grad(expected_y.sum() + expected_state.sum(), given.leaves())[1]
-    assert relative_error(gradients[1], expected.nan_to_num(0.0)) < TOLERANCE[FP32]
+    assert relative_error(gradients[1], expected.nan_to_num(0.0)) < tolerance
     if abs(raw) > 1e3:
         assert not gradients[1][:, 10:60:2].any()
 
