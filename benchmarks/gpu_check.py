@@ -66,7 +66,9 @@ def ssd_cases() -> list[Case]:
     """Every entry of the tile table, masked sizes, and each option at least once."""
     from hybrid_kernels.ssd import TILES
 
-    found = list(dict.fromkeys(Case(*entry[1:]) for entry in TILES))  # the device's architecture picks among them
+    found = list(
+        dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES)
+    )  # the device's architecture picks among them
     for dtype in (torch.bfloat16, torch.float32):
         found += [Case(dtype, n, 64) for n in (4, 8, 12)]
         found += [Case(dtype, 16, p) for p in (20, 48, 80, 96)]

@@ -31,7 +31,6 @@ Shapes: B batch, L length, H head, P head dim, N state size, Q tokens in a chunk
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,28 +82,51 @@ class Tile(NamedTuple):
     spills: int = 0  # instructions, known and accepted
 
 
-def _tiles() -> dict[tuple[int, torch.dtype, int, int], Tile]:
-    """By architecture, dtype and the blocks of N and P; benchmarks/results/kernel_resources.json has what they cost.
-
-    Chunks of 32 let the one-pass backward keep nearly all it needs in registers, where 64 spill whatever the warps. Two
-    kernels replace it where it still would not fit: from N = 128 on, and from N = 64 on before Hopper.
-    """
-    table = {}
-    for architecture, n, p in itertools.product((80, 90), (16, 32, 64, 128), (16, 32, 64, 128)):
-        split = n == 128 or (n == 64 and architecture < 90)
-        spills = 64 if n == 128 else 2 if n == 64 else 0
-        forward, backward = 8 if n == 128 else 4, 4 if n * p <= 16 * 64 else 8
-        table[architecture, torch.bfloat16, n, p] = Tile(32, Launch(forward, 2), Launch(backward, 1), split, spills)
-        table[architecture, torch.float32, n, p] = Tile(16, Launch(forward, 1), Launch(backward, 1), split, spills)
-    return table
-
-
-TILES = _tiles()
+# By architecture and the blocks of N and P. In order of what it costs: chunks of 32 and one pass backward, chunks of 16
+# (twice the saved states), two passes backward; each entry is the first that keeps its values in registers, as compiled
+# by triton 3.6.0 (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
+_BF16_TILES = {
+    (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 16, 128): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=2),
+    (90, 64, 128): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=11),
+    (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (90, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (90, 128, 64): Tile(32, Launch(8, 2), Launch(8, 1), split=True, spills=22),
+    (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=0),
+    (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (80, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 32, 64): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
+    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 64, 64): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 64, 128): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=12),
+    (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=0),
+    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), split=True, spills=138),
+}
+_FP32_TILE = Tile(16, Launch(4, 1), Launch(8, 1), split=True, spills=512)  # to check by, not to train with
+TILES = {(torch.bfloat16, *key): tile for key, tile in _BF16_TILES.items()}
+TILES |= {(torch.float32, *key): _FP32_TILE for key in _BF16_TILES}
 
 
 def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -> Tile:
     """The entry of the tile table: what fits Hopper is used on all that is newer."""
-    return TILES[90 if capability >= 90 else 80, dtype, _block(d_state), _block(head_dim)]
+    return TILES[dtype, 90 if capability >= 90 else 80, _block(d_state), _block(head_dim)]
 
 
 def ssd(
@@ -257,7 +279,7 @@ def ssd_backward(
 def compilations(capability: int) -> list[Compilation]:
     """Every entry of the tile table with all options on, for compiling ahead of time."""
     found = []
-    for (architecture, dtype, block_n, block_p), tile in TILES.items():
+    for (dtype, architecture, block_n, block_p), tile in TILES.items():
         if architecture != (90 if capability >= 90 else 80):
             continue
         element = "*bf16" if dtype == torch.bfloat16 else "*fp32"
