@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .model import HybridConfig, HybridForCausalLM, packed_inputs
 from .model.mixer import HybridMixer, SSMHeads
 from .plan import HeadPlan
-from .ssm_init import INITS, LayerTrace, SSMInit, init_ssm
+from .ssm_init import DEFAULT_INIT, INITS, LayerTrace, SSMInit, init_ssm
 from .teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
 
 ACTIONS = ("copied", "sliced", "initialised", "dropped")
@@ -63,8 +63,8 @@ def build_student(
     *,
     d_state: int,
     conv_width: int = 4,
-    init: str = "teacher",
-    calibration: Mapping[str, Tensor] | None = None,
+    init: str = DEFAULT_INIT,
+    calibration: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """The teacher with every head outside the plan replaced by a recurrent head, in the teacher's dtype.
@@ -219,7 +219,7 @@ def _fill(
 
 @torch.no_grad()
 def _trace(
-    teacher: PreTrainedModel, calibration: Mapping[str, Tensor] | None, init: str
+    teacher: PreTrainedModel, calibration: Mapping[str, Any] | None, init: str
 ) -> Sequence[LayerTrace | None]:
     """What went into and came out of every layer's heads on the calibration batch, if ``init`` is fitted."""
     if not INITS[init].fitted:

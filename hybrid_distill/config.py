@@ -72,8 +72,9 @@ class StudentConfig:
 
     d_state: int = 64
     conv_width: int = 4
-    init: str = "teacher"
-    """``teacher`` starts from the teacher's Q, K, V, O; ``random`` does not."""
+    init: str = "fitted"
+    """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
+    ``random`` from neither. benchmarks/init.py compares them."""
     aligned: Path | None = None
     """Folder of a finished alignment of a student without kept heads, target ``head``: its recurrent heads are taken
     over, whatever the plan. Students that differ in their plan alone then share one alignment."""

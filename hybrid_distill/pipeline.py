@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
 from .config import PlanConfig, RunConfig, to_json
-from .data import open_rows, read_documents
+from .data import Batch, open_rows, read_documents
 from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.loop import train_stage
@@ -38,12 +38,14 @@ from .probes.kv_retrieval import KVRetrieval
 from .report import write_report
 from .restoration import greedy_restoration
 from .scoring import HeadScores, score_heads
+from .ssm_init import DEFAULT_INIT, INITS
 from .teacher import TINY, fingerprint, load_teacher
 
 log = logging.getLogger(__name__)
 
 MAY_CHANGE = ("out", "resume", "trackers", "dry_run", "export")
 """Fields of a config in which a continued run may differ from its directory's config.json."""
+CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 """Added to the run's seed, so that heads are never ranked on the prompts that students are measured on."""
 
@@ -196,23 +198,29 @@ class Run:
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
         """The student before its first stage. build.json says where every tensor comes from."""
         options = self.config.student
+        aligned = self.aligned().last_stage() if self.config.plan.selection == "restoration" else options.aligned
         student, report = build_student(
             self.teacher,
             plan,
             d_state=options.d_state,
             conv_width=options.conv_width,
-            init=options.init,
+            init=options.init if aligned is None else DEFAULT_INIT,
+            calibration=self._calibration() if aligned is None else None,
             seed=self.seed,
         )
-        aligned = options.aligned
-        if self.config.plan.selection == "restoration":
-            aligned = self.aligned().last_stage()
         if aligned is not None:
             graft_recurrent_heads(student, self._aligned_donor(aligned))
         on_main_process(
             lambda: write_json(self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()})
         )
         return student
+
+    def _calibration(self) -> Batch | None:
+        """The run's first rows of text, for a start that is fitted to them."""
+        init, data = INITS.get(self.config.student.init), self.config.data
+        if init is None or not init.fitted:
+            return None
+        return open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
 
     def _aligned_donor(self, folder: Path) -> HybridForCausalLM:
         """The fully recurrent student whose alignment is in ``folder``."""

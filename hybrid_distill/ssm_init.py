@@ -58,6 +58,9 @@ INITS: dict[str, SSMInit] = {
 }
 
 
+DEFAULT_INIT = "teacher"  # the best that needs no text to be fitted to
+
+
 @dataclass(frozen=True)
 class LayerTrace:
     """What went into a layer's attention, and what its heads made of it, on calibration data."""

@@ -226,7 +226,7 @@ class SSMHeads(nn.Module):
         seq_idx_BL: Tensor | None,
         cache: HybridLayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x_BLRP, B_BLRN, C_BLRN after the convolution, and the raw decay [B, L, R]; padding adds and decays nothing."""
+        """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R]; padding adds and decays nothing."""
         xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
         raw_BLR = self.a_proj(hidden_BLD)
         if token_mask_BL is not None:

@@ -103,11 +103,14 @@ def gated_ssd_scan(
     """``(scan(x) + D x) silu(z)`` and the last state: `ssd_scan` from the raw decay on, in one kernel where there
     is one. Arguments and errors as there.
     """
-    states = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL}
     if x_BLHP.shape[1] > 0 and _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1]) == "triton":
+        inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
-            return _kernels("ssd").ssd(x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H=D_H, z_BLHP=z_BLHP, **states)
-    y_BLHP, state = ssd_scan(x_BLHP, log_decay(raw_BLH), b_BLHN, c_BLHN, **states, impl=impl)
+            return _kernels("ssd").ssd(*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
+    log_a_BLH = log_decay(raw_BLH)
+    y_BLHP, state = ssd_scan(
+        x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl
+    )
     return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
