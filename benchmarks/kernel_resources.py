@@ -7,8 +7,8 @@
 For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, stack, shared
 memory and tensor-core instructions, read from the binary. The file has one section for each version of triton it was
 run with, and the digest of the sources it belongs to. Exit code 1 when a configuration breaks a promise: more spills
-than its tile table accepts, more shared memory than a Hopper multiprocessor has, no tensor-core instruction where one
-is wanted.
+than its tile table accepts (under the triton it was chosen by), more shared memory than a multiprocessor has, no
+tensor-core instruction where one is wanted.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from triton.compiler import ASTSource
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 CAPABILITIES = (80, 90)
+TABLE_TRITON = "3.6.0"  # the version the tile tables were chosen by; how much another one spills is recorded, no more
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORE = re.compile(r"\b(HGMMA|HMMA)\b")
@@ -104,10 +105,10 @@ def resources(compiled: Any) -> dict[str, int]:
     }
 
 
-def broken_promises(compilation: Any, capability: int, found: dict[str, int]) -> list[str]:
+def broken_promises(compilation: Any, capability: int, version: str, found: dict[str, int]) -> list[str]:
     """In words; empty if all are kept."""
     broken = []
-    if found["spills"] > compilation.max_spills:
+    if version == TABLE_TRITON and found["spills"] > compilation.max_spills:
         broken.append(f"{found['spills']} spill instructions, {compilation.max_spills} accepted")
     if found["shared_bytes"] > MAX_SHARED_BYTES[capability]:
         broken.append(f"{found['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
@@ -127,7 +128,7 @@ def check(record: dict[str, Any]) -> None:
                 for compilation in module.compilations(capability):
                     row = rows.get(compilation.name, {})
                     if row.get("key") == key(compilation):
-                        broken += broken_promises(compilation, capability, row)
+                        broken += broken_promises(compilation, capability, version.removeprefix("triton "), row)
                     else:
                         missing.append(f"{version} sm_{capability} {compilation.name}")
     if broken:
@@ -168,7 +169,7 @@ def main() -> None:
                 if options.only in compilation.name:
                     found = resources(compile_for(compilation, capability))
                     rows[compilation.name] = {"key": key(compilation), **found}
-                    broken += broken_promises(compilation, capability, found)
+                    broken += broken_promises(compilation, capability, triton.__version__, found)
                     print(f"sm_{capability} {compilation.name}: {found}", flush=True)
             entry[f"sm_{capability}"] = rows
         section[name] = entry

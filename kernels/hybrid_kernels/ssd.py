@@ -89,7 +89,7 @@ _BF16_TILES = {
     (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
     (90, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
     (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 16, 128): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=0),
+    (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), split=False, spills=0),
     (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
@@ -115,7 +115,7 @@ _BF16_TILES = {
     (80, 64, 64): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
     (80, 64, 128): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=12),
     (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
+    (80, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), split=True, spills=0),
     (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=0),
     (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), split=True, spills=138),
 }
