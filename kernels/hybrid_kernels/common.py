@@ -14,7 +14,7 @@ MODE, a compile-time argument of every kernel, says which arithmetic that is:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class Compilation(NamedTuple):
 
     name: str
     kernel: triton.JITFunction
-    arguments: dict[str, object]
+    arguments: Mapping[str, object]
     constants: frozenset[str]
     divisible: frozenset[str]
     num_warps: int

@@ -62,9 +62,8 @@ def test_left_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausa
     shown = {}
     for impl in ("torch", "triton"):
         student.set_ssm_implementation(impl)
-        shown[impl] = student.generate(
-            ids, attention_mask=mask, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )
+        options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        shown[impl] = student.generate(ids, attention_mask=mask, **options)
     assert torch.equal(shown["torch"].sequences, shown["triton"].sequences)
     for actual, expected in zip(shown["triton"].logits, shown["torch"].logits, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
