@@ -232,9 +232,9 @@ def _normalisers(
         largest, total = _add_exponentials(largest, total, s * (inverse_temperature * LOG2_E))
         if HARD:
             hard_max, hard_sum = _add_exponentials(hard_max, hard_sum, s * LOG2_E)
-    tl.store(rest + token, LN_2 * (largest + tl.log2(total)))
+    tl.store(rest + token, (largest + tl.log2(total)) * LN_2)
     if HARD:
-        tl.store(rest_at_1 + token, LN_2 * (hard_max + tl.log2(hard_sum)))
+        tl.store(rest_at_1 + token, (hard_max + tl.log2(hard_sum)) * LN_2)
 
 
 @triton.jit
