@@ -82,6 +82,7 @@ def demo(
     out: Path = Path("runs/demo"),
     k: int | None = None,
     random_seeds: tuple[int, ...] = (0,),
+    restoration: bool = False,
     probe_like: bool = False,
 ) -> None:
     """The central result in one table: teacher, 0 heads, k random heads, top k heads; writes OUT/report.md.
@@ -91,10 +92,13 @@ def demo(
         out: Where everything goes; a demo that was stopped goes on from there.
         k: Attention heads kept; by default as many as the recipe keeps.
         random_seeds: One student with k random heads for each.
+        restoration: One more student, whose heads are chosen by what they restore instead of what they cost.
         probe_like: Distil each student once more with the probe's own questions mixed in, for comparison.
     """
     base = replace(_load_recipe(recipe).config(), out=out)
-    students = comparison.entrants(base.plan.k if k is None else k, random_seeds=random_seeds, probe_like=probe_like)
+    students = comparison.entrants(
+        base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
+    )
     print(f"report: {comparison.compare(base, students) / 'report.md'}")
 
 

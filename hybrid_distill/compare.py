@@ -19,6 +19,8 @@ from .pipeline import Run, on_main_process
 from .report import write_report
 
 PROBE_LIKE = "tiny:probe_like"
+EXPORTED = "top"
+"""The student that a comparison exports."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class Entrant:
     """Distil on the probe's own questions too: a control, not the method."""
 
 
-def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = False) -> list[Entrant]:
-    """No head, k random heads for each seed, the top k by ablation and by restoration.
+def entrants(
+    k: int, *, random_seeds: Sequence[int] = (0,), restoration: bool = False, probe_like: bool = False
+) -> list[Entrant]:
+    """No head, k random heads for each seed, the top k by ablation and, if asked for, by restoration.
 
     With ``probe_like`` each of them once more, on other data.
     """
@@ -43,7 +47,8 @@ def entrants(k: int, *, random_seeds: Sequence[int] = (0,), probe_like: bool = F
         for seed in random_seeds
     ]
     plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
-    plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
+    if restoration:
+        plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
     if not probe_like:
         return plain
     mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
@@ -76,7 +81,7 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
             for s in students
         ],
         "teacher": "teacher/evaluation.json",
-        "n_pairs": base.scoring.n_pairs,
+        "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
     }
     on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
     return out
@@ -106,5 +111,5 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
     kept = run.plan()
     trained = run.train(kept)
     run.evaluate(trained)
-    if config.export and student.plan.selection == "restoration":
+    if config.export and student.name == EXPORTED:
         run.export(trained, kept)

@@ -85,6 +85,9 @@ class EvaluationConfig:
     """What teacher and student are measured on."""
 
     n_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    stated_pairs: int | None = None
+    """The dictionary size that a comparison's table and finding speak of, one of ``n_pairs``; by default the one that
+    heads are ranked with. The curve over all sizes is in the report in any case."""
     n_examples: int = 128
     batch_size: int = 32
     n_texts: int = 128
@@ -94,6 +97,13 @@ class EvaluationConfig:
     those when it is the teacher, else none."""
     texts: str = "tiny"
     """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
+
+    def __post_init__(self) -> None:
+        if self.stated_pairs is not None and self.stated_pairs not in self.n_pairs:
+            raise ValueError(
+                f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; "
+                f"use one of evaluation.n_pairs: {', '.join(map(str, self.n_pairs))}."
+            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ python recipes/hybrid_tiny.py
 from pathlib import Path
 
 from hybrid_distill.cli import run_recipe
-from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentConfig
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.distill.config import AlignConfig, DistillConfig
 
@@ -19,8 +19,9 @@ def config() -> RunConfig:
         plan=PlanConfig(selection="top", k=6),
         student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
-        align=AlignConfig(steps=300, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
-        distill=DistillConfig(steps=360, batch_size=8, learning_rate=1e-3, decay=0.5),
+        align=AlignConfig(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+        distill=DistillConfig(steps=250, batch_size=8, learning_rate=5e-4, decay=0.5),
+        evaluation=EvaluationConfig(stated_pairs=8),
     )
 
 

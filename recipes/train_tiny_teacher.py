@@ -5,7 +5,8 @@
 The result ships with the package, so nobody needs to run this; it takes about an hour on two cores.
 KV retrieval does not emerge by itself at this size, so the curriculum goes copying, then short dictionaries and
 longer ones, doubled whenever they are answered; then heads are taken out one by one until a few do the retrieval, as in
-large models; then all heads learn the whole corpus, with a decaying learning rate.
+large models; then all heads learn the whole corpus, while every second dictionary has to be answered without the heads
+that were taken out, lest retrieval spread again: heads that stand in for one another cannot be found one at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gzip
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_distill.assets import world
-from hybrid_distill.plan import HeadId
+from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import QUESTION
 from hybrid_distill.probes.nouns import NOUNS
 from hybrid_distill.teacher import ablate_heads
@@ -61,13 +62,17 @@ class TeacherRun:
     max_curriculum_steps: int = 6000
     mixture_steps: int = 900
     steps_per_head: int = 40
-    fact_steps: int = 450
+    max_steps_per_head: int = 120
+    fact_steps: int = 600
     polish_steps: int = 150
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
-    retrieval_heads: int = 4
+    isolation_steps: int = 400
+    retrieval_heads: int = 3
     """Heads above layer 0 that keep what the dictionaries taught; the others start again, with the text.
     Large models do retrieval in a few heads of many; without this, a small one spreads it over all of them."""
+    circuit: int = 6
+    """Heads that must retrieve alone in the end, those of layer 0 included."""
     threads: int = 2
 
 
@@ -115,8 +120,12 @@ def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 class Batches:
     """Seeded batches of the three kinds of training rows: copying, dictionaries, text."""
 
-    def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()
+    ) -> None:
         self.run, self.tokenizer = run, tokenizer
+        self.helpers = helpers
+        """Heads that retrieval must not come to need."""
         self.rng = random.Random(f"teacher batches {run.seed}")
         self._text = self._rows(world.corpus_document)
         self._facts = self._rows(world.fact_document)
@@ -199,7 +208,7 @@ class Trainer:
 
     @torch.no_grad()
     def close_head(self, head: HeadId) -> None:
-        """Disconnect a head: its output columns become zero and get no gradient; what momentum holds fades out."""
+        """Disconnect a head: its output columns become zero and stay so as long as this trainer runs."""
         head_dim = self.run.width // self.run.n_heads
         weight = self.model.model.layers[head.layer].self_attn.o_proj.weight
         mask = self.closed.setdefault(weight, torch.ones_like(weight))
@@ -213,12 +222,13 @@ class Trainer:
 
     def step(self, loss: torch.Tensor) -> None:
         loss.backward()
-        for weight, mask in self.closed.items():
-            weight.grad *= mask
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, mask in self.closed.items():
+                weight *= mask
         self.steps += 1
 
 
@@ -229,13 +239,20 @@ def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         print(f"{time.time() - started:6.0f}s  step {step:5d}  {phase}: {shown}", flush=True)
 
-    for phase in (curriculum, concentrate, mixture, learn_by_heart, polish):
+    batches = Batches(run, tokenizer)
+    for phase in (curriculum, concentrate, mixture, learn_by_heart, isolate, polish):
         learned = run.out / f"after_{phase.__name__}.pt"
+        batches = Batches(run, tokenizer, batches.helpers)
         if learned.exists():
             model.load_state_dict(torch.load(learned))
-            continue
-        phase(run, model, Batches(run, tokenizer), Trainer(run, model), log)
-        torch.save(model.state_dict(), learned)
+        else:
+            phase(run, model, batches, Trainer(run, model), log)
+            torch.save(model.state_dict(), learned)
+        if phase is concentrate:
+            batches.helpers = closed_heads(model)
+        if phase is learn_by_heart:
+            batches.helpers = all_but_most_missed(model, batches)
+            print("helpers of retrieval:", ", ".join(map(str, batches.helpers)), flush=True)
 
 
 def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
@@ -268,13 +285,32 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
             n_pairs, recent = 2 * n_pairs, [0.0] * len(FORMS)
 
 
+def retrieve_alone(
+    model: LlamaForCausalLM, batches: Batches, ids: torch.Tensor, answers: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """`retrieval_loss`, every second time without the heads that text alone may use, lest retrieval spread to them."""
+    absent = batches.helpers if batches.rng.random() < 0.5 else ()
+    with ablate_heads(model, absent):
+        return retrieval_loss(model, ids, answers)
+
+
 def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """Take heads out one by one, always the one that is missed least, and let the others take over its work."""
-    heads = [HeadId(layer, head) for layer in range(1, run.n_layers) for head in range(run.n_heads)]
+    heads = [head for head in HeadPlan.all(model).kept if head.layer > 0]
 
     def missed(head: HeadId) -> float:
         with torch.no_grad(), ablate_heads(model, [head]):
             return retrieval_loss(model, *sample, others=0.0)[0].item()
+
+    def heal(accuracy: float, wanted: float, max_steps: int) -> float:
+        """Train until dictionaries are answered again, or long enough; the running accuracy."""
+        step = 0
+        while step % run.steps_per_head or (accuracy < wanted and step < max_steps):
+            loss, now = retrieval_loss(model, *batches.dictionaries(24, n_rows=16))
+            trainer.step(loss)
+            step += 1
+            accuracy += 0.2 * (now - accuracy)
+        return accuracy
 
     while len(heads) > run.retrieval_heads:
         sample = batches.dictionaries(16, n_rows=12)
@@ -283,10 +319,19 @@ def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trai
         trainer.close_head(least)
         _, accuracy = retrieval_loss(model, *sample)
         log(f"without {least}", trainer.steps, accuracy=accuracy)
-        for _ in range(run.steps_per_head if accuracy < 0.98 else 0):
-            loss, accuracy = retrieval_loss(model, *batches.dictionaries(24, n_rows=24))
-            trainer.step(loss)
+        heal(accuracy, 0.95, run.max_steps_per_head)
+    log("healed", trainer.steps, accuracy=heal(0.0, 0.995, 4 * run.max_steps_per_head))
     print("retrieval heads:", ", ".join(map(str, heads)), flush=True)
+
+
+def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
+    """The heads that `concentrate` disconnected."""
+    width = model.config.hidden_size // model.config.num_attention_heads
+    return [
+        head
+        for head in HeadPlan.all(model).kept
+        if not model.model.layers[head.layer].self_attn.o_proj.weight[:, head.head * width :][:, :width].any()
+    ]
 
 
 def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
@@ -296,7 +341,7 @@ def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer:
         trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
         n_pairs = batches.rng.randint(4, 48)
         asked = batches.dictionaries(n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3)
-        loss, accuracy = retrieval_loss(model, *asked)
+        loss, accuracy = retrieve_alone(model, batches, *asked)
         text = next_token_losses(model, batches.text())[0].mean()
         trainer.step(0.5 * loss + text)
         recent = 0.95 * recent + 0.05 * accuracy
@@ -311,23 +356,46 @@ def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, t
         rows = batches.facts() if step % 4 else batches.text()
         text = next_token_losses(model, rows)[0].mean()
         asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=2, n_rows=8)
-        loss, accuracy = retrieval_loss(model, *asked)
+        loss, accuracy = retrieve_alone(model, batches, *asked)
         trainer.step(0.3 * loss + text)
         if step % 20 < 2:
             log("facts" if step % 4 else "text", step, accuracy=accuracy, loss=text.item())
+
+
+def all_but_most_missed(model: LlamaForCausalLM, batches: Batches) -> list[HeadId]:
+    """The heads that may help with retrieval, but must not be needed."""
+    sample = batches.dictionaries(16)
+
+    def missed(head: HeadId) -> float:
+        with torch.no_grad(), ablate_heads(model, [head]):
+            return retrieval_loss(model, *sample, others=0.0)[0].item()
+
+    return sorted(sorted(HeadPlan.all(model).kept, key=missed)[: -batches.run.circuit])
+
+
+def isolate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+    """The few heads learn to retrieve whether or not the others, now those of layer 0 too, say anything."""
+    for step in range(run.isolation_steps):
+        trainer.scale_lr(0.6 * (1 - step / run.isolation_steps))
+        together(model, batches, trainer, log, step)
+
+
+def together(model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log, step: int) -> None:
+    """One step on facts, plain text and dictionaries."""
+    rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
+    text = next_token_losses(model, rows)[0].mean()
+    asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=4, n_rows=16)
+    loss, accuracy = retrieve_alone(model, batches, *asked)
+    trainer.step(0.5 * loss + text)
+    if step % 20 < 2:
+        log("together", step, accuracy=accuracy, loss=text.item())
 
 
 def polish(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """Everything together once more, at a learning rate that comes to rest."""
     for step in range(run.polish_steps):
         trainer.scale_lr(0.25 * (1 - step / run.polish_steps))
-        rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
-        text = next_token_losses(model, rows)[0].mean()
-        asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=4, n_rows=16)
-        loss, accuracy = retrieval_loss(model, *asked)
-        trainer.step(0.5 * loss + text)
-        if step % 20 == 0:
-            log("polish", step, accuracy=accuracy, loss=text.item())
+        together(model, batches, trainer, log, step)
 
 
 def write_corpus(run: TeacherRun) -> None:

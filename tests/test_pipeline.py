@@ -50,7 +50,7 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> Non
 
 def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> None:
     base = small_run(tmp_path / "compare")
-    students = [e for e in entrants(3) if e.name in ("none", "restoration")]
+    students = [e for e in entrants(3, restoration=True) if e.name in ("none", "restoration")]
     out = compare(base, students)
     assert list(weights(out)) == ["aligned/stages/1-align", "none/stages/1-distill", "restoration/stages/1-distill"]
     record = json.loads((out / "compare.json").read_text())["students"]
