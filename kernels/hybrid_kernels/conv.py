@@ -8,9 +8,6 @@ gradient of the weight is summed from one partial per tile, in a fixed order.
 Shapes: B batch, L length, C channels, K width (K - 1 in a state).
 """
 
-# pyright: reportIndexIssue=false
-# Without triton, pyright does not know that a kernel is launched as kernel[grid](...).
-
 from __future__ import annotations
 
 import itertools

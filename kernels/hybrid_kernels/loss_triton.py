@@ -6,9 +6,6 @@ once more for the gradient, which is written over it; log, exp and the sums are 
 Shapes: M tokens, V vocabulary, K stored tokens of the teacher, O outcomes that are compared.
 """
 
-# pyright: reportIndexIssue=false
-# Without triton, pyright does not know that a kernel is launched as kernel[grid](...).
-
 from __future__ import annotations
 
 import itertools

@@ -29,9 +29,6 @@ state, a small one carries the states over, and the main kernels then run on eve
 Shapes: B batch, L length, H head, P head dim, N state size, Q tokens in a chunk, M chunks, S segments.
 """
 
-# pyright: reportIndexIssue=false
-# Without triton, pyright does not know that a kernel is launched as kernel[grid](...).
-
 from __future__ import annotations
 
 from dataclasses import dataclass

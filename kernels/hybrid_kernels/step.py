@@ -9,9 +9,6 @@ Shapes: B batch, H head, P head dim, N state size, C channels (H P of x, then H 
 (K - 1 in a state).
 """
 
-# pyright: reportIndexIssue=false
-# Without triton, pyright does not know that a kernel is launched as kernel[grid](...).
-
 from __future__ import annotations
 
 import itertools
