@@ -85,3 +85,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel forgets to write shows: ``torch.empty`` and ``empty_like`` return NaN."""
+    for name in ("empty", "empty_like"):
+        plain = getattr(torch, name)
+
+        def poisoned(*args, plain=plain, **kwargs):
+            tensor = plain(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poisoned)
