@@ -74,7 +74,8 @@ class StudentConfig:
     conv_width: int = 4
     init: str = "fitted"
     """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
-    ``random`` from neither. benchmarks/init.py compares them."""
+    ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the start and after 50 steps;
+    after 300, ``teacher`` is, by 3 %."""
     aligned: Path | None = None
     """Folder of a finished alignment of a student without kept heads, target ``head``: its recurrent heads are taken
     over, whatever the plan. Students that differ in their plan alone then share one alignment."""
