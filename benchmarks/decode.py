@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import platform
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from provenance import versions
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybrid_distill.build import empty_student
@@ -208,17 +208,6 @@ def measured(setting: Setting, device: str) -> dict[str, Any]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of what is measured; absent packages are left out."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def show(rows: dict[str, Any]) -> None:
     for context, row in rows.items():
         per_token = {
@@ -245,7 +234,7 @@ def main() -> None:
     record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "memory": setting.memory, "shapes": rows}
     if not options.bytes:
         record["device"] = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
-        record["versions"] = versions()
+        record["versions"] = versions(PACKAGES)
         record["tokens_per_second"] = measured(setting, "cuda" if on_gpu else "cpu")
     out = options.out or (None if options.small or options.bytes else RESULTS)
     if out is not None:

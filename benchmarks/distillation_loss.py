@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import platform
 import statistics
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hybrid_kernels.loss import TeacherHead, distillation_loss
+from provenance import versions
 from torch import Tensor
 
 from hybrid_distill.distill import losses
@@ -135,17 +135,6 @@ def limit_milliseconds(problem: Problem) -> float:
     return 1e3 * 8 * problem.M * problem.V * problem.D / TENSOR_CORE_RATE
 
 
-def versions() -> dict[str, str]:
-    """Of what is measured; absent packages are left out."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def table(record: dict[str, Any]) -> str:
     lines = [f"{record['problem']} on {record['device']}, limit {record['limit_milliseconds']:.1f} ms"]
     for kind, rows in record["rows"].items():
@@ -174,7 +163,7 @@ def main() -> None:
     args = draw(problem, "cuda" if on_gpu else "cpu")
     record = {
         "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "date": datetime.date.today().isoformat(),
         "what": "value and gradients, bf16, median",
         "problem": problem._asdict(),

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from provenance import versions
 from torch import Tensor
 from traffic import DEVICES, Shape, limit
 from traffic import milliseconds as predicted_milliseconds
@@ -148,17 +148,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def versions() -> dict[str, str]:
-    """Of what is measured; absent packages are left out."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     """Measure what is missing, print the table; exit status 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -173,7 +162,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("benchmarks/ssd.py: no CUDA device; nothing was measured.")
         raise SystemExit(2)
-    conditions = {"device": torch.cuda.get_device_name(), "versions": versions()}
+    conditions = {"device": torch.cuda.get_device_name(), "versions": versions(PACKAGES)}
     if options.again or {name: record.get(name) for name in conditions} != conditions:
         record = {**conditions, "rows": {}}
     record["what"] = "milliseconds, bf16, median, cold cache"

@@ -65,7 +65,7 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     out = shared.out
     shared.scores()
     shared.evaluate_teacher()
-    aligned = shared.aligned().last_stage()
+    aligned = shared.aligned.last_stage()
     for student in students:
         _run_student(shared, student, aligned)
     record = {
@@ -91,7 +91,7 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
     base, plan, data = shared.config, student.plan, shared.config.data
     if plan.selection == "restoration":
         shared.restoration_plan(plan.k)
-        plan = replace(plan, selection="file", file=shared.out / f"restoration-{plan.k}.json")
+        plan = replace(plan, selection="file", file=shared.restoration_path(plan.k))
     if student.probe_like:
         data = replace(data, sources=(*data.sources, PROBE_LIKE))
     config = replace(

@@ -30,7 +30,7 @@ from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_j
 from .distill.loop import train_stage
 from .distill.stages import make_stage
 from .evaluate import EvalResult, evaluate
-from .export import export_checkpoint, origin
+from .export import GateReport, export_checkpoint, origin
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 from .probes.knowledge import Knowledge
@@ -149,11 +149,14 @@ class Run:
         plan.check_fits(self.teacher)
         return plan
 
+    def restoration_path(self, k: int) -> Path:
+        """Where `restoration_plan` keeps its plan."""
+        return self.out / f"restoration-{k}.json"
+
     def restoration_plan(self, k: int) -> HeadPlan:
         """The ``k`` heads that bring most back to the aligned student without attention; kept in the directory."""
         HeadPlan.check_k(self.teacher, k)
-        path = self.out / f"restoration-{k}.json"
-        aligned = self.aligned()
+        path, aligned = self.restoration_path(k), self.aligned
 
         def choose() -> None:
             student, none = aligned.trained_student()
@@ -173,8 +176,9 @@ class Run:
             on_main_process(choose)
         return HeadPlan.load(path)
 
+    @cached_property
     def aligned(self) -> Run:
-        """The finished run below this one that aligned every head, whatever heads are kept later."""
+        """The run below this one that aligns every head, whatever heads are kept later; finished when first asked for."""
         before = tuple(name for name in self.config.stages if name != "distill")
         config = dataclasses.replace(
             self.config,
@@ -198,7 +202,7 @@ class Run:
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
         """The student before its first stage. build.json says where every tensor comes from."""
         options = self.config.student
-        aligned = self.aligned().last_stage() if self.config.plan.selection == "restoration" else options.aligned
+        aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
         student, report = build_student(
             self.teacher,
             plan,
@@ -209,7 +213,7 @@ class Run:
             seed=self.seed,
         )
         if aligned is not None:
-            graft_recurrent_heads(student, self._aligned_donor(aligned))
+            graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
         on_main_process(
             lambda: write_json(self.out / "build.json", {"weights": weights_hash(student), **report.to_dict()})
         )
@@ -222,14 +226,12 @@ class Run:
             return None
         return open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
 
-    def _aligned_donor(self, folder: Path) -> HybridForCausalLM:
-        """The fully recurrent student whose alignment is in ``folder``."""
+    def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
+        """A student with the weights that a stage has left in its folder."""
         options = self.config.student
-        donor, _ = build_student(
-            self.teacher, HeadPlan.none(self.teacher), d_state=options.d_state, conv_width=options.conv_width
-        )
-        load_stage(folder, donor)
-        return donor
+        student, _ = build_student(self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width)
+        load_stage(stage, student)
+        return student
 
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
         """Build the student and take it through its stages; finished stages are loaded instead."""
@@ -300,36 +302,36 @@ class Run:
         source = f"{TINY}:held_out" if source == TINY else source
         return list(islice(read_documents(source, self.config.data.text_column), n))
 
-    def export(self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None) -> Path:
+    def export(self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None) -> GateReport | None:
         """Export the student behind the gate, with the scores and results that the directory holds.
 
-        Raises ExportError when what was written is not the student.
+        The gate's report, None on all processes but the main one. Raises ExportError when what was written is not the
+        student.
         """
-        path = path or self.out / "export"
+        reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
         measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
         on_main_process(
-            lambda: export_checkpoint(
-                student,
-                self.tokenizer,
-                path,
-                plan=plan,
-                results={name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
-                scores=HeadScores.load(scores) if scores.exists() else None,
-                license=license,
-                base_model=base_model,
+            lambda: reports.append(
+                export_checkpoint(
+                    student,
+                    self.tokenizer,
+                    path or self.out / "export",
+                    plan=plan,
+                    results={name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
+                    scores=HeadScores.load(scores) if scores.exists() else None,
+                    license=license,
+                    base_model=base_model,
+                )
             )
         )
-        return path
+        return next(iter(reports), None)
 
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
         """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""
-        plan, stage = HeadPlan.load(self.out / "plan.json"), self.last_stage()
-        options = self.config.student
-        student, _ = build_student(self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width)
-        load_stage(stage, student)
-        return student, plan
+        plan = HeadPlan.load(self.out / "plan.json")
+        return self._loaded_student(plan, self.last_stage()), plan
 
 
 def run(config: RunConfig) -> Path:

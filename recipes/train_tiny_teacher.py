@@ -251,7 +251,8 @@ def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         if phase is concentrate:
             batches.helpers = closed_heads(model)
         if phase is learn_by_heart:
-            batches.helpers = all_but_most_missed(model, batches)
+            # Batches of its own: the choice is the same whether this phase has just run or was read from its file.
+            batches.helpers = all_but_most_missed(model, Batches(run, tokenizer))
             print("helpers of retrieval:", ", ".join(map(str, batches.helpers)), flush=True)
 
 
@@ -294,13 +295,22 @@ def retrieve_alone(
         return retrieval_loss(model, ids, answers)
 
 
+@torch.no_grad()
+def least_missed_first(
+    model: LlamaForCausalLM, heads: Sequence[HeadId], ids: torch.Tensor, answers: torch.Tensor
+) -> list[HeadId]:
+    """Heads by the loss on the answers without each of them."""
+
+    def missed(head: HeadId) -> float:
+        with ablate_heads(model, [head]):
+            return retrieval_loss(model, ids, answers, others=0.0)[0].item()
+
+    return sorted(heads, key=missed)
+
+
 def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
     """Take heads out one by one, always the one that is missed least, and let the others take over its work."""
     heads = [head for head in HeadPlan.all(model).kept if head.layer > 0]
-
-    def missed(head: HeadId) -> float:
-        with torch.no_grad(), ablate_heads(model, [head]):
-            return retrieval_loss(model, *sample, others=0.0)[0].item()
 
     def heal(accuracy: float, wanted: float, max_steps: int) -> float:
         """Train until dictionaries are answered again, or long enough; the running accuracy."""
@@ -314,7 +324,7 @@ def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trai
 
     while len(heads) > run.retrieval_heads:
         sample = batches.dictionaries(16, n_rows=12)
-        least = min(heads, key=missed)
+        least = least_missed_first(model, heads, *sample)[0]
         heads.remove(least)
         trainer.close_head(least)
         _, accuracy = retrieval_loss(model, *sample)
@@ -364,13 +374,8 @@ def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, t
 
 def all_but_most_missed(model: LlamaForCausalLM, batches: Batches) -> list[HeadId]:
     """The heads that may help with retrieval, but must not be needed."""
-    sample = batches.dictionaries(16)
-
-    def missed(head: HeadId) -> float:
-        with torch.no_grad(), ablate_heads(model, [head]):
-            return retrieval_loss(model, *sample, others=0.0)[0].item()
-
-    return sorted(sorted(HeadPlan.all(model).kept, key=missed)[: -batches.run.circuit])
+    ranked = least_missed_first(model, HeadPlan.all(model).kept, *batches.dictionaries(16))
+    return sorted(ranked[: -batches.run.circuit])
 
 
 def isolate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
