@@ -1,7 +1,7 @@
 """What do the kernels cost the hardware? Compiles every configuration ahead of time; no GPU is needed.
 
     python benchmarks/kernel_resources.py            # writes benchmarks/results/kernel_resources.json
-    python benchmarks/kernel_resources.py --only "ssd backward CXB N=64"
+    python benchmarks/kernel_resources.py --only "ssd backward CBX N=64"
     python benchmarks/kernel_resources.py --check    # compiles nothing: is the file complete, and are promises kept?
 
 For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, stack, shared

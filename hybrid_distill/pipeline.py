@@ -178,7 +178,7 @@ class Run:
 
     @cached_property
     def aligned(self) -> Run:
-        """The run below this one that aligns every head, whatever heads are kept later; finished when first asked for."""
+        """The run below this one that aligns every head, whatever heads are kept later; finished when asked for."""
         before = tuple(name for name in self.config.stages if name != "distill")
         config = dataclasses.replace(
             self.config,

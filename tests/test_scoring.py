@@ -7,11 +7,11 @@ import pytest
 import torch
 from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
 
-from hybrid_distill import scoring
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.scoring import HeadScores, exact, score_heads
+from hybrid_distill.scoring.artefact import DROPS, ERRORS
 from hybrid_distill.teacher import ablate_heads, fingerprint
 
 PROBE = KVRetrieval(8, keys=KEYS)
@@ -90,9 +90,9 @@ def test_control_is_the_loss_of_each_text(teacher, scores) -> None:
 
 def test_the_shortcut_is_exact(teacher, scores, monkeypatch) -> None:
     """Starting at the ablated head's layer gives what full forwards give, to the last bit."""
-    monkeypatch.setattr(scoring._Shortcut, "changes_nothing", lambda self, baseline: False)
+    monkeypatch.setattr(exact._Shortcut, "changes_nothing", lambda self, baseline: False)
     full = score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
-    for name in (*scoring.DROPS, *scoring.ERRORS):
+    for name in (*DROPS, *ERRORS):
         assert torch.equal(getattr(full, name), getattr(scores, name)), name
 
 
@@ -138,7 +138,7 @@ def test_artefact_says_what_it_was_made_of(scores, teacher, tmp_path) -> None:
     scores.save(tmp_path / "scores.json")
     loaded = HeadScores.load(tmp_path / "scores.json")
     assert (loaded.n_layers, loaded.n_heads, loaded.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
-    for name in (*scoring.DROPS, *scoring.ERRORS):
+    for name in (*DROPS, *ERRORS):
         assert torch.equal(getattr(loaded, name), getattr(scores, name))
     assert loaded.ranking() == scores.ranking()
     assert (loaded.baseline, loaded.provenance) == (scores.baseline, scores.provenance)
@@ -179,7 +179,7 @@ class Interrupted(Exception):
 def interrupt_at(monkeypatch, layer: int) -> list[HeadId]:
     """Raise when the first head of a layer is to be ablated; returns the heads that were ablated."""
     ablated: list[HeadId] = []
-    original = scoring.ablate_heads
+    original = exact.ablate_heads
 
     def watching(model, heads):
         if heads[0] == HeadId(layer, 0):
@@ -187,7 +187,7 @@ def interrupt_at(monkeypatch, layer: int) -> list[HeadId]:
         ablated.extend(heads)
         return original(model, heads)
 
-    monkeypatch.setattr(scoring, "ablate_heads", watching)
+    monkeypatch.setattr(exact, "ablate_heads", watching)
     return ablated
 
 
@@ -201,7 +201,7 @@ def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, scores, tmp_pa
         ablated = interrupt_at(patch, layer=99)
         resumed = score_heads(*teacher, PROBE, resume_path=path, **options)
     assert {head.layer for head in ablated} == {2, 3}
-    for name in (*scoring.DROPS, *scoring.ERRORS):
+    for name in (*DROPS, *ERRORS):
         assert torch.equal(getattr(resumed, name), getattr(scores, name)), name
     assert [file.name for file in tmp_path.iterdir()] == ["partial.json"]
 

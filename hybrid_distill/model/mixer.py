@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay
+from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
@@ -199,10 +199,14 @@ class SSMHeads(nn.Module):
         cache: HybridLayerCache | None = None,
     ) -> Tensor:
         """Outputs of the recurrent heads, y_BLRP."""
-        x, b, c, raw = self._inputs(hidden_BLD, token_mask_BL, seq_idx_BL, cache)
+        xbc_BLC, raw = self._projections(hidden_BLD)
         z = self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
         state = None if cache is None else cache.ssm_state
-        if x.shape[1] == 1 and state is not None:
+        decodes = xbc_BLC.shape[1] == 1 and state is not None
+        if decodes and (y_BRP := self._step_in_place(xbc_BLC, raw, z, token_mask_BL, cache)) is not None:
+            return y_BRP.unsqueeze(1)
+        x, b, c, raw = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, cache)
+        if decodes:
             y, state = gated_ssd_step(x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z[:, 0], state)
             y = y.unsqueeze(1)
         else:
@@ -215,20 +219,44 @@ class SSMHeads(nn.Module):
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """T_BRLS, with D on the diagonal and without the gate: y = T x."""
-        x, b, c, raw = self._inputs(hidden_BLD, None, seq_idx_BL, None)
+        x, b, c, raw = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
         mixing = mixing_matrix(log_decay(raw), b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
-    def _inputs(
+    def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
+        xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
+        return xbc_BLC, self.a_proj(hidden_BLD)
+
+    def _step_in_place(
         self,
-        hidden_BLD: Tensor,
+        xbc_BLC: Tensor,
+        raw_BLR: Tensor,
+        z_BLRP: Tensor,
+        token_mask_BL: Tensor | None,
+        cache: HybridLayerCache,
+    ) -> Tensor | None:
+        return step_in_place(
+            xbc_BLC[:, 0],
+            raw_BLR[:, 0],
+            z_BLRP[:, 0],
+            self.conv_weight.to(xbc_BLC.dtype),
+            self.D,
+            cache.conv_state,
+            cache.ssm_state,
+            token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
+            impl=self.impl,
+        )
+
+    def _convolved(
+        self,
+        xbc_BLC: Tensor,
+        raw_BLR: Tensor,
         token_mask_BL: Tensor | None,
         seq_idx_BL: Tensor | None,
         cache: HybridLayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R]; padding adds and decays nothing."""
-        xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
-        raw_BLR = self.a_proj(hidden_BLD)
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             xbc_BLC = xbc_BLC * token_BL1

@@ -30,6 +30,7 @@ IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
 SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
 LARGEST_IN_KERNELS = 128  # head dim and state size; beyond, "auto" is torch
+KERNEL_WIDTHS = (2, 3, 4)  # of convolutions
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,32 @@ def gated_ssd_step(
     return _skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
 
+def step_in_place(
+    xbc_BC: Tensor,
+    raw_BH: Tensor,
+    z_BHP: Tensor,
+    conv_weight_CK: Tensor,
+    D_H: Tensor,
+    conv_state_BCK: Tensor,
+    ssm_state_BHPN: Tensor,
+    *,
+    token_mask_B: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor | None:
+    """One token of `causal_conv` and `gated_ssd_scan` as one kernel that writes both states in place: y_BHP.
+
+    ``token_mask_B`` is 0 where there is padding instead of a token. None, and nothing done, where ``impl`` has no such
+    kernel, where a gradient may be asked for, or where the states are not laid out for it.
+    """
+    states = conv_state_BCK, ssm_state_BHPN
+    fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
+    fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
+    if not fits or _choose(impl, xbc_BC, *ssm_state_BHPN.shape[2:]) != "triton":
+        return None
+    inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H
+    return _kernels("step").ssd_step(*inputs, *states, token_mask_B=token_mask_B)
+
+
 def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
     return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1)) * F.silu(z)
 
@@ -171,7 +198,7 @@ def causal_conv(
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
-    if length > 0 and n_past in (1, 2, 3) and _choose(impl, x_BLC) == "triton":
+    if length > 0 and n_past + 1 in KERNEL_WIDTHS and _choose(impl, x_BLC) == "triton":
         state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
         return _kernels("conv").causal_conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
     if state_BCK is None:

@@ -61,8 +61,7 @@ LARGEST_STATE = LARGEST_HEAD_DIM = 128
 SMALLEST_BLOCK = 16  # of a dimension that a product contracts
 MIN_CHUNKS_PER_SEGMENT = 4
 CARRY_BLOCK = 1024
-WHOLE_BACKWARD = ({"GRAD_C": True, "GRAD_XB": True},)
-SPLIT_BACKWARD = ({"GRAD_C": True, "GRAD_XB": False}, {"GRAD_C": False, "GRAD_XB": True})
+BACKWARD_KERNELS = {1: ("CBX",), 2: ("C", "BX"), 3: ("C", "B", "X")}  # the gradients each of them finds, in order
 
 
 class Launch(NamedTuple):
@@ -73,53 +72,53 @@ class Launch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One entry of the tile table. ``split`` runs the backward as two kernels, each with fewer live values."""
+    """One entry of the tile table. The more kernels the backward is cut into, the fewer values each holds."""
 
     chunk: int
     forward: Launch
     backward: Launch
-    split: bool = False
+    n_backward: int = 1
     spills: int = 0  # instructions, known and accepted
 
 
-# By architecture and the blocks of N and P. In order of what it costs: chunks of 32 and one pass backward, chunks of 16
-# (twice the saved states), two passes backward; each entry is the first that keeps its values in registers, as compiled
-# by triton 3.6.0 (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
+# By architecture and the blocks of N and P. In order of what it costs: chunks of 32 and one kernel backward, chunks of
+# 16 (twice the saved states), more kernels backward; each entry is the first that keeps its values in registers, as
+# compiled by triton 3.6.0 (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
 _BF16_TILES = {
-    (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), split=False, spills=0),
-    (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
-    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
-    (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=2),
-    (90, 64, 128): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=11),
-    (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (90, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (90, 128, 64): Tile(32, Launch(8, 2), Launch(8, 1), split=True, spills=22),
-    (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=0),
-    (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), split=False, spills=0),
-    (80, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 32, 64): Tile(16, Launch(4, 2), Launch(8, 1), split=False, spills=0),
-    (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=False, spills=0),
-    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (80, 64, 64): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (80, 64, 128): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=12),
-    (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), split=True, spills=0),
-    (80, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), split=True, spills=0),
-    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), split=True, spills=0),
-    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), split=True, spills=138),
+    (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (90, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (90, 128, 64): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
+    (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 64, 64): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=2, spills=0),
+    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
+    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=138),
 }
-_FP32_TILE = Tile(16, Launch(4, 1), Launch(8, 1), split=True, spills=512)  # to check by, not to train with
+_FP32_TILE = Tile(16, Launch(4, 1), Launch(8, 1), n_backward=2, spills=512)  # to check by, not to train with
 TILES = {(torch.bfloat16, *key): tile for key, tile in _BF16_TILES.items()}
 TILES |= {(torch.float32, *key): _FP32_TILE for key in _BF16_TILES}
 
@@ -257,15 +256,16 @@ def ssd_backward(
     dx, dz = torch.empty(call.shape, **like), None if call.z is None else torch.empty(call.shape, **like)
     db, dc = torch.empty(b_BLHN.shape, **like), torch.empty(c_BLHN.shape, **like)
     da = torch.empty_like(call.a)
-    partial = torch.empty(a_BLH.shape, **wide) if call.tile.split else None
+    partial = torch.empty(a_BLH.shape, **wide) if call.tile.n_backward > 1 else None
     dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
     dstate = None if state_BHPN is None else torch.empty(call.state_shape, **wide)
     with torch.cuda.device_of(call.x):
-        for part in SPLIT_BACKWARD if call.tile.split else WHOLE_BACKWARD:
+        for gradients in BACKWARD_KERNELS[call.tile.n_backward]:
             _backward[call.grid](
                 **call.tensors, dy=dy, chunk_states=chunk_states, after=after,
                 dx=dx, da=da, db=db, dc=dc, dD=dD, dz=dz, dstate=dstate, partial=partial,
-                **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None, **part,
+                **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None,
+                **_wanted(gradients),
                 **call.tile.backward._asdict(),
             )  # fmt: skip
     return Gradients(
@@ -292,9 +292,8 @@ def compilations(capability: int) -> list[Compilation]:
             ("forward", _forward, tile.forward, {}),
             ("segments", _segment_states, tile.forward, {"REVERSE": True}),
         ]
-        for part in SPLIT_BACKWARD if tile.split else WHOLE_BACKWARD:
-            names = "".join(name.removeprefix("GRAD_") for name, wanted in part.items() if wanted)
-            kernels.append((f"backward {names}", _backward, tile.backward, part))
+        for gradients in BACKWARD_KERNELS[tile.n_backward]:
+            kernels.append((f"backward {gradients}", _backward, tile.backward, _wanted(gradients)))
         for name, kernel, launch, more in kernels:
             known = constants | more
             arguments = {
@@ -313,6 +312,10 @@ def compilations(capability: int) -> list[Compilation]:
                 )
             )
     return found
+
+
+def _wanted(gradients: str) -> dict[str, bool]:
+    return {f"GRAD_{name}": name in gradients for name in "CBX"}
 
 
 _RUNTIME_TYPES = dict.fromkeys(
@@ -673,12 +676,12 @@ def _backward(
     L, H, chunks_per_segment, x_row, b_row, c_row,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, Q: tl.constexpr,
     SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
-    HAS_AFTER: tl.constexpr, HAS_STATE: tl.constexpr, GRAD_C: tl.constexpr, GRAD_XB: tl.constexpr,
+    HAS_AFTER: tl.constexpr, HAS_STATE: tl.constexpr, GRAD_C: tl.constexpr, GRAD_B: tl.constexpr, GRAD_X: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """All gradients, or as two kernels: first those of C, z and D (GRAD_C), then the others (GRAD_XB).
+    """All gradients, or some: of C, z and D (GRAD_C), of B (GRAD_B), of x, the decay and the first state (GRAD_X).
 
-    The first of the two leaves its part of the decay's gradient in ``partial``.
+    GRAD_C without GRAD_X leaves its part of the decay's gradient in ``partial``, for the kernel that comes later.
     """
     head, row, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_chunks, n_segments = tl.cdiv(L, Q), tl.num_programs(2)
@@ -688,9 +691,7 @@ def _backward(
     if HAS_AFTER:
         incoming = after + ((row * n_segments + segment) * H + head) * (P * N)
         dstate_NP += _load_state(incoming, 1, N, N, P, BLOCK_N, BLOCK_P)
-    skip, dskip = 0.0, 0.0
-    if HAS_D:
-        skip = tl.load(D + head).to(tl.float32)
+    dskip = 0.0
 
     first = segment * chunks_per_segment
     n_own = tl.minimum(chunks_per_segment, n_chunks - first)
@@ -709,7 +710,7 @@ def _backward(
         state_NP = _load_state(saved, P, 1, N, P, BLOCK_N, BLOCK_P)
         decay_QQ = _decay_QQ(cum, document, Q, PACKED, False)
         dlog_a = tl.zeros([Q], tl.float32)
-        if GRAD_XB:
+        if GRAD_X:
             dlog_a += through * tl.sum(dstate_NP * state_NP.to(tl.float32))
 
         if GRAD_C:
@@ -718,7 +719,7 @@ def _backward(
                 y_QP = mm(c_QN, state_NP, MODE) * from_start[:, None]
                 y_QP += mm(products_QQ * decay_QQ, x_QP, MODE)
                 if HAS_D:
-                    y_QP += skip * x_QP.to(tl.float32)
+                    y_QP += tl.load(D + head).to(tl.float32) * x_QP.to(tl.float32)
                 z_QP = _load(z + own_P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32)
                 y_QP *= _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32) * _dsilu(z_QP)
                 _store(dz + own_P, y_QP, n_valid, H * P, P, False, MODE)
@@ -726,7 +727,8 @@ def _backward(
         dy_QP = _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P)
         if HAS_Z:  # loaded once more rather than kept: registers are what is short
             dy_QP = _gate(dy_QP, _load(z + own_P, n_valid, H * P, P, Q, BLOCK_P), MODE)
-        dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
+        if GRAD_C or GRAD_B:
+            dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
 
         if GRAD_C:
             if HAS_D:
@@ -739,33 +741,36 @@ def _backward(
             dc_QN += mm(dscores_QQ, b_QN, MODE)
             _store(dc + own_N, dc_QN, n_valid, H * N, N, False, MODE)
 
-        if GRAD_XB:
+        if GRAD_B:
             db_NQ = mm(dstate_NP, tl.trans(x_QP), MODE) * to_end[None, :]
             db_NQ += mm(tl.trans(c_QN), dscores_QQ, MODE)
             _store(db + own_N, db_NQ, n_valid, H * N, N, True, MODE)
 
+        if GRAD_X:
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end[:, None]
             from_tokens = tl.sum(dx_QP * x_QP.to(tl.float32), 1)
             dlog_a += tl.sum(tl.where(q[:, None] < q[None, :], from_tokens[:, None], 0.0), 0)
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(cum, document, Q, PACKED, True)
             dx_QP += mm(scores_T_QQ, dy_QP, MODE)
-            dy_QP = dy_QP.to(tl.float32)
             if HAS_D:
-                dx_QP += skip * dy_QP
+                dx_QP += tl.load(D + head).to(tl.float32) * dy_QP.to(tl.float32)
             _store(dx + own_P, dx_QP, n_valid, H * P, P, False, MODE)
-            dstate_NP = dstate_NP * through + mm(tl.trans(c_QN), dy_QP * from_start[:, None], MODE)
+
+        if GRAD_X or GRAD_B:
+            dy_QP = dy_QP.to(tl.float32) * from_start[:, None]
+            dstate_NP = dstate_NP * through + mm(tl.trans(c_QN), dy_QP, MODE)
 
         place = token * H + head + q * H
-        if GRAD_XB:
+        if GRAD_X:
             if not GRAD_C:
                 dlog_a += tl.load(partial + place, mask=q < n_valid, other=0.0)
             tl.store(da + place, narrow(dlog_a * slope, da.dtype.element_ty, MODE), mask=q < n_valid)
-        else:
+        elif GRAD_C:
             tl.store(partial + place, dlog_a, mask=q < n_valid)
 
     if GRAD_C and HAS_D:
         tl.store(dD + (row * n_segments + segment) * H + head, dskip)
-    if GRAD_XB and HAS_STATE and segment == 0:
+    if GRAD_X and HAS_STATE and segment == 0:
         _store_state(dstate + (row * H + head) * (P * N), dstate_NP, 1, N, N, P, MODE)
 
 

@@ -35,23 +35,31 @@ def ssd_step(
     D_H: Tensor,
     conv_state_BCK: Tensor,
     ssm_state_BHPN: Tensor,
+    *,
+    token_mask_B: Tensor | None = None,
 ) -> Tensor:
     """y_BHP in the dtype of xbc, after D and the gate; writes both states, which hold the past, in place.
 
-    ``xbc_BC`` is what enters the convolution, ``a_BH`` the raw decay. All arithmetic is in fp32. There is no gradient.
+    ``xbc_BC`` is what enters the convolution, ``a_BH`` the raw decay. Where ``token_mask_B`` is 0 there is padding
+    instead of a token: the convolution sees zeros, the state stays as it is, and y means nothing. All arithmetic is in
+    fp32. There is no gradient.
 
     Raises ValueError for shapes that do not fit, dtypes other than bfloat16 and float32, states that are not contiguous
     or an ssm_state that is not float32, an empty batch, and for inputs that need a gradient.
     """
     _check(xbc_BC, a_BH, z_BHP, conv_weight_CK, D_H, conv_state_BCK, ssm_state_BHPN)
+    if token_mask_B is not None:
+        check_shape("token_mask_B", token_mask_B, (len(xbc_BC),), "B")
+        check_device("token_mask_B", token_mask_B, xbc_BC)
+        token_mask_B = token_mask_B.to(torch.int32).contiguous()
     xbc, a, z, weight, D = (t.contiguous() for t in (xbc_BC, a_BH, z_BHP, conv_weight_CK, D_H))
     batch, n_heads, head_dim, d_state = ssm_state_BHPN.shape
     y = torch.empty(z.shape, dtype=xbc.dtype, device=xbc.device)
     with torch.cuda.device_of(xbc):
         _step[(batch * n_heads,)](
-            xbc, a, z, weight, D, conv_state_BCK, ssm_state_BHPN, y, n_heads,
-            P=head_dim, N=d_state, **_blocks(head_dim, d_state),
-            WIDTH=weight.shape[1], MODE=dot_mode(xbc.dtype), num_warps=NUM_WARPS,
+            xbc, a, z, weight, D, conv_state_BCK, ssm_state_BHPN, token_mask_B, y, n_heads,
+            P=head_dim, N=d_state, **_blocks(head_dim, d_state), WIDTH=weight.shape[1],
+            MASKED=token_mask_B is not None, MODE=dot_mode(xbc.dtype), num_warps=NUM_WARPS,
         )  # fmt: skip
     return y
 
@@ -59,10 +67,11 @@ def ssd_step(
 def compilations(capability: int) -> list[Compilation]:
     """Every size of block, for compiling ahead of time; the same ones for every ``capability``."""
     floats = ("xbc", "z", "weight", "D", "conv_state", "y")
-    runtime = dict.fromkeys(floats, "*bf16") | {"a": "*fp32", "ssm_state": "*fp32", "n_heads": "i32"}
+    runtime = dict.fromkeys(floats, "*bf16") | {"a": "*fp32", "ssm_state": "*fp32", "mask": "*i32", "n_heads": "i32"}
     found = []
     for head_dim, d_state in itertools.product((16, 32, 64, 128), (4, 8, 16, 32, 64, 128)):
-        constants = {"P": head_dim, "N": d_state, **_blocks(head_dim, d_state), "WIDTH": 4, "MODE": "gpu"}
+        blocks = _blocks(head_dim, d_state)
+        constants = {"P": head_dim, "N": d_state, **blocks, "WIDTH": 4, "MASKED": True, "MODE": "gpu"}
         arguments = {**runtime, **constants}
         found.append(
             Compilation(
@@ -118,9 +127,9 @@ def _check(xbc: Tensor, a: Tensor, z: Tensor, weight: Tensor, D: Tensor, conv_st
 
 
 @triton.jit
-def _shifted(xbc, weight, conv_state, channel, mask, WIDTH: tl.constexpr):
+def _shifted(xbc, weight, conv_state, channel, mask, is_token, WIDTH: tl.constexpr):
     """The new input of these channels and their convolution with the past, in fp32."""
-    newest = tl.load(xbc + channel, mask=mask, other=0.0)
+    newest = tl.load(xbc + channel, mask=mask & is_token, other=0.0)
     out = newest.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
         past = tl.load(conv_state + channel * (WIDTH - 1) + tap, mask=mask, other=0.0).to(tl.float32)
@@ -150,9 +159,9 @@ def _push(newest, conv_state, channel, mask, WIDTH: tl.constexpr, MODE: tl.const
 
 @triton.jit
 def _step(
-    xbc, a, z, weight, D, conv_state, ssm_state, y, n_heads,
+    xbc, a, z, weight, D, conv_state, ssm_state, mask, y, n_heads,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, MODE: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % n_heads
     row = (tl.program_id(0) // n_heads).to(tl.int64)
@@ -166,18 +175,24 @@ def _step(
     raw = tl.load(a + row * n_heads + head).to(tl.float32)
     decay = tl.maximum(1.0 / (1.0 + tl.exp(raw)), SMALLEST_DECAY)  # exp(-softplus(raw)) without a logarithm
     skip = tl.load(D + head).to(tl.float32)
+    is_token = True
+    if MASKED:
+        is_token = tl.load(mask + row) != 0
+        decay = tl.where(is_token, decay, 1.0)
 
     n = tl.arange(0, BLOCK_N)
     b_channel = n_heads * P + head * N + n
     c_channel = b_channel + n_heads * N
-    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, WIDTH)
-    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, WIDTH)
+    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, is_token, WIDTH)
+    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, is_token, WIDTH)
     _push(newest_b, conv_state, b_channel, n < N, WIDTH, MODE)
     _push(newest_c, conv_state, c_channel, n < N, WIDTH, MODE)
 
     for start in tl.static_range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, WIDTH)
+        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, is_token, WIDTH)
+        if MASKED:  # what came before padding must not enter the state once more
+            x = tl.where(is_token, x, 0.0)
         place = ssm_state + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
         state = tl.load(place, mask=inside, other=0.0) * decay + x[:, None] * b[None, :]

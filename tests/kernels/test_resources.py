@@ -25,7 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["ssd forward N=16 P=64 bfloat16", "ssd backward CXB N=16 P=64 bfloat16"])
+@pytest.mark.parametrize("name", ["ssd forward N=16 P=64 bfloat16", "ssd backward CBX N=16 P=64 bfloat16"])
 def test_a_kernel_compiled_now_keeps_its_promises(name: str, tmp_path: Path) -> None:
     done = run("--only", name, "--capability", "90", "--out", str(tmp_path / "resources.json"))
     assert done.returncode == 0, done.stdout + done.stderr

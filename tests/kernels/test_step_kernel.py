@@ -84,6 +84,19 @@ def test_many_steps_are_the_scan():
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_padding_leaves_the_state_alone_and_lets_zeros_into_the_convolution(poison):
+    inputs = draw(2, 16, 4)
+    padded = [t.clone() for t in inputs]
+    padded[0][1] = float("nan")
+    y = ssd_step(*padded, token_mask_B=torch.tensor([1, 0]))
+    y_expected, conv_expected, ssm_expected = reference(*(t.double() for t in inputs))
+    torch.testing.assert_close(y[0].double(), y_expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded[6][0].double(), ssm_expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(padded[5][0].double(), conv_expected[0])
+    assert torch.equal(padded[6][1], inputs[6][1])
+    assert torch.equal(padded[5][1], F.pad(inputs[5][1, :, 1:], (0, 1)))
+
+
 def test_inputs_of_any_strides():
     inputs = draw(2, 16, 4)
     again = [t.clone() for t in inputs]
@@ -110,3 +123,8 @@ def test_bad_input_is_named(name, value, message):
     inputs = dict(zip(NAMES, draw(2, 16, 4)))
     with pytest.raises(ValueError, match=message):
         ssd_step(**{**inputs, name: value})
+
+
+def test_a_mask_of_another_batch_is_refused():
+    with pytest.raises(ValueError, match=r"token_mask_B has shape \(3,\); it must be \[B=2\]"):
+        ssd_step(*draw(2, 16, 4), token_mask_B=torch.ones(3))

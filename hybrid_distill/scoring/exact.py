@@ -8,127 +8,34 @@ Shapes: L layer, H query head, E example.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import logging
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .distill.checkpoint import write_json
-from .plan import HeadId
-from .probes import Example, Probe, check_counts
-from .probes.answering import ChoiceBatch, answer_generation, choice_batches, choice_result, forward
-from .probes.plain_text import TextBatch, text_batches
-from .teacher import (
-    ablate_heads,
-    attention_sites,
-    eval_mode,
-    fingerprint,
-    record_block,
-    replay_blocks,
-    text_config,
-)
+from ..distill.checkpoint import write_json
+from ..plan import HeadId
+from ..probes import Example, Probe, check_counts
+from ..probes.answering import ChoiceBatch, answer_generation, choice_batches, choice_result, forward
+from ..probes.plain_text import TextBatch, text_batches
+from ..teacher import ablate_heads, attention_sites, eval_mode, record_block, replay_blocks, text_config
+from .artefact import DROPS, ERRORS, HeadScores, describe_run, tensor_or_none
 
-FORMAT = "hybrid-distill/head-scores/1"
 PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/1"
-DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
-ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 
 Row = dict[str, list[float]]  # one layer of each table
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadScores:
-    """What each head is worth, as float64 tensors [layer, head]; a higher drop means more is lost without it.
-
-    ``accuracy_drop_LH`` is in shares of examples (-1 to 1), ``logprob_drop_LH`` in nats of the answer's
-    log-probability, ``control_drop_LH`` in nats of next-token loss per token on plain text (None without
-    texts). Standard errors are of paired differences: the same examples with and without the head.
-    """
-
-    n_kv_heads: int
-    accuracy_drop_LH: Tensor
-    logprob_drop_LH: Tensor
-    control_drop_LH: Tensor | None
-    accuracy_se_LH: Tensor
-    logprob_se_LH: Tensor
-    control_se_LH: Tensor | None
-    baseline: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def n_layers(self) -> int:
-        return self.accuracy_drop_LH.shape[0]
-
-    @property
-    def n_heads(self) -> int:
-        return self.accuracy_drop_LH.shape[1]
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the teacher that was scored."""
-        return self.provenance.get("fingerprint", "")
-
-    def ranking(self) -> list[HeadId]:
-        """All heads, best first: by accuracy drop, equal ones by log-probability drop, then (layer, head)."""
-        heads = [HeadId(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
-        accuracy, logprob = self.accuracy_drop_LH.tolist(), self.logprob_drop_LH.tolist()
-        return sorted(heads, key=lambda h: (-accuracy[h.layer][h.head], -logprob[h.layer][h.head], h))
-
-    def save(self, path: str | Path) -> None:
-        """Write the scores as JSON; an interrupted write leaves an earlier file as it was."""
-        tables = {name: _rows(getattr(self, name)) for name in (*DROPS, *ERRORS)}
-        shape = {"n_layers": self.n_layers, "n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
-        record = {
-            "format": FORMAT,
-            **shape,
-            "baseline": self.baseline,
-            "provenance": self.provenance,
-            **tables,
-        }
-        write_json(Path(path), record)
-
-    @classmethod
-    def load(cls, path: str | Path) -> HeadScores:
-        """Read scores written by `save`. Raises ValueError for a file that holds none."""
-        try:
-            record = json.loads(Path(path).read_text())
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
-            tables: dict[str, Any] = {name: _tensor(record[name]) for name in (*DROPS, *ERRORS)}
-            shape = (record["n_layers"], record["n_heads"])
-            for name, table in tables.items():
-                if table is not None and tuple(table.shape) != shape:
-                    raise ValueError(f"{name} is {tuple(table.shape)}, expected {shape} (layers, heads)")
-            return cls(
-                record["n_kv_heads"], **tables, baseline=record["baseline"], provenance=record["provenance"]
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} holds no head scores ({error}); write them with HeadScores.save."
-            ) from error
-
-
-def _rows(table: Tensor | None) -> list[list[float]] | None:
-    return None if table is None else table.tolist()
-
-
-def _tensor(rows: list[list[float]] | None) -> Tensor | None:
-    return None if rows is None else torch.tensor(rows, dtype=torch.float64)
 
 
 def score_heads(
@@ -182,7 +89,7 @@ def score_heads(
         _refuse_below(min_accuracy, baseline, probe, by)
         rows = _score_layers(task, baseline, provenance, resume_path, progress)
     tables: dict[str, Any] = {
-        name: _tensor([row[name] for row in rows]) if name in rows[0] else None for name in (*DROPS, *ERRORS)
+        name: tensor_or_none([row[name] for row in rows]) if name in rows[0] else None for name in (*DROPS, *ERRORS)
     }
     return HeadScores(
         attention_sites(model)[0].n_kv_heads,
@@ -190,24 +97,6 @@ def score_heads(
         baseline={"chance": probe.chance, **baseline.summary()},
         provenance=provenance,
     )
-
-
-def describe_run(model: PreTrainedModel) -> dict[str, Any]:
-    """Which model was measured, and on what: for the provenance of a result."""
-    on_gpu = model.device.type == "cuda"
-    return {
-        "model": model.name_or_path,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "fingerprint": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def _hash(texts: Sequence[str]) -> str:
