@@ -160,7 +160,7 @@ def test_the_training_forward_is_the_mixing_matrix(teacher: PreTrainedModel) -> 
     hidden = torch.randn(2, 19, student.config.hidden_size)
     mixer = student.mixers()[1]
     mixing_BHLS = mixer.mixing_matrices(hidden, seq_idx)
-    values_BSHP, *_ = mixer.ssm._inputs(hidden, None, seq_idx, None)
+    values_BSHP, *_ = mixer.ssm._convolved(*mixer.ssm._projections(hidden), None, seq_idx, None)
     gate_BLHP = torch.nn.functional.silu(mixer.ssm.z_proj(hidden)).unflatten(-1, (8, -1))
     expected = torch.einsum("bhls,bshp->blhp", mixing_BHLS, values_BSHP) * gate_BLHP
     close(mixer.heads(hidden, seq_idx=seq_idx), expected)
