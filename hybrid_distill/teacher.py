@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,35 +95,97 @@ def _site(model: nn.Module, layer: int, block_name: str, block: nn.Module) -> At
 
 
 @contextmanager
-def ablate_heads(model: nn.Module, heads: Iterable[HeadId]) -> Iterator[None]:
+def ablate_heads(
+    model: nn.Module, heads: Iterable[HeadId], values: Mapping[HeadId, Tensor] | None = None
+) -> Iterator[None]:
     """Zero the named heads' slices of the output projection's input while the context is open.
 
+    A head named in ``values`` gets that vector [P] there, at every token, instead of zeros (mean ablation).
     The model is as before afterwards, also after an exception; contexts may be nested. Raises ValueError
     for a head that does not exist.
     """
     sites = attention_sites(model)
+    vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
     heads_of: dict[int, list[int]] = {}
-    for layer, head in heads:
-        if not (0 <= layer < len(sites) and 0 <= head < sites[layer].n_heads):
-            raise ValueError(
-                f"head {HeadId(layer, head)} does not exist: this model has layers 0..{len(sites) - 1} "
-                f"with heads 0..{sites[0].n_heads - 1}."
-            )
-        heads_of.setdefault(layer, []).append(head)
+    for head_id in (HeadId(*head) for head in heads):
+        _check_exists(sites, head_id)
+        heads_of.setdefault(head_id.layer, []).append(head_id.head)
     with ExitStack() as hooks:
         for layer, which in heads_of.items():
-            hook = sites[layer].o_proj.register_forward_pre_hook(_zeroing(which, sites[layer].head_dim))
-            hooks.callback(hook.remove)
+            replaced = {head: vectors.get(HeadId(layer, head)) for head in which}
+            hooks.enter_context(_edited(sites[layer], _replacing(replaced)))
         yield
 
 
-def _zeroing(heads: list[int], head_dim: int) -> Any:
-    def zero(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        heads_BLHP = args[0].unflatten(-1, (-1, head_dim)).clone()
-        heads_BLHP[..., heads, :] = 0
+@contextmanager
+def ablate_heads_by_row(
+    model: nn.Module, layer: int, heads: Sequence[int | None], values: Tensor | None = None
+) -> Iterator[None]:
+    """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
+
+    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, G being ``len(heads)``; None
+    ablates nothing there. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros.
+    Raises ValueError for a head that does not exist, and in a forward whose rows do not form G equal groups.
+    """
+    sites = attention_sites(model)
+    for head in heads:
+        _check_exists(sites, HeadId(layer, 0 if head is None else head))
+    with ExitStack() as hooks:
+        if heads:
+            hooks.enter_context(_edited(sites[layer], _replacing_by_row(heads, values)))
+        yield
+
+
+def _check_exists(sites: list[AttentionSite], head_id: HeadId) -> None:
+    layer, head = head_id
+    if not (0 <= layer < len(sites) and 0 <= head < sites[layer].n_heads):
+        raise ValueError(
+            f"head {head_id} does not exist: this model has layers 0..{len(sites) - 1} "
+            f"with heads 0..{sites[0].n_heads - 1}."
+        )
+
+
+@contextmanager
+def _edited(site: AttentionSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Let ``edit`` change a copy of the heads x_BLHP that the output projection reads."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        heads_BLHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
+        edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    return zero
+    handle = site.o_proj.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
+    zeroed = [head for head, value_P in values.items() if value_P is None]
+
+    def edit(heads_BLHP: Tensor) -> None:
+        heads_BLHP[..., zeroed, :] = 0
+        for head, value_P in values.items():
+            if value_P is not None:
+                heads_BLHP[..., head, :] = value_P.to(heads_BLHP)
+
+    return edit
+
+
+def _replacing_by_row(heads: Sequence[int | None], values: Tensor | None) -> Callable[[Tensor], None]:
+    def edit(heads_BLHP: Tensor) -> None:
+        n_rows = len(heads_BLHP)
+        if n_rows % len(heads):
+            raise ValueError(
+                f"a batch of {n_rows} rows cannot hold {len(heads)} ablations evenly; repeat the batch once per head."
+            )
+        head_of = [head for head in heads for _ in range(n_rows // len(heads))]
+        rows = [row for row, head in enumerate(head_of) if head is not None]
+        which = [head for head in head_of if head is not None]
+        heads_BLHP[rows, :, which] = 0 if values is None else values[which].unsqueeze(1).to(heads_BLHP)
+
+    return edit
 
 
 @dataclass

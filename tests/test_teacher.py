@@ -8,8 +8,10 @@ from planted import word_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
+from hybrid_distill.plan import HeadId
 from hybrid_distill.teacher import (
     ablate_heads,
+    ablate_heads_by_row,
     attention_sites,
     eval_mode,
     fingerprint,
@@ -88,6 +90,48 @@ def test_gradients_pass_an_ablated_model_by_the_head(family_model) -> None:
         model(IDS).logits.square().sum().backward()
     rows = model.model.layers[1].self_attn.q_proj.weight.grad.unflatten(0, (8, 8))
     assert [bool(head.any()) for head in rows] == [head != 2 for head in range(8)]
+
+
+@torch.no_grad()
+def test_each_group_of_rows_loses_its_own_head(family_model, family) -> None:
+    model, ids = family_model(family), torch.arange(3, 27).view(4, 6)
+    plain = model(ids).logits
+    heads = (7, None, 0)
+    with ablate_heads_by_row(model, 1, heads):
+        logits = model(ids.repeat(3, 1)).logits
+    for head, group in zip(heads, logits.split(4), strict=True):
+        with ablate_heads(model, [] if head is None else [(1, head)]):
+            torch.testing.assert_close(group, model(ids).logits)
+    assert (logits[:4] - plain).abs().max() > 1e-3 and (logits[8:] - plain).abs().max() > 1e-3
+    assert n_hooks(model) == 0 and torch.equal(model(ids).logits, plain)
+
+
+def test_rows_that_do_not_form_equal_groups_are_refused(family_model) -> None:
+    model = family_model("llama")
+    with pytest.raises(ValueError, match=r"2 rows cannot hold 3 ablations"), ablate_heads_by_row(model, 1, [0, 1, 2]):
+        model(IDS)
+    with pytest.raises(ValueError, match="head L1H8 does not exist"), ablate_heads_by_row(model, 1, [0, 8]):
+        pass
+    assert n_hooks(model) == 0
+
+
+@torch.no_grad()
+def test_a_head_can_be_replaced_by_a_vector(family_model, family) -> None:
+    model, ids = family_model(family), IDS.repeat(3, 1)
+    site = attention_sites(model)[1]
+    values_HP = torch.randn(site.n_heads, site.head_dim)
+    with trace_mixers(model) as calls:
+        model(IDS)
+    heads_BLHP = calls[1].heads_BLHP.clone()
+    heads_BLHP[:, :, 5] = values_HP[5]
+    with trace_mixers(model) as calls, ablate_heads(model, [(1, 5)], {HeadId(1, 5): values_HP[5]}):
+        replaced = model(IDS).logits
+        torch.testing.assert_close(calls[1].out_BLD, site.o_proj(heads_BLHP.flatten(-2)))
+    with ablate_heads_by_row(model, 1, [None, 5, 2], values_HP):
+        plain, by_row, other = model(ids).logits.split(2)
+    torch.testing.assert_close(by_row, replaced)
+    torch.testing.assert_close(plain, model(IDS).logits)
+    assert (other - replaced).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("head", [(3, 0), (0, 8), (-1, 0), (0, -1)])
