@@ -235,15 +235,38 @@ def test_the_matrix_stage_needs_eager_attention():
         MatrixAlignment(student, teacher)
 
 
-def test_end_to_end_compares_logits_on_the_real_vocabulary(batch):
+@pytest.mark.parametrize("fused", [True, False])
+def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
     student, teacher = small_models()
-    stage = EndToEnd(student, teacher, temperature=2.0, vocab_size=99)
+    stage = EndToEnd(student, teacher, temperature=2.0, vocab_size=99, fused=fused)
     with torch.no_grad():
         packed = packed_inputs(batch["seq_idx"])
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False, **packed).logits
         ours = student(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"]).logits
         expected = distillation_loss(ours, theirs, batch["mask"], temperature=2.0, vocab_size=99)
         torch.testing.assert_close(stage(batch).total, expected)
+
+
+@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+def test_the_fused_loss_has_the_gradients_of_the_loss_on_logits(batch, hard_weight):
+    gradients = {}
+    for fused in (True, False):
+        student, teacher = small_models()
+        stage = EndToEnd(student, teacher, kind="jsd", temperature=2.0, hard_weight=hard_weight, fused=fused)
+        stage(batch).total.backward()
+        gradients[fused] = {name: p.grad for name, p in student.named_parameters()}
+    for name, gradient in gradients[True].items():
+        torch.testing.assert_close(gradient, gradients[False][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("finish", [{"final_logit_softcapping": 0.05}, {"logits_scaling": 3.0}, {"logit_scale": 0.5}])
+def test_logits_that_are_more_than_a_product_are_not_fused(batch, finish):
+    student, teacher = small_models()
+    for config in (student.model.config, teacher.config):
+        for name, value in finish.items():
+            setattr(config, name, value)
+    plain = EndToEnd(*small_models())(batch).total
+    assert not torch.allclose(EndToEnd(student, teacher)(batch).total, plain, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,5 @@ class DistillConfig(StageConfig):
     hard_weight: float = 0.0
     """Share of cross-entropy to the text itself."""
     train: Literal["all", "mixer", "ssm"] = "all"
+    fused: bool = True
+    """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""

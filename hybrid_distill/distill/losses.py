@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,25 @@ def distillation_loss(
     if len(chunks) == 1:
         return chunk_loss(*chunks[0])
     return torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+
+
+def fused_distillation_loss(
+    student_hidden_BLD: Tensor,
+    student_head_VD: Tensor,
+    teacher_hidden_BLE: Tensor,
+    teacher_head_WE: Tensor,
+    mask_BL: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """`distillation_loss` of the logits ``hidden @ head.T``, never held for all tokens at once; options as there.
+
+    Computes the gradient together with the loss. Same value but for rounding: each side's logits are rounded to the
+    dtype they are multiplied in, as a linear layer would.
+    """
+    from hybrid_kernels import loss
+
+    teacher = loss.TeacherHead(teacher_hidden_BLE, teacher_head_WE)
+    return loss.distillation_loss(student_hidden_BLD, student_head_VD, teacher, mask_BL, **options)
 
 
 def l2_norm_loss(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:

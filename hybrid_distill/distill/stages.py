@@ -21,10 +21,17 @@ from transformers import PreTrainedModel
 
 from ..build import share_frozen_weights, unshare_weights
 from ..data import Batch
-from ..model.modeling_hybrid import HybridForCausalLM, packed_inputs
+from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..teacher import AttentionSite, attention_sites
 from .config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
-from .losses import distillation_loss, frobenius_loss, l2_norm_loss, next_token_labels, normalised_mse
+from .losses import (
+    distillation_loss,
+    frobenius_loss,
+    fused_distillation_loss,
+    l2_norm_loss,
+    next_token_labels,
+    normalised_mse,
+)
 
 LAYER_LOSSES = {"l2": l2_norm_loss, "nmse": normalised_mse}
 
@@ -246,7 +253,8 @@ class EndToEnd(Stage):
     """The student must predict what the teacher predicts; see `distillation_loss` for the loss's options.
 
     ``train`` is ``all``, ``mixer`` (kept and recurrent heads, output projections) or ``ssm``. ``vocab_size``
-    is the tokenizer's, for models that pad their vocabulary.
+    is the tokenizer's, for models that pad their vocabulary. ``fused`` never holds the logits of all tokens, where
+    output embeddings are plain products and whole in this process (not under ZeRO-3).
     """
 
     def __init__(
@@ -261,9 +269,11 @@ class EndToEnd(Stage):
         train: str = "all",
         vocab_size: int | None = None,
         recompute: bool = False,
+        fused: bool = True,
     ) -> None:
         super().__init__(student, teacher)
         unshare_weights(student)
+        self.fused = fused
         self.model = student
         self.hard_weight = hard_weight
         self._options = {"kind": kind, "temperature": temperature, "beta": beta, "vocab_size": vocab_size}
@@ -274,19 +284,28 @@ class EndToEnd(Stage):
 
     def loss(self, batch: Batch) -> StageLoss:
         input_ids, seq_idx, mask = batch["input_ids"], batch["seq_idx"], batch["mask"]
+        options = dict(self._options)
+        if self.hard_weight:
+            options |= {"hard_weight": self.hard_weight, "labels_BL": next_token_labels(input_ids, seq_idx, mask)}
         with torch.no_grad():
             packed = packed_inputs(seq_idx, self.teacher.dtype, self.teacher.config)
-            teacher_logits_BLV = self.teacher(input_ids=input_ids, use_cache=False, **packed).logits
-        student_logits_BLV = self.model(input_ids=input_ids, seq_idx=seq_idx, use_cache=False).logits
-        total = distillation_loss(
-            student_logits_BLV,
-            teacher_logits_BLV,
-            mask,
-            hard_weight=self.hard_weight,
-            labels_BL=next_token_labels(input_ids, seq_idx, mask) if self.hard_weight else None,
-            **self._options,
-        )
-        return StageLoss(total, {})
+            theirs = self.teacher.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+        ours = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False).last_hidden_state
+        heads = [model.get_output_embeddings() for model in self._models]
+        if self.fused and all(map(_is_product, self._models, heads)):
+            student_head, teacher_head = (head.weight for head in heads)
+            return StageLoss(fused_distillation_loss(ours, student_head, theirs, teacher_head, mask, **options), {})
+        with torch.no_grad():
+            teacher_logits_BLV = finish_logits(heads[1](theirs), self.teacher.config)
+        student_logits_BLV = finish_logits(heads[0](ours), self.model.model.config)
+        return StageLoss(distillation_loss(student_logits_BLV, teacher_logits_BLV, mask, **options), {})
+
+
+def _is_product(model: PreTrainedModel, head: nn.Module) -> bool:
+    """Whether the logits are hidden states times ``head.weight``, and this process holds all of that weight."""
+    config = getattr(model, "model", model).config
+    whole = type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
+    return whole and head.weight.numel() == head.in_features * head.out_features and not finishes_logits(config)
 
 
 def make_stage(
@@ -319,6 +338,7 @@ def make_stage(
             train=config.train,
             vocab_size=vocab_size,
             recompute=config.recompute,
+            fused=config.fused,
         )
     raise ValueError(
         f"{type(config).__name__} describes no stage; use AlignConfig, MatrixConfig or DistillConfig."

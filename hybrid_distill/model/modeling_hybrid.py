@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig
 from .mixer import HybridCache, HybridMixer
@@ -20,6 +20,7 @@ from .mixer import HybridCache, HybridMixer
 from .ssd import check_implementation
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
 
 class HybridForCausalLM(PreTrainedModel, GenerationMixin):
@@ -94,6 +95,41 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         to True except in training and with ``seq_idx``. Raises ValueError for a cache of another class, or a
         cache with ``seq_idx``.
         """
+        outputs = self.backbone_outputs(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            seq_idx,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, kept, :]), self.model.config)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def backbone_outputs(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """`forward` up to the output embedding: ``last_hidden_state`` [B, L, D] is what that would read."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None:
             raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
@@ -113,7 +149,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask)
             attention_mask = packed["attention_mask"]
             position_ids = packed["position_ids"] if position_ids is None else position_ids
-        outputs = self.model(
+        return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -123,18 +159,6 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             token_mask=token_mask,
             seq_idx=seq_idx,
             **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = _finish_logits(self.lm_head(outputs.last_hidden_state[:, kept, :]), self.model.config)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
         )
 
 
@@ -233,8 +257,13 @@ def _refuse_cache_with_packing(past_key_values: Any, use_cache: bool | None) -> 
         raise ValueError("packed documents (seq_idx) cannot be continued from a cache; drop the cache or seq_idx.")
 
 
-def _finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
-    """What some families do behind the output embedding (Granite, Cohere, Gemma 2)."""
+def finishes_logits(config: PretrainedConfig) -> bool:
+    """Whether logits are more than the output embedding's product with the last hidden state."""
+    return any(getattr(config, name, None) is not None for name in LOGIT_OPTIONS)
+
+
+def finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
+    """What some families do behind the output embedding: see `LOGIT_OPTIONS`."""
     if getattr(config, "logits_scaling", None) is not None:
         logits_BLV = logits_BLV / config.logits_scaling
     if getattr(config, "logit_scale", None) is not None:
