@@ -289,23 +289,40 @@ class EndToEnd(Stage):
             options |= {"hard_weight": self.hard_weight, "labels_BL": next_token_labels(input_ids, seq_idx, mask)}
         with torch.no_grad():
             packed = packed_inputs(seq_idx, self.teacher.dtype, self.teacher.config)
-            theirs = self.teacher.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
-        ours = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False).last_hidden_state
-        heads = [model.get_output_embeddings() for model in self._models]
-        if self.fused and all(map(_is_product, self._models, heads)):
-            student_head, teacher_head = (head.weight for head in heads)
-            return StageLoss(fused_distillation_loss(ours, student_head, theirs, teacher_head, mask, **options), {})
+            theirs_BLE = self.teacher.base_model(input_ids=input_ids, use_cache=False, **packed)[0]
+        ours_BLD = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False)[0]
+        ours, theirs = (_OutputEmbedding.of(model) for model in self._models)
+        if self.fused and ours.is_product and theirs.is_product:
+            inputs = ours_BLD, ours.module.weight, theirs_BLE, theirs.module.weight
+            return StageLoss(fused_distillation_loss(*inputs, mask, **options), {})
         with torch.no_grad():
-            teacher_logits_BLV = finish_logits(heads[1](theirs), self.teacher.config)
-        student_logits_BLV = finish_logits(heads[0](ours), self.model.model.config)
-        return StageLoss(distillation_loss(student_logits_BLV, teacher_logits_BLV, mask, **options), {})
+            teacher_logits_BLV = theirs(theirs_BLE)
+        return StageLoss(distillation_loss(ours(ours_BLD), teacher_logits_BLV, mask, **options), {})
 
 
-def _is_product(model: PreTrainedModel, head: nn.Module) -> bool:
-    """Whether the logits are hidden states times ``head.weight``, and this process holds all of that weight."""
-    config = getattr(model, "model", model).config
-    whole = type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
-    return whole and head.weight.numel() == head.in_features * head.out_features and not finishes_logits(config)
+class _OutputEmbedding(NamedTuple):
+    """What turns a model's last hidden states into logits."""
+
+    module: Any
+    config: Any
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _OutputEmbedding:
+        return cls(model.get_output_embeddings(), model.base_model.config)
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor:
+        return finish_logits(self.module(hidden_BLD), self.config)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether that is a product with ``module.weight``, all of which is in this process."""
+        module = self.module
+        whole = type(module) is nn.Linear and module.bias is None and type(module.weight.data) is Tensor
+        return (
+            whole
+            and module.weight.numel() == module.in_features * module.out_features
+            and not finishes_logits(self.config)
+        )
 
 
 def make_stage(

@@ -201,18 +201,11 @@ class SSMHeads(nn.Module):
         """Outputs of the recurrent heads, y_BLRP."""
         xbc_BLC, raw = self._projections(hidden_BLD)
         z = self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
-        state = None if cache is None else cache.ssm_state
-        decodes = xbc_BLC.shape[1] == 1 and state is not None
-        if decodes and (y_BRP := self._step_in_place(xbc_BLC, raw, z, token_mask_BL, cache)) is not None:
-            return y_BRP.unsqueeze(1)
+        if xbc_BLC.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
+            return self._step(xbc_BLC, raw, z, token_mask_BL, cache)
         x, b, c, raw = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, cache)
-        if decodes:
-            y, state = gated_ssd_step(x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z[:, 0], state)
-            y = y.unsqueeze(1)
-        else:
-            y, state = gated_ssd_scan(
-                x, raw, b, c, self.D, z, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl
-            )
+        state = None if cache is None else cache.ssm_state
+        y, state = gated_ssd_scan(x, raw, b, c, self.D, z, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl)
         if cache is not None:
             cache.remember(ssm_state=state)
         return y
@@ -228,25 +221,32 @@ class SSMHeads(nn.Module):
         xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
         return xbc_BLC, self.a_proj(hidden_BLD)
 
-    def _step_in_place(
+    def _step(
         self,
         xbc_BLC: Tensor,
         raw_BLR: Tensor,
         z_BLRP: Tensor,
         token_mask_BL: Tensor | None,
         cache: HybridLayerCache,
-    ) -> Tensor | None:
-        return step_in_place(
+    ) -> Tensor:
+        """One token after those in the cache; its states are overwritten where a kernel can."""
+        conv_state, ssm_state = cast(tuple[Tensor, Tensor], (cache.conv_state, cache.ssm_state))
+        y_BRP = step_in_place(
             xbc_BLC[:, 0],
             raw_BLR[:, 0],
             z_BLRP[:, 0],
             self.conv_weight.to(xbc_BLC.dtype),
             self.D,
-            cache.conv_state,
-            cache.ssm_state,
+            conv_state,
+            ssm_state,
             token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
             impl=self.impl,
         )
+        if y_BRP is None:
+            x, b, c, raw = (t[:, 0] for t in self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, cache))
+            y_BRP, ssm_state = gated_ssd_step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
+            cache.remember(ssm_state=ssm_state)
+        return y_BRP.unsqueeze(1)
 
     def _convolved(
         self,

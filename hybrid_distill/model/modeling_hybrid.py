@@ -106,7 +106,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, kept, :]), self.model.config)
+        logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
