@@ -2,5 +2,6 @@
 
 from .artefact import HeadScores, describe_run
 from .exact import score_heads
+from .uncertainty import bootstrap_interval, split_half, tie_warning
 
-__all__ = ["HeadScores", "describe_run", "score_heads"]
+__all__ = ["HeadScores", "bootstrap_interval", "describe_run", "score_heads", "split_half", "tie_warning"]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,15 @@ from transformers import PreTrainedModel
 from ..distill.checkpoint import write_json
 from ..plan import HeadId
 from ..teacher import fingerprint
+from .uncertainty import tie_warning
 
-FORMAT = "hybrid-distill/head-scores/1"
+FORMAT = "hybrid-distill/head-scores/2"
+READABLE = ("hybrid-distill/head-scores/1", FORMAT)
 DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
+INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
+WAYS = ("retrieval", "retrieval_minus_control", "ratio")
+CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,10 @@ class HeadScores:
     ``accuracy_drop_LH`` is in shares of examples (-1 to 1), ``logprob_drop_LH`` in nats of the answer's
     log-probability, ``control_drop_LH`` in nats of next-token loss per token on plain text (None without
     texts). Standard errors are of paired differences: the same examples with and without the head.
+
+    Optional, None where not measured: intervals (low, high) of the three drops, ``n_examples_LH``, the examples
+    each head was tried on (int64), and ``agreement`` of disjoint halves of the examples (`split_half`). A NaN
+    accuracy drop says that the layer has no such head (hybrid teachers).
     """
 
     n_kv_heads: int
@@ -44,6 +55,11 @@ class HeadScores:
     control_se_LH: Tensor | None
     baseline: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    accuracy_interval_LH2: Tensor | None = None
+    logprob_interval_LH2: Tensor | None = None
+    control_interval_LH2: Tensor | None = None
+    n_examples_LH: Tensor | None = None
+    agreement: dict[str, Any] | None = None
 
     @property
     def n_layers(self) -> int:
@@ -58,52 +74,93 @@ class HeadScores:
         """Of the teacher that was scored."""
         return self.provenance.get("fingerprint", "")
 
-    def ranking(self) -> list[HeadId]:
-        """All heads, best first: by accuracy drop, equal ones by log-probability drop, then (layer, head)."""
+    def value_LH(self, by: str = "retrieval") -> Tensor:
+        """What a head counts for, higher is better, NaN where there is no head.
+
+        "retrieval": the accuracy drop. "retrieval_minus_control": the answer's log-probability drop less the
+        control drop, both in nats (of one answer, of one token). "ratio": the one over the other, a control
+        drop below 0.01 nats counting as 0.01. The latter two put back heads that matter for everything.
+        Raises ValueError for another way, or without a control drop where one is needed.
+        """
+        if by not in WAYS:
+            raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
+        if by == "retrieval":
+            return self.accuracy_drop_LH
+        if self.control_drop_LH is None:
+            raise ValueError(
+                f"by is {by!r}, but these scores have no control drop; score again with control texts, "
+                "or rank by 'retrieval'."
+            )
+        if by == "retrieval_minus_control":
+            return self.logprob_drop_LH - self.control_drop_LH
+        return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
+
+    def ranking(self, by: str = "retrieval") -> list[HeadId]:
+        """All heads that exist, best first: by `value_LH`, equal ones by log-probability drop, then (layer, head)."""
+        value, logprob = self.value_LH(by).tolist(), self.logprob_drop_LH.tolist()
         heads = [HeadId(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
-        accuracy, logprob = self.accuracy_drop_LH.tolist(), self.logprob_drop_LH.tolist()
-        return sorted(heads, key=lambda h: (-accuracy[h.layer][h.head], -logprob[h.layer][h.head], h))
+        exist = [h for h in heads if not math.isnan(value[h.layer][h.head] + logprob[h.layer][h.head])]
+        return sorted(exist, key=lambda h: (-value[h.layer][h.head], -logprob[h.layer][h.head], h))
+
+    def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
+        """What to say where the first ``k`` heads end inside a tie, otherwise None (`uncertainty.tie_warning`)."""
+        return tie_warning(self, k, by)
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as JSON; an interrupted write leaves an earlier file as it was."""
-        tables = {name: _rows(getattr(self, name)) for name in (*DROPS, *ERRORS)}
+        """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""
+        tables = {name: _rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
         shape = {"n_layers": self.n_layers, "n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
         record = {
             "format": FORMAT,
             **shape,
             "baseline": self.baseline,
             "provenance": self.provenance,
+            "agreement": self.agreement,
             **tables,
         }
         write_json(Path(path), record)
 
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
-        """Read scores written by `save`. Raises ValueError for a file that holds none."""
+        """Read scores written by `save`, now or by an earlier version. Raises ValueError for a file that holds none."""
         try:
             record = json.loads(Path(path).read_text())
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
+            if record["format"] not in READABLE:
+                raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
             tables: dict[str, Any] = {name: tensor_or_none(record[name]) for name in (*DROPS, *ERRORS)}
+            tables |= {name: tensor_or_none(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
             shape = (record["n_layers"], record["n_heads"])
             for name, table in tables.items():
-                if table is not None and tuple(table.shape) != shape:
-                    raise ValueError(f"{name} is {tuple(table.shape)}, expected {shape} (layers, heads)")
+                expected = (*shape, 2) if name in INTERVALS else shape
+                if table is not None and tuple(table.shape) != expected:
+                    raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
+            if tables["n_examples_LH"] is not None:
+                tables["n_examples_LH"] = tables["n_examples_LH"].long()
             return cls(
-                record["n_kv_heads"], **tables, baseline=record["baseline"], provenance=record["provenance"]
+                record["n_kv_heads"],
+                **tables,
+                baseline=record["baseline"],
+                provenance=record["provenance"],
+                agreement=record.get("agreement"),
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} holds no head scores ({error}); write them with HeadScores.save."
-            ) from error
+            raise ValueError(f"{path} holds no head scores ({error}); write them with HeadScores.save.") from error
 
 
-def _rows(table: Tensor | None) -> list[list[float]] | None:
-    return None if table is None else table.tolist()
+def _rows(table: Tensor | None) -> list[Any] | None:
+    return None if table is None else _swap(table.tolist(), lambda x: None if x != x else x)
 
 
-def tensor_or_none(rows: list[list[float]] | None) -> Tensor | None:
-    return None if rows is None else torch.tensor(rows, dtype=torch.float64)
+def tensor_or_none(rows: list[Any] | None) -> Tensor | None:
+    """A table of a JSON file as float64, null in it as NaN; None without a table."""
+    if rows is None:
+        return None
+    return torch.tensor(_swap(rows, lambda x: math.nan if x is None else x), dtype=torch.float64)
+
+
+def _swap(entry: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested lists with every entry changed."""
+    return [_swap(inner, change) for inner in entry] if isinstance(entry, list) else change(entry)
 
 
 def describe_run(model: PreTrainedModel) -> dict[str, Any]:
