@@ -8,7 +8,8 @@
    gradient; the same bits twice; offsets beyond 2^31 elements. One result per case goes to
    benchmarks/results/gpu_check.json, which belongs to one device, one version of triton and one state of the sources.
 2. The smallest cases under compute-sanitizer, where it is installed.
-3. The tests marked gpu.
+3. The kernels' own tests (tests/kernels) on the device instead of the interpreter: convolution, decoding step, loss,
+   and the whole student.
 4. The benchmarks. They run only if nothing before them failed.
 
 Exit status 0 if all is right, 1 if something is wrong, 2 where there is no GPU.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from hybrid_distill.model.ssd import log_decay, ssd_scan
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu_check.json"
 BENCHMARKS = ("ssd.py", "distillation_loss.py", "decode.py")  # those that are there
+TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 BATCH, LENGTH, HEADS = 2, 200, 3
@@ -200,7 +203,8 @@ def run_command(record: dict[str, Any], name: str, command: list[str]) -> None:
     """A further step, by its exit status."""
     if record["steps"].get(name) != 0:
         print(f"$ {' '.join(command)}", flush=True)
-        record["steps"][name] = subprocess.run(command, cwd=HERE.parent).returncode
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        record["steps"][name] = subprocess.run(command, cwd=HERE.parent, env=environment).returncode
 
 
 def conditions() -> dict[str, Any]:
@@ -263,7 +267,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 alone = [sys.executable, __file__, "--only", "N=16 P=16 ", "--out", f"{folder}/results.json"]
                 run_command(record, "memory checker", [sanitizer, "--error-exitcode", "1", *alone])
-        run_command(record, "tests marked gpu", [sys.executable, "-m", "pytest", "-q", "-m", "gpu"])
+        tests = [f"tests/kernels/test_{name}.py" for name in TESTED_ON_THE_DEVICE]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-k", "not bad_input", *tests]
+        run_command(record, "tests of the other kernels", pytest)
         save()
     right = report(record)
     if right and not options.only:

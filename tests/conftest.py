@@ -10,9 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
+# Read when triton is imported, which transformers does. With 0, tests/kernels run on a GPU (benchmarks/gpu_check.py).
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,17 +75,18 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
+def _on_a_gpu_if_asked() -> Iterator[None]:
+    if os.environ["TRITON_INTERPRET"] == "1" or not torch.cuda.is_available():
+        yield
+    else:
+        with torch.device("cuda"):
+            yield
+
+
+@pytest.fixture(autouse=True)
 def _one_thread_one_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture

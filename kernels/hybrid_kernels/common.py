@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEBUG = os.environ.get("HYBRID_KERNELS_DEBUG") == "1"  # also check what a GPU would have to be waited for
 DTYPES = (torch.bfloat16, torch.float32)
 

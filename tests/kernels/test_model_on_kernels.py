@@ -20,7 +20,7 @@ SHAPE = {
 
 
 pytestmark = pytest.mark.skipif(
-    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+    not common.RUNS_HERE, reason="needs TRITON_INTERPRET=1, or a GPU"
 )
 
 
@@ -43,7 +43,7 @@ def gradients(student: HybridForCausalLM, impl: str, **inputs) -> tuple[torch.Te
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM, packed: bool) -> None:
-    ids = torch.randint(0, 90, (2, 21), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 90, (2, 21))
     seq_idx = torch.cat([torch.zeros(2, 9), torch.ones(2, 12)], dim=1).long() if packed else None
     expected, expected_gradients = gradients(student, "torch", input_ids=ids, seq_idx=seq_idx)
     actual, actual_gradients = gradients(student, "triton", input_ids=ids, seq_idx=seq_idx)
@@ -56,7 +56,7 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
 
 @torch.no_grad()
 def test_left_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) -> None:
-    ids = torch.randint(0, 90, (2, 13), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 90, (2, 13))
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     shown = {}
