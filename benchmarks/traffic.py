@@ -1,4 +1,4 @@
-"""What must each kernel of the recurrence move and compute? From the shapes alone, beside the limit of the hardware.
+"""What must each kernel move and compute? From the shapes alone, beside the limit of the hardware.
 
     python benchmarks/traffic.py            # prints a table, writes benchmarks/results/traffic.json
 
@@ -9,6 +9,10 @@ limit is one kernel forward and one backward that recomputes C B^T and keeps no 
     mamba-ssm 2.3.2   five kernels forward; four of them again and about nine more backward; C B^T and its gradient
                       are written as fp32 [B, M, G, Q, Q]
     fla 0.6.0         chunk_simple_gla: three kernels forward, five backward; states written, C B^T recomputed
+
+A second table holds the other kernels: the convolution (peer: causal-conv1d, one kernel each way), a decoding step of a
+layer (peer: causal_conv1d_update, softplus and exp, selective_state_update, skip and gate, each on its own) and the
+distillation loss (peer: Liger 0.8.5's fused_linear_jsd, about eleven passes over fp32 logits; plain torch in fp32).
 
 Times are bytes over bandwidth or operations over the tensor cores' rate, whichever is longer: predictions, not
 measurements.
@@ -27,7 +31,9 @@ RESULTS = Path(__file__).parent / "results" / "traffic.json"
 BF16, FP32 = 2, 4
 MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
 OUR_CHUNK = 32
-SPLIT_FROM_STATE = 128  # our backward is two kernels from this state size on
+SPLIT_FROM_STATE = 128  # our backward is three kernels from this state size on (P = 64)
+CONV_WIDTH = 4
+LIGER_PASSES = 11
 
 
 class Shape(NamedTuple):
@@ -108,7 +114,8 @@ def ours(s: Shape) -> Work:
     else:
         backward = {
             "backward C": inputs + s.bc() + s.decay(),
-            "backward XB": inputs + s.decay() + s.x() + s.bc() + s.decay(),
+            "backward B": inputs - saved + s.bc(),
+            "backward X": inputs + s.x() + 2 * s.decay(),
         }
     return Work({"forward": 2 * s.x() + 2 * s.bc() + s.decay() + saved}, backward, OUR_CHUNK)
 
@@ -172,6 +179,61 @@ def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> flo
     return 1e3 * max(moving, operations(s, work.chunk, backward=backward) / device.flops)
 
 
+class Edge(NamedTuple):
+    """One of the other kernels at one shape: bytes and operations of each contender."""
+
+    name: str
+    bytes_: dict[str, int]
+    operations: dict[str, int]
+
+    def milliseconds(self, device: Device) -> dict[str, float]:
+        return {
+            name: 1e3 * max(moved / device.bandwidth, self.operations.get(name, 0) / device.flops)
+            for name, moved in self.bytes_.items()
+        }
+
+
+def convolution(s: Shape) -> Edge:
+    """Forward and backward over x, B and C of all heads; in plain torch each tap is a pass of its own."""
+    xbc = s.x() + 2 * s._replace(G=s.H).bc()
+    taps_in_torch = 3 * (CONV_WIDTH - 1) + 2
+    moved = {"limit": 5 * xbc, "ours": 5 * xbc, "causal-conv1d": 5 * xbc, "torch": 3 * taps_in_torch * xbc}
+    return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved, {})
+
+
+def decoding_step(s: Shape) -> Edge:
+    """One token of B sequences: the states read and written, everything else is small beside them."""
+    rows = s._replace(L=1, G=s.H)
+    state = 2 * rows.tokens * s.P * s.N * FP32
+    xbc = rows.x() + 2 * rows.bc()
+    conv_state = 2 * (CONV_WIDTH - 1) * xbc
+    once = state + conv_state + xbc + 2 * rows.x() + rows.decay()
+    apart = once + 2 * xbc + 2 * rows.decay() + 6 * rows.x()  # what the kernels hand to each other
+    return Edge(f"step B={s.B} H={s.H} N={s.N}", {"limit": state, "ours": once, "mamba-ssm": apart}, {})
+
+
+def loss(tokens: int, vocabulary: int, student: int, teacher: int) -> Edge:
+    """Products of both heads, of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
+    logits = tokens * vocabulary
+    inputs = (tokens * (2 * student + teacher) + vocabulary * (student + teacher)) * BF16 + vocabulary * student * FP32
+    products = 6 * logits * student + 2 * logits * teacher
+    moved = {
+        "limit": inputs,
+        "ours": inputs + (2 + 2 + 2 + 1 + 2) * logits * BF16,  # two products, two passes, the gradient, its products
+        "Liger": inputs + LIGER_PASSES * 2 * logits * FP32,
+        "torch": inputs + 2 * LIGER_PASSES * 2 * logits * FP32,
+    }
+    return Edge(f"loss {tokens} x {vocabulary} x {student}", moved, dict.fromkeys(moved, products))
+
+
+EDGES = (
+    *(convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)),
+    *(decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))),
+    loss(16_384, 128_256, 2048, 2048),
+    loss(16_384, 128_256, 2048, 4096),
+)
+
+
 def row(s: Shape) -> dict[str, object]:
     """All contenders at one shape."""
     record: dict[str, object] = {"shape": s._asdict()}
@@ -210,10 +272,19 @@ def main() -> None:
             time = milliseconds(s, work, DEVICES[options.device], backward=True)
             cells.append(f"{work.bytes_(backward=True) / 1e6:>9.0f} ({time:.3f})")
         print(f"{s.B:>3}{s.L:>7}{s.H:>4}{s.P:>4}{s.N:>4}{s.G:>4}" + "".join(f"{cell:>18}" for cell in cells))
+    print("\nthe other kernels")
+    for edge in EDGES:
+        times = edge.milliseconds(DEVICES[options.device])
+        cells = [f"{name} {edge.bytes_[name] / 1e6:.0f} ({times[name]:.3f})" for name in times]
+        print(f"{edge.name:<28}" + "".join(f"{cell:>30}" for cell in cells))
     record = {
         "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
         "devices": {name: rates._asdict() for name, rates in DEVICES.items()},
         "rows": [row(s) for s in SHAPES],
+        "other kernels": [
+            edge._asdict() | {"milliseconds": {name: edge.milliseconds(rates) for name, rates in DEVICES.items()}}
+            for edge in EDGES
+        ],
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
