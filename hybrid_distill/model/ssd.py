@@ -238,7 +238,7 @@ def _absent(impl: str) -> tuple[str, ...]:
     needed = {"triton": ("hybrid_kernels", "triton"), "mamba_ssm": ("mamba_ssm",)}.get(impl, ())
     absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
     if absent:
-        log.info("recurrent heads cannot run on %s: %s is not installed", impl, ", ".join(absent))
+        log.warning("recurrent heads cannot run on %s: %s is not installed", impl, ", ".join(absent))
     return absent
 
 
