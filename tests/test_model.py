@@ -309,8 +309,12 @@ def test_the_reference_recurrence_gives_the_same_logits(teacher: PreTrainedModel
     expected = logits(student, ids)
     student.set_ssm_implementation("reference")
     close(logits(student, ids), expected)
+
+
+def test_an_implementation_that_is_not_installed_is_refused(teacher: PreTrainedModel, monkeypatch) -> None:
+    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,))
     with pytest.raises(RuntimeError, match="mamba_ssm is not installed"):
-        student.set_ssm_implementation("mamba_ssm")
+        mixed_student(teacher).set_ssm_implementation("mamba_ssm")
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """The recurrence, its matmul form, its single step and its mixing matrix are one function."""
 
 import math
+import sys
+import types
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -204,11 +206,25 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
     assert torch.equal(y[:, 2:], causal_conv(x[:, 2:], weight)[0])
 
 
-def test_what_cannot_run_says_so() -> None:
+def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
+    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,) if impl == "mamba_ssm" else ())
     with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="mamba_ssm is not installed; use 'auto'"):
         ssd_scan(*args, impl="mamba_ssm")
     with pytest.raises(ValueError, match="chunk_size is 0"):
         ssd_scan(*args, chunk_size=0)
+
+
+def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: ())
+    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
+    with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
+        ssd_scan(*inputs(3), impl="mamba_ssm")
+
+
+def test_auto_never_asks_for_what_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,))
+    args = inputs(3)
+    assert torch.equal(ssd_scan(*args, impl="auto")[0], ssd_scan(*args, impl="torch")[0])
