@@ -224,7 +224,8 @@ def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPa
         ssd_scan(*inputs(3), impl="mamba_ssm")
 
 
-def test_auto_never_asks_for_what_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,))
-    args = inputs(3)
-    assert torch.equal(ssd_scan(*args, impl="auto")[0], ssd_scan(*args, impl="torch")[0])
+def test_auto_is_torch_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    for absent, chosen in (((), "triton"), (("triton",), "torch")):
+        monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl, absent=absent: absent if impl == "triton" else ())
+        assert ssd._choose("auto", on_gpu) == chosen
