@@ -226,6 +226,6 @@ def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPa
 
 def test_auto_is_torch_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    for absent, chosen in (((), "triton"), (("triton",), "torch")):
-        monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl, absent=absent: absent if impl == "triton" else ())
+    for absent, chosen in ({"triton": ()}, "triton"), ({"triton": ("triton",)}, "torch"):
+        monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl, absent=absent: absent.get(impl, ()))
         assert ssd._choose("auto", on_gpu) == chosen
