@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .assets import tiny_teacher_path
+from .budget import cache_bytes
 from .build import empty_student
 from .config import RunConfig, to_json
 from .distill.config import StageConfig
-from .evaluate import cache_bytes
 from .pipeline import make_plan
 from .plan import HeadId, HeadPlan
 from .teacher import DTYPES, TINY

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .budget import cache_bytes
 from .distill.checkpoint import write_json
 from .plan import HeadPlan
 from .probes.answering import answer_choices, answer_generation
@@ -25,7 +26,6 @@ from .teacher import attention_sites, eval_mode
 
 FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
-BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -168,47 +168,6 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
     ours_log, theirs_log = ours.log_softmax(-1), theirs.log_softmax(-1)
     kl_BT = (theirs_log.exp() * (theirs_log - ours_log)).sum(-1)
     return ours.argmax(-1) == theirs.argmax(-1), kl_BT
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Bytes held after some tokens: keys and values, SSM states, convolution states."""
-
-    kv: int
-    ssm: int
-    conv: int
-
-    @property
-    def total(self) -> int:
-        """Keys, values and SSM states; the convolution state, which is small, is reported beside it."""
-        return self.kv + self.ssm
-
-
-def cache_bytes(
-    plan: HeadPlan,
-    *,
-    length: int,
-    head_dim: int,
-    d_state: int,
-    bytes_per_element: int = BF16_BYTES,
-    batch: int = 1,
-    conv_width: int = 4,
-) -> CacheBytes:
-    """Memory of a hybrid's cache after ``length`` tokens; with every head kept, of the teacher's.
-
-        bytes(L) = 2 H_kv P L b + H_ssm P N b
-
-    H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
-    the head dim, N the state size, b the bytes per element. Windows of attention are not considered.
-    """
-    n_kv_heads = sum(len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers))
-    n_recurrent = plan.n_layers * plan.n_heads - plan.k
-    unit = batch * bytes_per_element
-    return CacheBytes(
-        kv=2 * n_kv_heads * head_dim * length * unit,
-        ssm=n_recurrent * head_dim * d_state * unit,
-        conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
-    )
 
 
 def _model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import random as _random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 FORMAT = "hybrid-distill/head-plan/1"
+
+log = logging.getLogger(__name__)
 
 
 class HeadId(NamedTuple):
@@ -23,13 +26,25 @@ class HeadId(NamedTuple):
 
 
 class Ranked(Protocol):
-    """Anything that ranks heads, most important first (``HeadScores`` does)."""
+    """Anything that ranks heads, most important first, and knows where its order is a guess (``HeadScores`` does)."""
 
     n_layers: int
     n_heads: int
     n_kv_heads: int
 
-    def ranking(self) -> list[HeadId]: ...
+    def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
+    def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
+
+
+class Valued(Protocol):
+    """Anything that has a number for every head; tables [layer, head] with NaN for heads that are not there."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    logprob_drop_LH: Any
+
+    def value_LH(self, by: str = "retrieval") -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -102,10 +117,61 @@ class HeadPlan:
             )
 
     @classmethod
-    def top_k(cls, scores: Ranked, k: int) -> HeadPlan:
-        """The ``k`` best heads over all layers, by the scores' own ranking."""
+    def top_k(cls, scores: Ranked, k: int, by: str = "retrieval") -> HeadPlan:
+        """The ``k`` best heads over all layers, by the scores' own ranking.
+
+        ``by`` is "retrieval", "retrieval_minus_control" or "ratio" (`HeadScores.value_LH`); the latter two put
+        back heads that matter for everything. A cut inside a tie is logged as a warning. Raises ValueError for
+        more heads than there are.
+        """
         cls.check_k(scores, k)
-        return cls(*_shape(scores), kept=tuple(scores.ranking()[:k]), teacher=_fingerprint(scores))
+        ranking = scores.ranking(by)
+        if k > len(ranking):
+            raise ValueError(f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k.")
+        if tie := scores.tie_warning(k, by):
+            log.warning(tie)
+        return cls(*_shape(scores), kept=tuple(ranking[:k]), teacher=_fingerprint(scores))
+
+    @classmethod
+    def under_budget(
+        cls,
+        scores: Valued,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        cache_bytes: int | None = None,
+        context: int | None = None,
+        head_dim: int | None = None,
+        d_state: int | None = None,
+        bytes_per_element: int = 2,
+        per_layer: Literal["uniform", "power_of_two"] | None = None,
+        by: str = "retrieval",
+    ) -> HeadPlan:
+        """The plan of greatest total score that costs no more than one budget; the optimum, not an approximation.
+
+        The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
+        cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `budget.cache_bytes` counts them, the
+        states of recurrent heads included (needs ``head_dim`` and ``d_state``). ``per_layer`` asks for the same
+        number of KV heads in every layer that has heads, or for 0, 1, 2, 4, ... of them: a server's cache wants
+        pages of one size, or of sizes that divide one another.
+
+        Scores are `HeadScores.value_LH` of ``by``, log-probability deciding between equal ones. A head that
+        lowers the total is left out even where there is room. Raises ValueError for a budget that no plan meets.
+        """
+        from .budget import best_plan
+
+        return best_plan(
+            scores,
+            heads=heads,
+            kv_heads=kv_heads,
+            cache=cache_bytes,
+            context=context,
+            head_dim=head_dim,
+            d_state=d_state,
+            bytes_per_element=bytes_per_element,
+            per_layer=per_layer,
+            by=by,
+        )
 
     @classmethod
     def random(cls, shape_of: Any, k: int, seed: int) -> HeadPlan:

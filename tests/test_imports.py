@@ -11,9 +11,9 @@ from transformers.dynamic_module_utils import get_imports
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("plan", "model", "probes", "assets"),  # of the probes: the questions, without a model
+    ("plan", "budget", "model", "probes", "assets"),  # of the probes: the questions, without a model
     ("build", "ssm_init", "teacher"),
-    ("probes.answering", "probes.knowledge", "probes.plain_text", "data"),
+    ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots"),
     ("config", "pipeline", "compare", "sweep", "dry_run", "cli", "__main__"),

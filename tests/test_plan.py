@@ -20,8 +20,11 @@ HEADER = '{"format": "hybrid-distill/head-plan/1"'
 
 
 class Scores(SimpleNamespace):
-    def ranking(self) -> list[HeadId]:
-        return list(RANKING)
+    def ranking(self, by: str = "retrieval") -> list[HeadId]:
+        return RANKING if by == "retrieval" else RANKING[::-1]
+
+    def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
+        return f"a tie at {k} by {by}" if k == 2 else None
 
 
 def scores(**more: str) -> Scores:
@@ -33,6 +36,24 @@ def test_top_k_takes_the_head_of_the_ranking() -> None:
     assert set(plan.kept) == set(RANKING[:3])
     assert plan.k == 3
     assert plan.kept == tuple(sorted(plan.kept))
+
+
+def test_top_k_by_another_score() -> None:
+    assert set(HeadPlan.top_k(scores(), 3, by="ratio").kept) == set(RANKING[1:])
+
+
+def test_a_cut_inside_a_tie_is_logged(caplog) -> None:
+    HeadPlan.top_k(scores(), 3)
+    assert not caplog.records
+    HeadPlan.top_k(scores(), 2, by="ratio")
+    assert caplog.messages == ["a tie at 2 by ratio"]
+
+
+def test_heads_that_are_not_scored_cannot_be_chosen() -> None:
+    """Four of the 24 heads are ranked, as in a hybrid teacher whose other layers have no attention."""
+    assert HeadPlan.top_k(scores(), 4).k == 4
+    with pytest.raises(ValueError, match="k is 5, but only 4 heads"):
+        HeadPlan.top_k(scores(), 5)
 
 
 def test_top_0_keeps_nothing() -> None:

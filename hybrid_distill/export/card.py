@@ -8,7 +8,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from ..evaluate import CacheBytes, EvalResult, cache_bytes
+from ..budget import CacheBytes, cache_bytes
+from ..evaluate import EvalResult
 from ..plan import HeadPlan
 from ..report import Row, measured, results_table
 from ..scoring import HeadScores
