@@ -1,17 +1,18 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its mixers are, what flows through them.
 
-Shapes: B batch, L length, H query head, P head dim, D model width.
+What a head is in each family: docs/heads.md. Shapes: B batch, L length, H head, P head dim, D model width.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -25,12 +26,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 SUPPORTED = "Llama, Qwen2, Qwen3 or Mistral"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# In a decoder layer: its attention, its recurrent mixer (Zamba2 wraps both).
+ATTENTION_PATHS = (*ATTENTION_NAMES, "shared_transformer.self_attn")
+RECURRENT_PATHS = ("mixer", "mamba", "mamba_decoder.mamba")
+# Linears of an attention module, the one that reads the heads last, and where such modules are.
+STUDENT_LAYOUT: dict[tuple[str, ...], str] = {PROJECTIONS: SUPPORTED}
+ATTENTION_LAYOUTS = {**STUDENT_LAYOUT, ("qkv_proj", "o_proj"): "Phi-3", ("query_key_value", "dense"): "GPT-NeoX"}
 SAMPLES_PER_TENSOR = 64
+
+HeadKind = Literal["attention", "ssm", "channel"]
 
 
 @dataclass(frozen=True)
-class AttentionSite:
-    """The token mixer of one decoder layer; its ``o_proj`` reads the heads side by side, in order."""
+class HeadSite:
+    """The heads of one decoder layer: the linear ``o_proj`` reads them side by side, in order.
+
+    ``module`` is the mixer; ``shared`` says that other layers run it too. ``kind`` is "attention"; "ssm"
+    (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's mixer (`kind_of`).
+    """
 
     layer: int
     name: str
@@ -40,6 +53,18 @@ class AttentionSite:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    kind: HeadKind | Literal["hybrid"] = "attention"
+    shared: bool = False
+
+    def kind_of(self, head: int) -> HeadKind:
+        """The kind of one head; in a student's mixer kept heads are attention, the others SSM heads."""
+        if self.kind != "hybrid":
+            return self.kind
+        kept: Any = self.module.kept
+        return "attention" if head in kept else "ssm"
+
+
+AttentionSite = HeadSite  # one found by `attention_sites`
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -60,105 +85,239 @@ def text_config(model: Any) -> Any:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """The mixer of every layer of a Hugging Face decoder, or of a hybrid student.
+    """The one mixer of every layer of a decoder that can become a student, or of a student.
 
-    Raises ValueError, naming the module and what was expected, for a layer whose attention is not understood.
+    Raises ValueError, naming the module and what was expected, for a layer whose attention has no query, key,
+    value and output projections, or which holds another mixer beside it.
     """
-    return [_site(model, index, name, block) for index, (name, block) in enumerate(decoder_blocks(model))]
+    sites = []
+    for layer, (name, block) in enumerate(decoder_blocks(model)):
+        children = dict(block.named_children())
+        child = next((c for c in ATTENTION_NAMES if c in children), None)
+        if child is None:
+            raise ValueError(
+                f"{name} ({type(block).__name__}) holds no attention module: its parts are "
+                f"{', '.join(children) or 'none'}; expected one named self_attn, as in {SUPPORTED}."
+            )
+        if beside := [c for c in RECURRENT_PATHS if c in children]:
+            raise ValueError(
+                f"{name} ({type(block).__name__}) mixes tokens in {child} and in {beside[0]}; "
+                f"expected attention alone, as in {SUPPORTED}."
+            )
+        sites.append(_attention_site(model, layer, block, f"{name}.{child}", children[child], STUDENT_LAYOUT))
+    return sites
 
 
-def _site(model: nn.Module, layer: int, block_name: str, block: nn.Module) -> AttentionSite:
-    children = dict(block.named_children())
-    child = next((c for c in ATTENTION_NAMES if c in children), None)
-    if child is None:
+def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]:
+    """The heads of every layer that has any, in any decoder of docs/heads.md, bottom to top.
+
+    Without ``kind`` these are a student's heads of both kinds, the attention heads of a model with attention,
+    the recurrent heads of a model without; a hybrid has a second set of heads under ``kind="ssm"``. Raises
+    ValueError, naming the module found and what was expected, for a layer that is not understood, and for a
+    model without heads of that kind.
+    """
+    found = [
+        site
+        for layer, (name, block) in enumerate(decoder_blocks(model))
+        for site in _block_sites(model, layer, name, block)
+    ]
+    kinds = [site.kind for site in found]
+    wanted = kind or next(k for k in ("hybrid", "attention", *kinds) if k in kinds)
+    uses = Counter(id(site.o_proj) for site in found)
+    sites = [replace(site, shared=uses[id(site.o_proj)] > 1) for site in found if site.kind == wanted]
+    if not sites:
         raise ValueError(
-            f"{block_name} ({type(block).__name__}) holds no attention module: its parts are "
-            f"{', '.join(children) or 'none'}; expected one named self_attn, as in {SUPPORTED}."
+            f"{type(model).__name__} has no heads of kind {kind!r}; "
+            f"its heads are of kind {', '.join(sorted(set(kinds)))}."
         )
-    name, module = f"{block_name}.{child}", children[child]
+    return sites
+
+
+def _block_sites(model: nn.Module, layer: int, name: str, block: nn.Module) -> Iterator[HeadSite]:
+    parts = dict(block.named_modules())
+    attention = next((path for path in ATTENTION_PATHS if path in parts), None)
+    recurrent = next((path for path in RECURRENT_PATHS if path in parts), None)
+    if attention is None and recurrent is None:
+        raise ValueError(
+            f"{name} ({type(block).__name__}) holds no mixer that is understood: its parts are "
+            f"{', '.join(dict(block.named_children())) or 'none'}; expected attention named self_attn or "
+            "attention, or a Mamba mixer named mixer or mamba (docs/heads.md)."
+        )
+    if attention is not None:
+        path = f"{name}.{attention}"
+        yield _attention_site(model, layer, block, path, parts[attention], ATTENTION_LAYOUTS)
+    if recurrent is not None:
+        yield _recurrent_site(layer, block, f"{name}.{recurrent}", parts[recurrent])
+
+
+def _attention_site(
+    model: nn.Module,
+    layer: int,
+    block: nn.Module,
+    name: str,
+    module: nn.Module,
+    layouts: Mapping[tuple[str, ...], str],
+) -> HeadSite:
     # By name: a class that comes with an exported checkpoint is not the class in this package.
     is_hybrid = type(module).__name__ == "HybridMixer"
-    parts: dict[str, Any] = dict(module.named_children())
-    needed = ("o_proj",) if is_hybrid else PROJECTIONS
-    missing = [part for part in needed if not isinstance(parts.get(part), nn.Linear)]
-    if missing:
+    linears = {part: child for part, child in module.named_children() if isinstance(child, nn.Linear)}
+    wanted = [("o_proj",)] if is_hybrid else list(layouts)
+    layout = next((parts for parts in wanted if set(parts) <= set(linears)), None)
+    if layout is None:
+        missing = ", ".join(part for part in wanted[0] if part not in linears)
+        expected = ", or ".join(f"{', '.join(parts)} ({families})" for parts, families in layouts.items())
         raise ValueError(
-            f"{name} ({type(module).__name__}) has no linear {', '.join(missing)}; "
-            f"expected an attention module with {', '.join(PROJECTIONS)}, as in {SUPPORTED}."
+            f"{name} ({type(module).__name__}) has no linear {missing}; "
+            f"expected an attention module with {expected}."
         )
-    config, o_proj = text_config(model), parts["o_proj"]
-    head_dim = getattr(module, "head_dim", None) or o_proj.in_features // config.num_attention_heads
-    n_kv_heads = config.num_key_value_heads if is_hybrid else parts["k_proj"].out_features // head_dim
-    return AttentionSite(
-        layer, name, module, block, o_proj, o_proj.in_features // head_dim, n_kv_heads, head_dim
-    )
+    config, o_proj = text_config(model), linears[layout[-1]]
+    n_heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or o_proj.in_features // n_heads
+    if o_proj.in_features != n_heads * head_dim:
+        raise ValueError(
+            f"{name}.{layout[-1]} reads {o_proj.in_features} channels; "
+            f"expected {n_heads} heads x {head_dim} = {n_heads * head_dim}."
+        )
+    if is_hybrid:
+        n_kv_heads = config.num_key_value_heads
+    elif layout == PROJECTIONS:
+        n_kv_heads = linears["k_proj"].out_features // head_dim
+    else:
+        n_kv_heads = (linears[layout[0]].out_features // head_dim - n_heads) // 2
+    kind = "hybrid" if is_hybrid else "attention"
+    return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, kind)
+
+
+def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> HeadSite:
+    """Mamba-2's heads have one decay each; in Mamba-1 every channel has its own."""
+    decay, out_proj = getattr(mixer, "A_log", None), getattr(mixer, "out_proj", None)
+    if decay is None or not isinstance(out_proj, nn.Linear):
+        raise ValueError(
+            f"{name} ({type(mixer).__name__}) has no A_log or no linear out_proj; expected a Mamba-1 or Mamba-2 "
+            "mixer, as in Falcon-Mamba, Mamba-2, Zamba2 or Falcon-H1."
+        )
+    n_heads, kind = len(decay), "ssm" if decay.dim() == 1 else "channel"
+    return HeadSite(layer, name, mixer, block, out_proj, n_heads, n_heads, out_proj.in_features // n_heads, kind)
 
 
 @contextmanager
 def ablate_heads(
-    model: nn.Module, heads: Iterable[HeadId], values: Mapping[HeadId, Tensor] | None = None
+    model: nn.Module,
+    heads: Iterable[HeadId],
+    values: Mapping[HeadId, Tensor] | None = None,
+    *,
+    kind: HeadKind | None = None,
 ) -> Iterator[None]:
     """Zero the named heads' slices of the output projection's input while the context is open.
 
     A head named in ``values`` gets that vector [P] there, at every token, instead of zeros (mean ablation).
-    The model is as before afterwards, also after an exception; contexts may be nested. Raises ValueError
-    for a head that does not exist.
+    ``kind`` is that of `head_sites`. The model is as before afterwards, also after an exception; contexts may
+    be nested. Raises ValueError for a head that does not exist, and in a forward that goes round the
+    projection.
     """
-    sites = attention_sites(model)
+    sites = head_sites(model, kind)
     vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
     heads_of: dict[int, list[int]] = {}
     for head_id in (HeadId(*head) for head in heads):
-        _check_exists(sites, head_id)
+        _check_exists(model, sites, head_id)
         heads_of.setdefault(head_id.layer, []).append(head_id.head)
     with ExitStack() as hooks:
-        for layer, which in heads_of.items():
-            replaced = {head: vectors.get(HeadId(layer, head)) for head in which}
-            hooks.enter_context(_edited(sites[layer], _replacing(replaced)))
+        for site in sites:
+            if which := heads_of.get(site.layer):
+                replaced = {head: vectors.get(HeadId(site.layer, head)) for head in which}
+                hooks.enter_context(_at_heads(site, _replacing(replaced)))
         yield
 
 
 @contextmanager
 def ablate_heads_by_row(
-    model: nn.Module, layer: int, heads: Sequence[int | None], values: Tensor | None = None
+    model: nn.Module,
+    layer: int,
+    heads: Sequence[int | None],
+    values: Tensor | None = None,
+    *,
+    kind: HeadKind | None = None,
 ) -> Iterator[None]:
     """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
 
     Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, G being ``len(heads)``; None
     ablates nothing there. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros.
-    Raises ValueError for a head that does not exist, and in a forward whose rows do not form G equal groups.
+    Raises ValueError as `ablate_heads` does, and in a forward whose rows do not form G equal groups.
     """
-    sites = attention_sites(model)
+    sites = head_sites(model, kind)
     for head in heads:
-        _check_exists(sites, HeadId(layer, 0 if head is None else head))
+        _check_exists(model, sites, HeadId(layer, 0 if head is None else head))
     with ExitStack() as hooks:
         if heads:
-            hooks.enter_context(_edited(sites[layer], _replacing_by_row(heads, values)))
+            site = next(site for site in sites if site.layer == layer)
+            hooks.enter_context(_at_heads(site, _replacing_by_row(heads, values)))
         yield
 
 
-def _check_exists(sites: list[AttentionSite], head_id: HeadId) -> None:
-    layer, head = head_id
-    if not (0 <= layer < len(sites) and 0 <= head < sites[layer].n_heads):
+@contextmanager
+def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the heads x_BLHP of a layer as its output projection reads them, per forward."""
+    sites = head_sites(model, kind)
+    _check_exists(model, sites, HeadId(layer, 0))
+    recorded: list[Tensor] = []
+    with _at_heads(next(site for site in sites if site.layer == layer), recorded.append):
+        yield recorded
+
+
+def _check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
+    n_heads = {site.layer: site.n_heads for site in sites}
+    if not 0 <= head_id.head < n_heads.get(head_id.layer, 0):
+        n_layers = len(decoder_blocks(model))
+        some = f", of which {', '.join(map(str, n_heads))} have {sites[0].kind} heads," if len(sites) < n_layers else ""
         raise ValueError(
-            f"head {head_id} does not exist: this model has layers 0..{len(sites) - 1} "
+            f"head {head_id} does not exist: this model has layers 0..{n_layers - 1}{some} "
             f"with heads 0..{sites[0].n_heads - 1}."
         )
 
 
 @contextmanager
-def _edited(site: AttentionSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let ``edit`` change a copy of the heads x_BLHP that the output projection reads."""
+def _at_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand ``edit`` a copy x_BLHP of the heads of this layer; what it changes there, the projection reads."""
+    in_layer, reached = not site.shared, False
 
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def enter_layer(module: nn.Module, args: Any) -> None:
+        nonlocal in_layer
+        in_layer = True
+
+    def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal in_layer
+        in_layer = not site.shared  # what is shared runs for other layers as well
+
+    def start(module: nn.Module, args: Any) -> None:
+        nonlocal reached
+        reached = False
+
+    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        nonlocal reached
+        reached = True
+        if not in_layer:
+            return None
         heads_BLHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
         edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    handle = site.o_proj.register_forward_pre_hook(hook)
-    try:
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if not reached:
+            raise ValueError(
+                f"{site.name} did not call its output projection, so its heads were left as they are: "
+                "a fused kernel for training did its work; call model.eval() first."
+            )
+
+    with ExitStack() as hooks:
+        for handle in (
+            site.block.register_forward_pre_hook(enter_layer),
+            site.module.register_forward_pre_hook(start),
+            site.o_proj.register_forward_pre_hook(edited),
+            site.module.register_forward_hook(check),
+            site.block.register_forward_hook(leave_layer, always_call=True),
+        ):
+            hooks.callback(handle.remove)
         yield
-    finally:
-        handle.remove()
 
 
 def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
@@ -175,7 +334,7 @@ def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
 
 def _replacing_by_row(heads: Sequence[int | None], values: Tensor | None) -> Callable[[Tensor], None]:
     def edit(heads_BLHP: Tensor) -> None:
-        n_rows = len(heads_BLHP)
+        n_rows, _, _, _ = heads_BLHP.shape
         if n_rows % len(heads):
             raise ValueError(
                 f"a batch of {n_rows} rows cannot hold {len(heads)} ablations evenly; repeat the batch once per head."
