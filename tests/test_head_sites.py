@@ -308,7 +308,7 @@ def test_layers_without_heads_are_named() -> None:
 
 @torch.no_grad()
 def test_a_module_that_several_layers_run_is_ablated_in_one_of_them() -> None:
-    """Zamba2 in transformers before 5.23: layers share their attention module, not only its weights."""
+    """Zamba2 in earlier transformers: layers share their attention module, not only its weights."""
     model = make_model("zamba2")
     block_1, block_4 = (decoder_blocks(model)[layer][1] for layer in (1, 4))
     assert block_1.shared_transformer.self_attn.o_proj.weight is block_4.shared_transformer.self_attn.o_proj.weight
