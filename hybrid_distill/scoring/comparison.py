@@ -1,0 +1,119 @@
+"""Do two rankings of the same model's heads agree?"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan import HeadId
+from .artefact import HeadScores
+
+Ranking = HeadScores | Sequence[HeadId]
+
+
+@dataclass(frozen=True)
+class RankingComparison:
+    """How two rankings agree.
+
+    ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` what two random rankings of
+    as many heads as the longer one would share on average. ``spearman`` and ``kendall`` correlate the places of the
+    ``n_common`` heads that both rank (-1 to 1; NaN for fewer than two).
+    """
+
+    overlap: dict[int, float]
+    chance: dict[int, float]
+    spearman: float
+    kendall: float
+    n_common: int
+
+    def table(self) -> str:
+        """Plain text, for a terminal."""
+        rows = [[f"overlap@{k}", f"{self.overlap[k]:.0%}", f"by chance {self.chance[k]:.0%}"] for k in self.overlap]
+        correlated = [["Spearman", f"{self.spearman:+.2f}", ""], ["Kendall tau", f"{self.kendall:+.2f}", ""]]
+        return _aligned([*rows, *correlated, ["heads in both", str(self.n_common), ""]])
+
+
+def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
+    """Overlap and rank correlation of two rankings, which may be scores or lists of heads, best first.
+
+    The overlap compares both rankings as they are, for each k that both are long enough for; correlations look only
+    at heads that both rank. Raises ValueError for a ranking that names a head twice, and for scores of models of
+    different shapes.
+    """
+    if isinstance(a, HeadScores) and isinstance(b, HeadScores) and a.accuracy_drop_LH.shape != b.accuracy_drop_LH.shape:
+        raise ValueError(
+            f"the scores are of different models: {a.n_layers} x {a.n_heads} and {b.n_layers} x {b.n_heads} heads; "
+            "rankings are compared head by head."
+        )
+    ranked_a, ranked_b = _heads(a), _heads(b)
+    place_b = {head: place for place, head in enumerate(ranked_b)}
+    n_heads, shortest = max(len(ranked_a), len(ranked_b)), min(len(ranked_a), len(ranked_b))
+    ks = sorted({k for k in ks if 0 < k <= shortest})
+    places = [place_b[head] for head in ranked_a if head in place_b]
+    return RankingComparison(
+        overlap={k: len(set(ranked_a[:k]) & set(ranked_b[:k])) / k for k in ks},
+        chance={k: k / n_heads for k in ks},
+        spearman=_spearman(places),
+        kendall=_kendall(places),
+        n_common=len(places),
+    )
+
+
+def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
+    """Every ranking against every other: overlap@k above the diagonal, Spearman's correlation below it.
+
+    Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
+    """
+    names = list(named)
+    rows = [[f"overlap@{k} \\ Spearman", *(f"({i + 1})" for i in range(len(names)))]]
+
+    def cell(i: int, j: int) -> str:
+        if i == j:
+            return ""
+        compared = compare_rankings(named[names[i]], named[names[j]], [k])
+        if i < j:
+            return f"{compared.overlap[k]:.0%}" if k in compared.overlap else "-"
+        return "-" if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
+
+    rows += [[f"({i + 1}) {name}", *(cell(i, j) for j in range(len(names)))] for i, name in enumerate(names)]
+    return _aligned(rows)
+
+
+def _heads(ranking: Ranking) -> list[HeadId]:
+    heads = ranking.ranking() if isinstance(ranking, HeadScores) else [HeadId(*head) for head in ranking]
+    if len(set(heads)) < len(heads):
+        twice = sorted({head for head in heads if heads.count(head) > 1})
+        raise ValueError(f"a ranking names {', '.join(map(str, twice))} twice; name each head once.")
+    return heads
+
+
+def _spearman(places: Sequence[int]) -> float:
+    """Of the order 0, 1, 2, ... with the order of these places."""
+    n = len(places)
+    if n < 2:
+        return math.nan
+    rank = {place: i for i, place in enumerate(sorted(places))}
+    squares = sum((i - rank[place]) ** 2 for i, place in enumerate(places))
+    return 1 - 6 * squares / (n * (n * n - 1))
+
+
+def _kendall(places: Sequence[int]) -> float:
+    """Share of pairs in the same order less that of pairs in the opposite order."""
+    n = len(places)
+    if n < 2:
+        return math.nan
+    before: list[int] = []
+    inversions = 0
+    for place in places:
+        inversions += len(before) - bisect_left(before, place)
+        insort(before, place)
+    return 1 - 4 * inversions / (n * (n - 1))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side: the first flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
