@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,28 @@ def check_counts(**counts: int) -> None:
 def duplicates(words: Iterable[str]) -> list[str]:
     """Words that occur more than once, sorted."""
     return sorted(word for word, count in Counter(words).items() if count > 1)
+
+
+def check_words(name: str, words: Iterable[str], at_least: int) -> None:
+    """Raise ValueError unless there are ``at_least`` different words: no repetition, nothing empty, no space inside."""
+    words = list(words)
+    if repeated := duplicates(words):
+        raise ValueError(f"{name} named twice: {', '.join(repeated)}; leave each in once.")
+    if bad := [word for word in words if len(word.split()) != 1 or word != word.strip()]:
+        raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without space.")
+    if len(words) < at_least:
+        raise ValueError(f"{len(words)} {name} are too few, {at_least} are needed; give more, or ask for less.")
+
+
+def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """A sequence as a tuple; one number or word counts as a sequence of one. Raises ValueError for an empty one."""
+    if isinstance(value, str | int | float):
+        return (value,)
+    if not isinstance(value, Iterable) or not (values := tuple(value)):
+        raise ValueError(f"{name} is {value!r}; give at least one value.")
+    return values
+
+
+def digest(words: Iterable[str]) -> str:
+    """Short hash that tells two word lists apart."""
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]

@@ -1,0 +1,62 @@
+"""Probes by name, for the command line and for configs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import Probe, as_tuple
+from .copying import Copying
+from .growing import GrowingKV
+from .kv_retrieval import KVRetrieval
+from .letter_choice import Fact, LetterChoice
+from .needle import Needle
+from .two_hop import TwoHop
+
+
+def make_probe(name: str, **options: object) -> Probe:
+    """The probe called ``name``, one of ``PROBES``, with its options.
+
+    Raises ValueError for an unknown name, an option that this probe does not have, and what the probe refuses.
+    """
+    if name not in PROBES:
+        raise ValueError(f"there is no probe {name!r}; there are {', '.join(PROBES)}.")
+    if unknown := sorted(set(options) - set(known := options_of(name))):
+        raise ValueError(f"the probe {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
+    return PROBES[name](**options)
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """Names of the options that `make_probe` takes for a probe."""
+    return tuple(inspect.signature(PROBES[name]).parameters)
+
+
+def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] | None = None) -> KVRetrieval | GrowingKV:
+    """Dictionaries of one size; of each size in turn where several are given."""
+    sizes = as_tuple("pairs", pairs)
+    return KVRetrieval(*sizes, seed, keys) if len(sizes) == 1 else GrowingKV(sizes, seed, keys)
+
+
+def _letters(facts: str | Path | Sequence[Fact] | None = None, n_options: int = 4, seed: int = 0) -> LetterChoice:
+    """Facts from a file, by default the embedded teacher's, or given as they are."""
+    if facts is None or isinstance(facts, str | Path):
+        return LetterChoice.from_file(facts, n_options, seed)
+    return LetterChoice(tuple(facts), n_options, seed)
+
+
+def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] | None = None) -> TwoHop:
+    sizes = as_tuple("pairs", pairs)
+    if len(sizes) != 1:
+        raise ValueError(f"pairs are {sizes}; two-hop dictionaries have one size: give one number.")
+    return TwoHop(*sizes, seed, keys)
+
+
+PROBES: dict[str, Callable[..., Probe]] = {
+    "kv": _kv,
+    "growing": GrowingKV,
+    "letters": _letters,
+    "needle": Needle,
+    "copy": Copying,
+    "two_hop": _two_hop,
+}
