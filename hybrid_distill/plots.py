@@ -1,4 +1,6 @@
-"""Figures of a report. Plain numbers in, PNG files out; matplotlib is imported only when a figure is drawn.
+"""Figures of a report. Plain numbers (or head scores) in, PNG or SVG files out, as the path says.
+
+Matplotlib is imported only when a figure is drawn.
 
 Colours are those of Okabe and Ito (readable with every common colour blindness) and belong to a way of
 choosing heads, so that a student has the same colour in every figure; marker shapes repeat the distinction
@@ -15,11 +17,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from .plan import HeadId
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
-BLACK, GREY = "#000000", "#767676"
+    from .scoring import HeadScores
+
+BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILLION, PURPLE = "#D55E00", "#CC79A7"
 
@@ -121,8 +127,8 @@ def head_scores(
 ) -> None:
     """Heat maps, layer down and head across: what a head is worth for retrieval, and for plain text.
 
-    ``retrieval_LH`` is a difference of accuracies, shown in points; ``control_LH`` is in nats per token.
-    ``kept`` heads are outlined.
+    ``retrieval_LH`` is a difference of accuracies, shown in points; ``control_LH`` is in nats per token; NaN
+    where a layer has no such head. ``kept`` heads are outlined.
     """
     n_layers, n_heads = len(retrieval_LH), len(retrieval_LH[0])
     cell = 0.44 if n_heads <= 16 else 0.19
@@ -135,8 +141,76 @@ def head_scores(
         for axes, (values_LH, title, unit, hue, number) in zip(grid[0], panels, strict=True):
             _heat_map(axes, values_LH, kept, hue=hue, number=number if n_heads <= 16 else "", unit=unit)
             axes.set_title(title)
-        if kept:
-            grid[0, 0].figure.supxlabel(f"outlined: {kept_label}", fontsize=9, color=VERMILLION)
+        absent = any(math.isnan(value) for row in retrieval_LH for value in row)
+        notes = [*([f"outlined: {kept_label}"] if kept else []), *(["grey: no attention head"] if absent else [])]
+        if notes:
+            grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILLION if kept else GREY)
+
+
+def score_map(scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = ()) -> None:
+    """`head_scores` of one scoring."""
+    control_LH = None if scores.control_drop_LH is None else scores.control_drop_LH.tolist()
+    head_scores(scores.accuracy_drop_LH.tolist(), control_LH, kept, path)
+
+
+def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:
+    """The ``top`` heads of a ranking, best first, with what each is worth and its 95 % interval.
+
+    One panel each for accuracy, log-probability and, where measured, plain text. The first ``k`` heads are the dark
+    ones. Without intervals in the scores, 1.96 standard errors to each side stand for them.
+    """
+    ranking = scores.ranking(by)[:top]
+    panels = [
+        ("Accuracy lost", "points", BLUE, 100, _with_interval(scores, "accuracy", ranking)),
+        ("Log-probability lost", "nats of the answer", SKY, 1, _with_interval(scores, "logprob", ranking)),
+    ]
+    if scores.control_drop_LH is not None:
+        panels.append(("Control: plain text", "nats per token", GREEN, 1, _with_interval(scores, "control", ranking)))
+    n_kept = len(ranking) if k is None else min(k, len(ranking))
+    size = (2.9 * len(panels) + 0.6, 0.21 * len(ranking) + 1.5)
+    with _figure(1, len(panels), size, path, sharey=True) as grid:
+        for axes, (title, unit, hue, scale, entries) in zip(grid[0], panels, strict=True):
+            _bars(axes, [[scale * x for x in entry] for entry in entries], n_kept, hue)
+            axes.set_title(title)
+            axes.set_xlabel(unit)
+        axes = grid[0, 0]
+        axes.set_yticks(range(len(ranking)), [str(head) for head in ranking], fontsize=8)
+        axes.set_ylim(len(ranking) - 0.4, -0.6)
+        note = "lines: 95 % intervals"
+        if n_kept < len(ranking):
+            note = f"above the dashed line: the first {n_kept} heads; {note}"
+        axes.figure.supxlabel(note, fontsize=9, color="#444444")
+
+
+def _with_interval(scores: HeadScores, name: str, heads: Sequence[HeadId]) -> list[list[float]]:
+    """(low, drop, high) of each head."""
+    drop_LH, error_LH = getattr(scores, f"{name}_drop_LH"), getattr(scores, f"{name}_se_LH")
+    interval_LH2 = getattr(scores, f"{name}_interval_LH2")
+    entries = []
+    for head in heads:
+        drop = drop_LH[head].item()
+        low, high = drop - 1.96 * error_LH[head].item(), drop + 1.96 * error_LH[head].item()
+        if interval_LH2 is not None:
+            low, high = interval_LH2[head].tolist()
+        entries.append([low, drop, high])
+    return entries
+
+
+def _bars(axes: Axes, entries: Sequence[Sequence[float]], n_kept: int, hue: str) -> None:
+    """Horizontal bars (low, value, high), downwards; those after ``n_kept`` pale, below a dashed line."""
+    rows = range(len(entries))
+    colours = [hue if row < n_kept else PALE for row in rows]
+    axes.barh(rows, [value for _, value, _ in entries], height=0.72, color=colours)
+    lows, highs = [low for low, _, _ in entries], [high for _, _, high in entries]
+    axes.hlines(rows, lows, highs, color="white", linewidth=1.9, alpha=0.6)  # dark lines on dark bars
+    axes.hlines(rows, lows, highs, color=BLACK, linewidth=1.1)
+    axes.axvline(0, color="#444444", linewidth=0.8)
+    if n_kept < len(entries):
+        axes.axhline(n_kept - 0.5, color=VERMILLION, linewidth=1.2, linestyle="--")
+    axes.grid(False)
+    axes.grid(True, axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
 
 
 def layer_losses(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]], path: Path) -> None:
@@ -290,9 +364,9 @@ def _heat_map(
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    top = max(max(row) for row in values_LH)
+    top = max((value for row in values_LH for value in row if not math.isnan(value)), default=0)
     top = top if top > 0 else 1.0
-    colours = LinearSegmentedColormap.from_list(unit, ["#FFFFFF", hue])
+    colours = LinearSegmentedColormap.from_list(unit, ["#FFFFFF", hue]).with_extremes(bad="#DDDDDD")
     image = axes.imshow(values_LH, cmap=colours, vmin=0, vmax=top, aspect="equal")
     n_layers, n_heads = len(values_LH), len(values_LH[0])
     axes.grid(False)
@@ -308,6 +382,8 @@ def _heat_map(
     if number:
         for layer, row in enumerate(values_LH):
             for head, value in enumerate(row):
+                if math.isnan(value):
+                    continue
                 colour = "white" if value > 0.6 * top else "#444444"
                 axes.text(head, layer, _short(number, value), color=colour, fontsize=7, ha="center", va="center")
     for layer, head in kept:

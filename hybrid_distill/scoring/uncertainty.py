@@ -26,11 +26,11 @@ def bootstrap_interval(
     """[H, 2]: (low, high) of each head's mean over the examples, by the percentile bootstrap (Efron, 1979).
 
     Every head sees the same resamples of the examples, so that heads can be compared. NaN marks an example on
-    which a head was not tried; a head that was tried on none gets NaN. Raises ValueError for no examples, or a
-    confidence outside 0 to 1.
+    which a head was not tried; a head that was tried on none gets NaN. Raises ValueError for no heads, no examples,
+    or a confidence outside 0 to 1.
     """
-    if difference_HE.ndim != 2 or not difference_HE.shape[1]:
-        raise ValueError(f"differences are {tuple(difference_HE.shape)}; pass [heads, examples], at least one example.")
+    if difference_HE.ndim != 2 or not difference_HE.numel():
+        raise ValueError(f"differences are {tuple(difference_HE.shape)}; pass [heads, examples], at least 1 of each.")
     if not 0 < confidence < 1 or n_resamples < 1:
         raise ValueError(
             f"confidence is {confidence}, n_resamples {n_resamples}; pass a share between 0 and 1, and at least 1."
@@ -41,7 +41,7 @@ def bootstrap_interval(
         _resampled_means(block_HE, n_resamples, seed).nanquantile(levels, dim=1).T
         for block_HE in difference_HE.detach().cpu().double().split(HEADS_AT_ONCE)
     ]
-    return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *intervals])
+    return torch.cat(intervals)
 
 
 def _resampled_means(difference_HE: Tensor, n_resamples: int, seed: int) -> Tensor:
