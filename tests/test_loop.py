@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from training import (
     StoppingRows,
     small_config,
@@ -23,6 +24,7 @@ from training import (
 from hybrid_distill.distill import checkpoint, loop
 from hybrid_distill.distill.accelerator import WorldError, check_trackers, make_accelerator
 from hybrid_distill.distill.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
+from hybrid_distill.distill.health import PROFILED, WINDOW, Watch, flops_per_token
 from hybrid_distill.distill.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.distill.optimizer import make_adamw, wsd
 from hybrid_distill.distill.stages import make_stage
@@ -81,8 +83,10 @@ def test_every_line_of_the_metrics_says_what_happened(tmp_path):
     tokens = [int(rows.batch(step, 8)["mask"].sum()) for step in range(12)]
     for line in lines:
         assert set(line) == {
-            "step", "loss", "per_layer", "lr", "grad_norm", "tokens", "tokens_per_s", "seconds",
+            "step", "loss", "per_layer", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait", "memory_bytes",
+            "seconds",
         }  # fmt: skip
+        assert 0 <= line["data_wait"] < 1 and line["memory_bytes"] > 2**20
         assert line["loss"] == pytest.approx(sum(line["per_layer"].values()), rel=1e-5)
         assert line["tokens"] == sum(tokens[: line["step"]])
         assert line["lr"] == 3e-3 * wsd(line["step"] - 1, 12, 0.1, 0.1)
@@ -107,7 +111,9 @@ def test_another_seed_is_another_run_of_the_rows(tmp_path):
     assert losses(tmp_path / "0")[0][1] != losses(tmp_path / "1")[0][1]
 
 
-@pytest.mark.parametrize(("name", "number"), [("align", signal.SIGINT), ("distill", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("align", signal.SIGINT), ("distill", signal.SIGTERM), ("align", signal.SIGUSR1)]
+)
 def test_a_signal_saves_and_the_same_command_goes_on(uninterrupted, tmp_path, name, number):
     rows = StoppingRows(small_rows(), 6, lambda: os.kill(os.getpid(), number))
     handler = signal.getsignal(number)
@@ -324,6 +330,78 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
     with pytest.raises(Diverged, match=r"step 7: loss nan.* in layer.1, on rows 48 to 55"):
         train_stage(stage, StoppingRows(small_rows(), 6, spoil), config, tmp_path, progress=False)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+class SpoiltRows:
+    """Rows whose batch at some steps breaks the loss: all tokens, but for one, are padding of no account."""
+
+    def __init__(self, rows, steps: set[int], stage) -> None:
+        self.rows, self.steps, self.stage = rows, steps, stage
+        self.fingerprint = rows.fingerprint
+        self.handle = stage.student.get_input_embeddings().register_forward_hook(self._spoil)
+        self.handle = stage.teacher.get_input_embeddings().register_forward_hook(self._spoil)
+        self.step = -1
+
+    def _spoil(self, module, args, output):
+        return output * float("nan") if self.step in self.steps else output
+
+    def batch(self, step: int, *args):
+        self.step = step
+        return self.rows.batch(step, *args)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state) -> None: ...
+
+
+def test_a_bad_batch_can_be_left_out(tmp_path):
+    config = small_config("distill", on_divergence="skip", max_skips=2, log_every=1)
+    stage = small_stage(config)
+    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), config, tmp_path, progress=False)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
+    assert lines[4]["skipped"].startswith("loss nan") and lines[4]["loss"] is None
+    good = [line["loss"] for line in lines if "skipped" not in line]
+    assert good[-1] < good[0]
+    assert all(torch.isfinite(p).all() for p in stage.student.parameters())
+
+
+def test_too_many_bad_batches_in_a_row_stop_the_run(tmp_path):
+    config = small_config("distill", on_divergence="skip", max_skips=2)
+    stage = small_stage(config)
+    with pytest.raises(Diverged, match="step 7: loss nan"):
+        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), config, tmp_path, progress=False)
+
+
+def test_a_loss_far_above_the_usual_is_a_divergence():
+    watch = Watch(small_config("align", spike=5.0))
+    assert watch.complaint(90.0, 1.0, {}) is None, "nothing is usual yet"
+    for _ in range(WINDOW):
+        assert watch.complaint(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
+    assert watch.complaint(9.9, 1.0, {}) is None
+    again = Watch(small_config("align", spike=5.0))
+    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    for one in (watch, again):
+        assert "5 times the usual 2, highest in layer.1" in one.complaint(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+
+
+def test_a_trace_of_some_steps_is_written_when_asked_for(tmp_path):
+    config = small_config("align")
+    train_stage(small_stage(config), small_rows(), config, tmp_path, progress=False, profile=True)
+    trace = json.loads((tmp_path / "trace-0.json").read_text())
+    assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
+
+
+def test_operations_of_a_step_follow_from_the_weights():
+    student, teacher = small_models()
+    stage = make_stage(small_config("distill"), student, teacher)
+    batch = small_rows().batch(0, 1)
+    n_tokens = batch["input_ids"].numel()
+    with FlopCounterMode(display=False) as counter:
+        stage(batch).total.backward()
+    ours = flops_per_token(student, teacher, teacher_forced=False) * n_tokens
+    assert ours <= counter.get_total_flops() < 1.5 * ours  # it also counts attention and the recurrence
 
 
 def test_bf16_trains_float32_weights(tmp_path):

@@ -7,11 +7,15 @@ from typing import Any, Literal
 
 from .losses import KINDS
 
-MAY_CHANGE = frozenset({"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "recompute"})
+MAY_CHANGE = frozenset(
+    {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "recompute", "spike", "on_divergence",
+     "max_skips"}
+)  # fmt: skip
 """Fields that a resumed run may have another value of."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16"),
+    "on_divergence": ("stop", "skip"),
     "target": ("mixer", "layer", "head"),
     "loss": ("l2", "nmse"),
     "train": ("ssm", "mixer", "all"),
@@ -42,6 +46,11 @@ class StageConfig:
     """``bf16`` computes in bfloat16 over float32 weights."""
     recompute: bool = False
     """Save memory: recompute each layer in the backward pass."""
+    spike: float = 20.0
+    """A loss so many times the median of the last 64 counts as diverged, like one that is not finite."""
+    on_divergence: Literal["stop", "skip"] = "stop"
+    """``skip`` leaves the batch out, says so in the metrics, and stops after ``max_skips`` in a row."""
+    max_skips: int = 3
     checkpoint_every: int = 500
     log_every: int = 10
     keep_checkpoints: int = 2
@@ -54,12 +63,13 @@ class StageConfig:
             "checkpoint_every",
             "log_every",
             "keep_checkpoints",
+            "max_skips",
         )
         for name in least_one:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{self.name}.{name} is {value!r}; it must be a whole number of at least 1.")
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "clip", "spike"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be above 0.")
         for name in ("warmup", "decay", "weight_decay"):

@@ -7,6 +7,7 @@ on however many processes and micro-batches they are spread.
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 import time
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -28,6 +28,7 @@ from . import checkpoint, zero
 from .accelerator import is_deepspeed, make_accelerator, set_batch
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from .health import Meter, Watch, flops_per_token, profiler
 from .optimizer import (
     load_optimizer_tensors,
     load_trainable_tensors,
@@ -38,7 +39,7 @@ from .optimizer import (
     wsd,
 )
 from .rng import rng_state, seed_all, set_rng_state
-from .stages import Stage
+from .stages import EndToEnd, Stage
 
 __all__ = [
     "AlignConfig",
@@ -53,14 +54,17 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what SLURM sends before preemption
+
+logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """A stage was asked to stop (SIGINT or SIGTERM) and has saved where it was."""
+    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved where it was."""
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient is not finite."""
+    """A loss or gradient is not finite, or far above the usual."""
 
 
 class StageParentError(ValueError):
@@ -79,6 +83,7 @@ def train_stage(
     trackers: Sequence[str] = (),
     processes: int | None = None,
     progress: bool = True,
+    profile: bool = False,
 ) -> StageManifest:
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
@@ -86,11 +91,12 @@ def train_stage(
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
     `checkpoint.weights_hash` that the student must have when the stage begins (empty: any).
     ``resume`` is ``auto`` (go on from the newest intact checkpoint, if there is one), ``never`` (begin again)
-    or a checkpoint's folder. ``processes`` is how many must run, if not what the launcher announced.
+    or a checkpoint's folder. ``processes`` is how many must run, if not what the launcher announced. ``profile``
+    writes a trace of a few steps, ``trace-<process>.json``.
 
     Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
-    CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that
-    is not finite, and Interrupted, after saving, on SIGINT or SIGTERM.
+    CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that is not
+    finite or far above the usual, and Interrupted, after saving, on SIGINT, SIGTERM or SIGUSR1.
     """
     out = Path(out_dir)
     accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=out)
@@ -112,7 +118,7 @@ def train_stage(
     run = _Run(stage, rows, config, out, accelerator, identity, checkpoints)
     try:
         run.begin(_snapshot(accelerator, checkpoints, resume), trackers)
-        run.train(progress)
+        run.train(progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
         return run.finish()
     finally:
         run.close()
@@ -167,6 +173,7 @@ class _Run:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.deepspeed = is_deepspeed(accelerator)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.watch = Watch(config)
 
     def begin(self, snapshot: Snapshot | None, trackers: Sequence[str]) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
@@ -196,7 +203,15 @@ class _Run:
             zero.prepare_outside_use(self.stage)
             if zero.is_divided(self.stage) and not self.stage.divisible:
                 raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
+            if config.on_divergence == "skip":
+                raise ValueError(
+                    f"{config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; "
+                    "use 'stop', or DDP."
+                )
         self.parameters = list(trainable(self.stage).values())
+        self.flops = flops_per_token(
+            self.stage.student, self.stage.teacher, teacher_forced=not isinstance(self.stage, EndToEnd)
+        )
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -208,26 +223,24 @@ class _Run:
                 "hybrid-distill", config={"stage": config.name, "out": str(self.out)}
             )
 
-    def train(self, progress: bool) -> None:
+    def train(self, progress: bool, trace: Path | None = None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted and SaveFailed."""
         steps, every = self.config.steps, self.config.log_every
         show = progress and self.accelerator.is_main_process
         bar = tqdm(total=steps, initial=self.step, desc=self.config.name, disable=not show)
-        logged = time.perf_counter(), self.tokens
-        with bar, _stop_requests() as stop_requested:
+        self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
+        with bar, _stop_requests() as stop_requested, profiler(trace) as profiled:
             while self.step < steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % every == 0 or self.step + 1 == steps
-                metrics, stop = self._train_step(log, stop_requested)
+                metrics, stop = self._train_step(stop_requested)
                 self.step += 1
-                now = time.perf_counter()
-                self.seconds += now - begun
+                self.seconds += time.perf_counter() - begun
+                profiled()
                 bar.update()
-                if log:
-                    speed = (self.tokens - logged[1]) / (now - logged[0])
-                    self._log({**metrics, "tokens_per_s": round(speed, 1), "seconds": round(self.seconds, 3)})
+                if log or "skipped" in metrics:
+                    self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
                     bar.set_postfix(loss=f"{metrics['loss']:.4g}", refresh=False)
-                    logged = now, self.tokens
                 if stop and self.step < steps:
                     path = self._save()
                     raise Interrupted(
@@ -237,12 +250,13 @@ class _Run:
                 if self.step % self.config.checkpoint_every == 0 and self.step < steps:
                     self._save()
 
-    def _train_step(self, log: bool, stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
+    def _train_step(self, stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
         """One optimiser step; (what to log, whether any process was asked to stop)."""
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
         set_learning_rate(self.optimizer, learning_rate)
-        batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
+        with self.meter.waiting_for_data():
+            batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
         micro_batches = _cut(batch, config.micro_batch_size)
         counts = [int(micro_batch["mask"].sum()) for micro_batch in micro_batches]
         total = int(self._sum(torch.tensor(sum(counts), dtype=torch.int64)))
@@ -253,7 +267,7 @@ class _Run:
             with self.accelerator.accumulate(self.model):
                 found = self.model(_to(micro_batch, self.accelerator.device))
                 loss += share * found.total.detach()
-                for name, value in found.per_layer.items() if log else ():
+                for name, value in found.per_layer.items():
                     layers[name] = layers.get(name, 0.0) + share * value
                 # accelerate divides by the micro-batches, DDP and DeepSpeed by the processes.
                 self.accelerator.backward(found.total * (share * len(counts) * self.world))
@@ -261,8 +275,9 @@ class _Run:
         grad_norm = 0.0 if norm is None else float(norm)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
-        self._check_finite(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
-        self.optimizer.step()
+        complaint = self._judge(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
+        if complaint is None:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.tokens += total
         metrics = {
@@ -273,7 +288,7 @@ class _Run:
             "grad_norm": grad_norm,
             "tokens": self.tokens,
         }
-        return metrics, stops > 0
+        return metrics | ({} if complaint is None else {"skipped": complaint}), stops > 0
 
     def _sum(self, values: Tensor) -> Tensor:
         """Over all processes."""
@@ -281,23 +296,31 @@ class _Run:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
 
-    def _check_finite(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> None:
-        if np.isfinite(loss) and np.isfinite(grad_norm):
-            return
-        bad = [name for name, value in layers.items() if not np.isfinite(value)]
+    def _judge(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
+        """Why this step must be left out, None for a good one. Raises Diverged where nothing may be left out."""
+        complaint = self.watch.complaint(loss, grad_norm, layers)
+        if complaint is None:
+            self.watch.skipped = 0
+            return None
         size = self.config.batch_size
-        where = f" in {', '.join(bad)}" if bad else ""
-        raise Diverged(
-            f"{self.config.name} diverged at step {self.step + 1}: loss {loss}, gradient norm {grad_norm}"
-            f"{where}, on rows {self.step * size} to {(self.step + 1) * size - 1} of the data's order. "
-            "Earlier checkpoints are untouched; lower the learning rate or clip more."
+        found = (
+            f"{self.config.name} diverged at step {self.step + 1}: {complaint}, on rows {self.step * size} to "
+            f"{(self.step + 1) * size - 1} of the data's order."
         )
+        self.watch.skipped += 1
+        if self.config.on_divergence == "stop" or self.watch.skipped > self.config.max_skips:
+            raise Diverged(f"{found} Earlier checkpoints are untouched; lower the learning rate or clip more.")
+        if self.accelerator.is_main_process:
+            logger.warning("%s The batch is left out.", found)
+        return complaint
 
     def _log(self, metrics: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
+            if "skipped" in metrics:  # what is not finite has no place in JSON
+                metrics = metrics | {"loss": None, "grad_norm": None, "per_layer": {}}
             with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
-        if self.accelerator.trackers:
+        if self.accelerator.trackers and "skipped" not in metrics:
             flat = {name: value for name, value in metrics.items() if name not in ("step", "per_layer")}
             self.accelerator.log({**flat, **metrics["per_layer"]}, step=metrics["step"])
 
@@ -314,6 +337,7 @@ class _Run:
             "identity": self.identity.to_dict(),
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "watch": self.watch.state_dict(),
             "processes": processes,
         }
         tensors = {"weights": weights, "optimizer": moments}
@@ -325,6 +349,7 @@ class _Run:
         load(self.stage, self.optimizer, snapshot.tensors["optimizer"])
         self.step = snapshot.step
         self.tokens, self.seconds = snapshot.state["tokens"], snapshot.state["seconds"]
+        self.watch.load_state_dict(snapshot.state["watch"])
         processes = snapshot.state["processes"]
         if self.rank < len(processes):
             self.rows.load_state_dict(processes[self.rank]["rows"])
@@ -418,7 +443,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGINT or SIGTERM came; the same signal a second time acts as usual."""
+    """A function that says whether one of `STOP_SIGNALS` came; the same signal a second time acts as usual."""
     requested = False
     before: dict[int, Any] = {}
 
@@ -428,7 +453,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
         signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             before[number] = signal.signal(number, request)
     try:
         yield lambda: requested

@@ -199,14 +199,14 @@ def _read_losses(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl, in order, without the torn last line that a killed run leaves."""
+    """Records of a metrics.jsonl, in order, without skipped steps and the torn last line that a killed run leaves."""
     records = []
     for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
             continue
-    return records
+    return [record for record in records if "skipped" not in record]
 
 
 def measured(result: EvalResult) -> dict[str, Measured]:
