@@ -123,6 +123,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(uninterrupted, tmp_path, na
     assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
 
 
+def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path):
+    whole = train("on_policy", tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train("on_policy", tmp_path / "cut", StoppingRows(small_rows(), 6))
+    assert train("on_policy", tmp_path / "cut") == whole
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
 def test_a_signal_in_the_last_step_finishes_the_stage(uninterrupted, tmp_path):
     assert train("align", tmp_path, StoppingRows(small_rows(), 11)) == uninterrupted["align"][0]
 

@@ -10,7 +10,7 @@ from training import small_models, small_rows
 from hybrid_distill.build import build_student
 from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
 from hybrid_distill.distill.losses import distillation_loss
-from hybrid_distill.distill.stages import EndToEnd, LayerAlignment, MatrixAlignment, make_stage
+from hybrid_distill.distill.stages import EndToEnd, LayerAlignment, MatrixAlignment, OnPolicy, make_stage
 from hybrid_distill.model.modeling_hybrid import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import trace_mixers
@@ -333,3 +333,48 @@ def test_a_config_that_describes_no_stage_is_refused():
 def test_bad_settings_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         config()
+
+
+def own_text(share: float = 1.0, eos: int = 1):
+    """A stage whose student often writes the token that ends a document, and a batch."""
+    student, teacher = small_models()
+    with torch.no_grad():
+        student.lm_head.weight[eos] *= 0
+        student.lm_head.weight[eos] += 0.1
+    student.generation_config.eos_token_id = eos
+    return OnPolicy(student, teacher, share=share, prompt_tokens=8, new_tokens=12), small_rows().batch(0, 8)
+
+
+def test_the_student_goes_on_from_the_document_at_hand():
+    stage, batch = own_text()
+    written = stage.own_text(batch)
+    assert torch.equal(written["input_ids"][:, :8], batch["input_ids"][:, :8])
+    at_hand = batch["seq_idx"][:, :8] == batch["seq_idx"][:, 7:8]
+    assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand) and not at_hand.all()
+    for row in range(8):
+        ids, mask, seq_idx = (written[name][row].tolist() for name in ("input_ids", "mask", "seq_idx"))
+        end = ids.index(1, 8) + 1 if 1 in ids[8:] else len(ids)
+        assert [place for place, judged in enumerate(mask) if judged] == list(range(7, end - 1))
+        assert set(seq_idx[8:end]) == {1} and set(seq_idx[end:]) <= {2}
+
+
+def test_what_the_student_wrote_is_judged_as_if_alone():
+    stage, batch = own_text()
+    written = stage.own_text(batch)
+    row = int((written["mask"].sum(1) < 12).nonzero()[0])  # it ended early
+    kept = written["seq_idx"][row] == 1
+    alone = {
+        "input_ids": written["input_ids"][row][kept][None],
+        "seq_idx": torch.zeros(1, int(kept.sum()), dtype=torch.long),
+        "mask": written["mask"][row][kept][None],
+    }
+    only = {name: tensor[row : row + 1] for name, tensor in written.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(
+            EndToEnd.loss(stage, alone).total, EndToEnd.loss(stage, only).total, rtol=1e-4, atol=1e-7
+        )
+
+
+def test_without_own_text_it_is_end_to_end(batch):
+    stage, _ = own_text(share=0.0)
+    assert torch.equal(stage(batch).total, EndToEnd.loss(stage, batch).total)

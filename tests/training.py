@@ -25,6 +25,7 @@ from hybrid_distill.build import build_student
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import PackedRows
 from hybrid_distill.distill.accelerator import connect
+from hybrid_distill.distill.config import OnPolicyConfig
 from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
 from hybrid_distill.distill.stages import Stage, make_stage
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
@@ -89,7 +90,10 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
         "steps": 12, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 3e-3, "checkpoint_every": 4,
         "log_every": 1,
     }  # fmt: skip
-    return {"align": AlignConfig, "distill": DistillConfig}[name](**{**settings, **changes})
+    if name == "on_policy":
+        settings |= {"prompt_tokens": 8, "new_tokens": 6}
+    classes = {"align": AlignConfig, "distill": DistillConfig, "on_policy": OnPolicyConfig}
+    return classes[name](**{**settings, **changes})
 
 
 class StoppingRows:

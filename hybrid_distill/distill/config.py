@@ -120,3 +120,29 @@ class DistillConfig(StageConfig):
     train: Literal["all", "mixer", "ssm"] = "all"
     fused: bool = True
     """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig(DistillConfig):
+    """End-to-end distillation, partly on text that the student writes itself (arXiv 2306.13649): see `OnPolicy`."""
+
+    name: str = "on_policy"
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
+    share: float = 0.5
+    """Of the micro-batches, those on the student's own text."""
+    prompt_tokens: int = 64
+    """Tokens of a row that the student goes on from."""
+    new_tokens: int = 64
+    sampling_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"{self.name}.share is {self.share!r}; it must be from 0 to 1.")
+        for name in ("prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be at least 1.")
+        if not self.sampling_temperature > 0:
+            raise ValueError(f"{self.name}.sampling_temperature is {self.sampling_temperature!r}; it must be above 0.")
+        if self.hard_weight:
+            raise ValueError(f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is no label: use 0.")

@@ -23,7 +23,7 @@ from ..build import share_frozen_weights, unshare_weights
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..teacher import AttentionSite, attention_sites
-from .config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from .config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig, StageConfig
 from .losses import (
     distillation_loss,
     frobenius_loss,
@@ -300,6 +300,72 @@ class EndToEnd(Stage):
         return StageLoss(distillation_loss(ours(ours_BLD), teacher_logits_BLV, mask, **options), {})
 
 
+class OnPolicy(EndToEnd):
+    """`EndToEnd`, but some micro-batches are text that the student writes itself (arXiv 2306.13649).
+
+    A row's first ``prompt_tokens``, from the last document that begins there, are what the student goes on from; the
+    teacher then judges every token that it has written. ``share`` is the probability of such a micro-batch. Likelihood
+    on given text hides what goes wrong in generation; this stage trains on it.
+    """
+
+    divisible = False
+
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        *,
+        share: float = 0.5,
+        prompt_tokens: int = 64,
+        new_tokens: int = 64,
+        sampling_temperature: float = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(student, teacher, **options)
+        self.share, self.prompt_tokens, self.new_tokens = share, prompt_tokens, new_tokens
+        self.sampling_temperature = sampling_temperature
+
+    def loss(self, batch: Batch) -> StageLoss:
+        own = torch.rand(()).item() < self.share
+        return super().loss(self.own_text(batch) if own else batch)
+
+    @torch.no_grad()
+    def own_text(self, batch: Batch) -> Batch:
+        """Prompts from the batch and what the student writes after them; the mask is on what predicts its tokens."""
+        prompt = slice(0, min(self.prompt_tokens, batch["input_ids"].shape[1]))
+        seq_idx, ids = batch["seq_idx"][:, prompt], batch["input_ids"][:, prompt]
+        prompt_mask = seq_idx == seq_idx[:, -1:]
+        written = self._continued(ids, prompt_mask)
+        n_prompt, eos = ids.shape[1], self.model.generation_config.eos_token_id
+        own = written[:, n_prompt:]
+        ends = torch.isin(own, torch.as_tensor(-1 if eos is None else eos, device=own.device))
+        valid = ends.cumsum(1) - ends.long() == 0  # up to and with the first end
+        is_text = torch.cat([prompt_mask, valid], dim=1)
+        # What is no text is a document of its own, before or after.
+        after = torch.cat([torch.zeros_like(prompt_mask), ~valid], dim=1)
+        predicts = torch.zeros_like(is_text)
+        predicts[:, n_prompt - 1 : -1] = valid & batch["mask"][:, n_prompt - 1 : n_prompt]
+        return {"input_ids": written, "seq_idx": is_text.long() + 2 * after.long(), "mask": predicts}
+
+    def _continued(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        training = self.model.training
+        self.model.eval()
+        generate: Any = self.model.generate
+        try:
+            return generate(
+                input_ids=ids_BL,
+                attention_mask=mask_BL.long(),
+                max_new_tokens=self.new_tokens,
+                do_sample=True,
+                temperature=self.sampling_temperature,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=0,
+            )
+        finally:
+            self.model.train(training)
+
+
 class _OutputEmbedding(NamedTuple):
     """What turns a model's last hidden states into logits."""
 
@@ -345,18 +411,15 @@ def make_stage(
     if isinstance(config, MatrixConfig):
         return MatrixAlignment(student, teacher, recompute=config.recompute)
     if isinstance(config, DistillConfig):
-        return EndToEnd(
-            student,
-            teacher,
-            kind=config.kind,
-            temperature=config.temperature,
-            beta=config.beta,
-            hard_weight=config.hard_weight,
-            train=config.train,
-            vocab_size=vocab_size,
-            recompute=config.recompute,
-            fused=config.fused,
-        )
+        options: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in ("kind", "temperature", "beta", "hard_weight", "train", "recompute", "fused")
+        }
+        if isinstance(config, OnPolicyConfig):
+            names = ("share", "prompt_tokens", "new_tokens", "sampling_temperature")
+            own = {name: getattr(config, name) for name in names}
+            return OnPolicy(student, teacher, vocab_size=vocab_size, **own, **options)
+        return EndToEnd(student, teacher, vocab_size=vocab_size, **options)
     raise ValueError(
         f"{type(config).__name__} describes no stage; use AlignConfig, MatrixConfig or DistillConfig."
     )
