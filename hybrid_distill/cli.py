@@ -21,6 +21,7 @@ from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .export import ExportError, verify_export
 from .pipeline import Run, run
+from .prepare import PrepareJob, prepare
 from .report import write_report
 from .teacher import TINY
 
@@ -74,6 +75,12 @@ def score(
         )
         print(f"{place:3d}  {head!s:8s} accuracy {-100 * drop:+6.1f} points   log-probability {-logprob:+8.3f}")
     print(f"scores: {out / 'scores.json'}")
+
+
+@app.command
+def prepare_data(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:
+    """Tokenise text once, into a folder that --data.sources takes; goes on where it was stopped."""
+    print(prepare(job))
 
 
 @app.command

@@ -14,7 +14,9 @@ from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
-from hybrid_distill.data import DataConfig, PackedRows, StreamingRows, open_rows
+from hybrid_distill.data import DataConfig, PackedRows, StreamingRows, Tokens, folder, open_rows
+from hybrid_distill.data.rows import shuffled
+from hybrid_distill.data.tokens import Shard
 
 EOS = 1
 
@@ -40,12 +42,9 @@ def test_an_epoch_holds_every_token_once(tokenizer):
     for epoch in range(2):
         first = epoch * rows.rows_per_epoch
         seen = torch.cat(
-            [
-                b["input_ids"][b["mask"]]
-                for b in (rows.batch(s, 1) for s in range(first, first + rows.rows_per_epoch))
-            ]
+            [b["input_ids"][b["mask"]] for b in (rows.batch(s, 1) for s in range(first, first + rows.rows_per_epoch))]
         )
-        assert sorted(seen.tolist()) == sorted(rows.sources[0].ids.tolist())
+        assert sorted(seen.tolist()) == sorted(rows.sources[0].shards[0].ids.tolist())
         assert len(seen) == rows.n_tokens
 
 
@@ -81,19 +80,97 @@ def test_a_document_longer_than_a_row_begins_again_in_the_next(tokenizer):
     assert rows.sources[0].row(2, 8)[2].tolist() == [True] * 7 + [False]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_the_rows_of_one(tokenizer, world):
-    rows = PackedRows.from_texts(texts(50), tokenizer, seq_len=8)
-    for step in (0, 3, 100):
-        whole = rows.batch(step, 8)
-        parts = [rows.batch(step, 8, rank, world) for rank in range(world)]
-        for name in whole:
-            assert torch.equal(whole[name], torch.cat([part[name] for part in parts]))
+def numbered(n: int, *, shard: int, first: int = 0) -> Tokens:
+    """A source in which every token is its own number, in shards; a document begins at every seventh."""
+    ids = np.arange(first, first + n, dtype=np.uint32)
+    pieces = [ids[begin : begin + shard] for begin in range(0, n, shard)]
+    shards = tuple(Shard(piece, np.arange(0, len(piece), 7, dtype=np.int64)) for piece in pieces)
+    return Tokens(shards, pad_id=0, fingerprint=f"{first}-{n}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(1000,), (1003, 77, 500)], ids=["one source", "three sources"])
+def test_every_token_once_an_epoch_on_any_number_of_processes(world, sizes):
+    sources = [numbered(n, shard=123, first=10_000 * i) for i, n in enumerate(sizes)]
+    rows = PackedRows(sources, seq_len=16, seed=3)
+    every = sorted(number for source in sources for shard in source.shards for number in shard.ids.tolist())
+    steps, batch_size = rows.rows_per_epoch, 12
+    found = [[rows.batch(step, batch_size, rank, world) for rank in range(world)] for step in range(steps)]
+    parts = [part for parts in found for part in parts]
+    assert {len(part["mask"]) for part in parts} == {batch_size // world}
+    ids, mask = (torch.cat([part[name] for part in parts]) for name in ("input_ids", "mask"))
+    for epoch in range(batch_size):
+        part = slice(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
+        assert sorted(ids[part][mask[part]].tolist()) == every
+
+
+def test_any_step_is_what_reading_up_to_it_gives():
+    def rows() -> PackedRows:
+        return PackedRows([numbered(700, shard=90), numbered(90, shard=90, first=1000)], seq_len=8, weights=(2, 1))
+
+    reader = rows()
+    read = [reader.batch(step, 6) for step in range(60)]
+    for step in (59, 0, 33, 34, 1):
+        for rank in range(3):
+            jumped = rows().batch(step, 6, rank, 3)
+            assert all(torch.equal(jumped[name], read[step][name][2 * rank : 2 * rank + 2]) for name in jumped)
+
+
+def test_a_shuffle_is_a_permutation_in_which_every_place_is_as_likely():
+    for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
+        assert sorted(shuffled(place, n, 5) for place in range(n)) == list(range(n))
+    counts = np.zeros((5, 5))
+    for key in range(2000):
+        for place in range(5):
+            counts[place, shuffled(place, 5, key, 0, 1)] += 1
+    assert abs(counts - 400).max() < 5 * np.sqrt(400 * 0.8)
+
+
+def test_a_row_across_shards_goes_on_with_the_next_document():
+    tokens = Tokens(
+        shards=(
+            Shard(np.array([1, 2, 3, 4, 5], np.uint16), np.array([0, 3])),
+            Shard(np.array([6, 7], np.uint16), np.array([0])),
+            Shard(np.array([8, 9, 10], np.uint16), np.array([0, 2])),
+        ),
+        pad_id=99,
+        fingerprint="",
+    )
+    rows = [[column.tolist() for column in tokens.row(i, 4)] for i in range(3)]
+    assert rows == [
+        [[1, 2, 3, 4], [0, 0, 0, 1], [True] * 4],
+        [[5, 6, 7, 8], [0, 1, 1, 2], [True] * 4],
+        [[9, 10, 99, 99], [0, 1, 2, 2], [True, True, False, False]],
+    ]
+
+
+def test_the_size_of_shards_changes_no_row(tokenizer, tmp_path):
+    write_source(tmp_path / "a.jsonl", texts(50))
+    whole = data.tokens_of(texts(50), tokenizer)
+    for size in (1, 37, 10**6):
+        folder.write_tokens(tmp_path / str(size), [str(tmp_path / "a.jsonl")], tokenizer, shard_tokens=size)
+        found = data.open_tokens(tmp_path / str(size), tokenizer)
+        assert found.fingerprint == whole.fingerprint
+        assert (len(found.shards) > 1) == (size < 100)
+        for i in range(-(-len(whole) // 16)):
+            for expected, column in zip(whole.row(i, 16), found.row(i, 16)):
+                assert (expected == column).all()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(tokenizer):
     with pytest.raises(ValueError, match="batch of 6 rows cannot be shared by 4 processes"):
         PackedRows.from_texts(texts(50), tokenizer, seq_len=8).batch(0, 6, 0, 4)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (5, 1, 0.5), (0.01, 0.5, 0.49)])
+def test_shares_of_tokens_are_the_weights_to_within_a_row(weights):
+    sizes, seq_len = (4000, 800, 1600), 16
+    sources = [numbered(n, shard=1000, first=10_000 * i) for i, n in enumerate(sizes)]
+    rows = PackedRows(sources, seq_len=seq_len, weights=weights)
+    epoch = rows.batch(0, rows.rows_per_epoch)["input_ids"]
+    tokens = np.bincount(epoch.flatten() // 10_000, minlength=3)
+    for found, weight in zip(tokens, weights):
+        assert abs(found - sum(sizes) * weight / sum(weights)) <= seq_len
 
 
 def test_weights_share_out_the_tokens_and_lose_none(tokenizer):
@@ -103,7 +180,7 @@ def test_weights_share_out_the_tokens_and_lose_none(tokenizer):
     from_small = (epoch == 98).float().mean(-1) > 0.5
     assert abs(from_small.float().mean() - 0.5) < 0.02
     seen = torch.cat([rows.batch(s, 1)["input_ids"] for s in range(2 * rows.rows_per_epoch)])
-    rows_of_big = {tuple(big.row(i, 8)[0].tolist()) for i in range(-(-len(big.ids) // 8))}
+    rows_of_big = {tuple(big.row(i, 8)[0].tolist()) for i in range(-(-len(big) // 8))}
     assert rows_of_big <= {tuple(row) for row in seen.tolist()}, "two half epochs cover the larger source"
 
 
@@ -112,9 +189,9 @@ def test_tokenised_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
     source.write_text("\n<|endoftext|>\n".join(texts(30)))
     config = DataConfig(sources=(str(source),), seq_len=16)
     first = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-    assert isinstance(first, PackedRows) and isinstance(first.sources[0].ids, np.memmap)
+    assert isinstance(first, PackedRows) and isinstance(first.sources[0].shards[0].ids, np.memmap)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_write_tokens", pytest.fail)
+        patch.setattr(folder, "write_tokens", pytest.fail)
         second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
         assert torch.equal(first.batch(3, 4)["input_ids"], second.batch(3, 4)["input_ids"])
         assert first.fingerprint == second.fingerprint
@@ -124,14 +201,21 @@ def test_tokenised_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
     assert open_rows(config, tokenizer, cache_dir=tmp_path / "cache").fingerprint != first.fingerprint
 
 
-def test_padding_left_in_the_tokenizer_does_not_change_its_fingerprint(tokenizer):
+def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
     before = data.tokenizer_fingerprint(tokenizer)
-    tokenizer.pad_token, pad_token = "<eos>", tokenizer.pad_token
-    special = data.tokenizer_fingerprint(tokenizer)
-    tokenizer(["w1", "w1 w2"], padding=True)
-    assert data.tokenizer_fingerprint(tokenizer) == special
-    tokenizer.pad_token = pad_token
-    assert data.tokenizer_fingerprint(tokenizer) == before
+    padded = word_tokenizer()
+    padded.pad_token = "<eos>"
+    padded(["w1", "w1 w2"], padding=True, truncation=True, max_length=2)
+    assert data.tokenizer_fingerprint(padded) == before
+    other_class = type("Other", (PreTrainedTokenizerFast,), {})
+    assert (
+        data.tokenizer_fingerprint(other_class(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>"))
+        == before
+    )
+    other_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="w0")
+    more_words = word_tokenizer()
+    more_words.add_tokens(["w1 w2"])
+    assert len({before, *map(data.tokenizer_fingerprint, (other_end, more_words))}) == 3
 
 
 def write_source(path: Path, records: list[str]) -> None:
@@ -234,7 +318,7 @@ def take(rows: StreamingRows, steps: range, **place: int) -> list[torch.Tensor]:
 
 def test_a_stream_packs_every_token_and_begins_again_at_its_end(tokenizer, tmp_path):
     rows = StreamingRows([stream(tmp_path)], tokenizer, seq_len=16)
-    expected = data.tokens_of(texts(60), tokenizer).ids
+    expected = data.tokens_of(texts(60), tokenizer).shards[0].ids
     seen = torch.cat(take(rows, range(40))).flatten()
     twice = np.concatenate([expected] * 3)[: len(seen)]
     assert len(seen) > len(expected) and seen.tolist() == twice.tolist()
@@ -256,10 +340,50 @@ def test_a_stream_resumes_where_its_state_was_taken(tokenizer, tmp_path):
         resumed.batch(0, 2)
 
 
+def test_a_stream_resumes_in_the_middle_of_a_document(tokenizer, tmp_path):
+    long = [" ".join(f"w{(i + j) % 97}" for j in range(50)) for i in range(0, 90, 10)]
+    write_source(tmp_path / "long.parquet", long)
+
+    def open_stream() -> StreamingRows:
+        loaded = datasets.load_dataset(
+            "parquet", data_files=str(tmp_path / "long.parquet"), split="train", streaming=True,
+            cache_dir=str(tmp_path / "hf"),
+        )  # fmt: skip
+        return StreamingRows([loaded], tokenizer, seq_len=16)
+
+    rows = open_stream()
+    read = take(rows, range(30))
+    assert EOS not in read[0], "the first step ends inside the first document"
+    for done in (1, 2, 17):
+        rows = open_stream()
+        take(rows, range(done))
+        kept = rows.state_dict()
+        state = json.loads(json.dumps(kept))
+        take(rows, range(done, 30))
+        assert json.loads(json.dumps(kept)) == state, "reading on changed a state that was taken"
+        resumed = open_stream()
+        resumed.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(read[done:], take(resumed, range(done, 30))))
+
+
+def test_blank_documents_do_not_end_a_stream(tokenizer, tmp_path):
+    write_source(tmp_path / "a.jsonl", ["w1", *[" "] * 100, "w2"])
+    write_source(tmp_path / "b.jsonl", [" "] * 3)
+
+    def open_stream(name: str) -> StreamingRows:
+        path = str(tmp_path / name)
+        loaded = datasets.load_dataset(
+            "json", data_files=path, split="train", streaming=True, cache_dir=str(tmp_path / "hf")
+        )
+        return StreamingRows([loaded], tokenizer, seq_len=6)
+
+    assert open_stream("a.jsonl").batch(0, 1)["input_ids"].tolist() == [[3, EOS, 4, EOS, 3, EOS]]
+    with pytest.raises(ValueError, match="holds no text in column 'text'"):
+        open_stream("b.jsonl").batch(0, 1)
+
+
 def test_a_streams_rows_hold_the_documents_apart_and_the_weights(tokenizer, tmp_path):
-    rows = StreamingRows(
-        [stream(tmp_path), stream(tmp_path, first=60)], tokenizer, seq_len=16, weights=(3.0, 1.0)
-    )
+    rows = StreamingRows([stream(tmp_path), stream(tmp_path, first=60)], tokenizer, seq_len=16, weights=(3.0, 1.0))
     batch = rows.batch(0, 16)
     ends = (batch["input_ids"] == EOS)[:, :-1]
     assert torch.equal(batch["seq_idx"].diff(dim=1).bool(), ends)

@@ -1,0 +1,33 @@
+"""Text turned into rows of tokens: packed, shuffled by a seed, and resumable from one integer.
+
+A source (`documents`) is tokenised once into memory-mapped shards (`tokens`, `folder`), by one or more processes
+(`workers`). `PackedRows` cuts them into rows of ``seq_len`` tokens, so that any process can read any row of any step.
+Several documents share a row; ``seq_idx`` numbers them, and what falls into the next row begins there as a document of
+its own. `StreamingRows` does the same for data that stays on the hub, one row after the other. `DataConfig` names the
+sources, `open_rows` opens them. docs/data.md has the format of the files.
+"""
+
+from .config import DataConfig, check_sources, open_rows
+from .documents import DataUnavailable, read_documents
+from .folder import TokenHeader, open_tokens, write_tokens
+from .rows import Batch, PackedRows, Rows
+from .streaming import StreamingRows
+from .tokens import Tokens, tokenizer_fingerprint, tokens_of
+
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "DataUnavailable",
+    "PackedRows",
+    "Rows",
+    "StreamingRows",
+    "TokenHeader",
+    "Tokens",
+    "check_sources",
+    "open_rows",
+    "open_tokens",
+    "read_documents",
+    "tokenizer_fingerprint",
+    "tokens_of",
+    "write_tokens",
+]

@@ -1,0 +1,92 @@
+"""What a run trains on, checked before it starts, and opened when it is needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from .documents import HUB, source_files
+from .folder import HEADER, TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
+from .rows import PackedRows
+from .streaming import StreamingRows
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on. Raises ValueError for a field out of range."""
+
+    sources: tuple[str, ...] = ("tiny",)
+    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or by ``save_to_disk`` of
+    `datasets`; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split``, which is streamed.
+    """
+    weights: tuple[float, ...] = ()
+    """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
+    streamed ones in equal parts."""
+    text_column: str = "text"
+    seq_len: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("data.sources is empty; name a source, for example --data.sources tiny.")
+        if self.weights and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
+            raise ValueError(f"data.weights is {self.weights} for {len(self.sources)} sources; give each one above 0.")
+        if not isinstance(self.seq_len, int) or self.seq_len < 2:
+            raise ValueError(f"data.seq_len is {self.seq_len!r}; a row needs a whole number of at least 2 tokens.")
+
+
+def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for what would stop `open_rows`, as far as names and headers tell; reads no text.
+
+    A source that is missing, hub and local sources together, a token folder of another tokenizer.
+    """
+    streamed = [source.startswith(HUB) for source in config.sources]
+    if any(streamed) and not all(streamed):
+        raise ValueError(
+            f"data.sources mixes hub and local data: {', '.join(config.sources)}; make the hub's part local with "
+            "`hybrid-distill prepare-data --sources hf:...` and name its folder."
+        )
+    local = [source for source in config.sources if not source.startswith(HUB) and source.split(":")[0] != "tiny"]
+    folders = [Path(source).expanduser() for source in local if is_token_folder(source)]
+    check_tokenizer({folder: TokenHeader.load(folder / HEADER) for folder in folders}, tokenizer)
+    for source in local:
+        if not is_token_folder(source):
+            source_files(source)
+
+
+def open_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cache_dir: str | Path | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> PackedRows | StreamingRows:
+    """Rows of the configured sources. Every process calls it; the first to come tokenises, the others wait.
+
+    ``cache_dir`` defaults to ``$HYBRID_DISTILL_CACHE``, then ``~/.cache/hybrid-distill``.
+    Raises ValueError for a source that is missing, empty or without its text column, and for a token folder of
+    another tokenizer.
+    """
+    check_sources(config, tokenizer)
+    if config.sources[0].startswith(HUB):
+        return StreamingRows.from_hub(
+            config.sources,
+            tokenizer,
+            seq_len=config.seq_len,
+            text_column=config.text_column,
+            weights=config.weights,
+            rank=rank,
+            world=world,
+        )
+    root = Path(cache_dir or os.environ.get("HYBRID_DISTILL_CACHE", Path.home() / ".cache" / "hybrid-distill"))
+    tokens = [
+        open_tokens(source, tokenizer)
+        if is_token_folder(source)
+        else cached_tokens(source, tokenizer, root, config.text_column)
+        for source in config.sources
+    ]
+    return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)

@@ -1,0 +1,247 @@
+"""The texts of a source, in a fixed order, which can be read on from any place."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+TXT_SEPARATOR = "<|endoftext|>"
+HUB = "hf:"
+BATCH_CHARACTERS = 1_000_000
+_BATCH_DOCUMENTS = 1000
+_TXT_CHARACTERS = 1_000_000
+
+Place = Any
+"""Where to read on, as JSON: what `document_batches` hands out and takes back."""
+
+
+class DataUnavailable(ValueError):
+    """A source on the hub cannot be read."""
+
+
+def read_documents(source: str, text_column: str = "text") -> Iterator[str]:
+    """Texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong."""
+    for read in _parts(source, text_column):
+        yield from read()
+
+
+def document_batches(
+    source: str, text_column: str, place: Place = None, max_characters: int = BATCH_CHARACTERS
+) -> Iterator[tuple[list[str], Place]]:
+    """The texts of a source in batches, each with the place behind it, from ``place`` or the beginning.
+
+    Files that were read to their end are not opened again. Raises ValueError naming what is wrong.
+    """
+    documents = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, place)
+    batch: list[str] = []
+    characters = 0
+    for text, here in documents:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
+            yield batch, here()
+            batch, characters = [], 0
+    if batch:
+        yield batch, here()
+
+
+def source_files(source: str) -> list[Path]:
+    """Files of a local source, sorted. Raises ValueError when there are none."""
+    path = Path(source).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
+        raise ValueError(f"data source {source!r} holds the splits {splits}; name the folder of one.")
+    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    files = [p for p in found if p.name.endswith((".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES)]
+    if not path.exists() or not files:
+        problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
+        raise ValueError(
+            f"data source {source!r} {problem}; --data.sources takes files or folders of {', '.join(SUFFIXES)}, "
+            "folders that `hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
+        )
+    return files
+
+
+def source_fingerprint(source: str) -> str:
+    """Hash that changes when the source does: names, sizes and times of its files, the revision of a hub's data set."""
+    if source.split(":")[0] == "tiny":
+        content: Any = list(read_documents(source))
+    elif source.startswith(HUB):
+        content = [source, _hub_revision(source)]
+    else:
+        stats = [(path, path.stat()) for path in source_files(source)]
+        content = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def text_of(record: Any, text_column: str, place: str) -> str:
+    """The text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
+    text = record.get(text_column, False) if isinstance(record, dict) else False
+    if text is not None and not isinstance(text, str):
+        raise _no_column(place, text_column, record if isinstance(record, dict) else ())
+    return text or ""
+
+
+# Local sources
+
+
+def _parts(source: str, text_column: str) -> list[Callable[[], Iterator[str]]]:
+    """What reads each file of a local source."""
+    if source.split(":")[0] == "tiny":
+        from ..assets import corpus_documents
+
+        return [lambda: iter(corpus_documents(cast(Any, source.partition(":")[2] or "train")))]
+    path = Path(source).expanduser()
+    files = source_files(source)
+    if _is_saved_dataset(path):
+        return [partial(_read_saved_dataset, path, text_column)]
+    return [partial(_read_file, file, text_column) for file in files]
+
+
+def _local_documents(source: str, text_column: str, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
+    """Texts with their place: the number of the file, and of documents read from it."""
+    first, skip = place or (0, 0)
+    for number, read in enumerate(_parts(source, text_column)):
+        if number < first:
+            continue
+        for count, text in enumerate(islice(read(), skip, None), skip + 1):
+            yield text, partial(list, (number, count))
+        skip = 0
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets.Dataset.save_to_disk` wrote it."""
+    return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+
+
+def _read_file(path: Path, text_column: str) -> Iterator[str]:
+    if path.suffix == ".txt":
+        return _read_txt(path)
+    return (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column)
+
+
+def _read_txt(path: Path) -> Iterator[str]:
+    """A .txt file is one document, or several between lines that hold ``<|endoftext|>``.
+
+    What is longer than a million characters ends at a line's end, so that no file is held in memory.
+    """
+    lines: list[str] = []
+    characters = 0
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            ends = line.strip() == TXT_SEPARATOR
+            if not ends:
+                lines.append(line)
+                characters += len(line)
+            if ends or characters > _TXT_CHARACTERS:
+                yield "".join(lines)
+                lines.clear()
+                characters = 0
+    yield "".join(lines)
+
+
+def _read_jsonl(path: Path, text_column: str) -> Iterator[str]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error}); write one object a line.") from error
+            yield text_of(record, text_column, f"{path}, line {number}")
+
+
+def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    if text_column not in file.schema_arrow.names:
+        raise _no_column(str(path), text_column, file.schema_arrow.names)
+    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=[text_column]):
+        for text in batch.column(0).to_pylist():
+            yield text_of({text_column: text}, text_column, str(path))
+
+
+def _read_saved_dataset(path: Path, text_column: str) -> Iterator[str]:
+    from datasets import load_from_disk
+
+    dataset = cast(Any, load_from_disk(str(path)))
+    if text_column not in dataset.column_names:
+        raise _no_column(str(path), text_column, dataset.column_names)
+    for batch in dataset.select_columns([text_column]).iter(_BATCH_DOCUMENTS):
+        for text in batch[text_column]:
+            yield text_of({text_column: text}, text_column, str(path))
+
+
+def _no_column(place: str, text_column: str, columns: Iterable[str]) -> ValueError:
+    names = ", ".join(columns) or "none"
+    return ValueError(
+        f"{place} has no text in column {text_column!r}; its columns are {names}: choose one with --data.text-column."
+    )
+
+
+# The hub
+
+
+def open_hub(source: str, revision: str | None = None) -> Any:
+    """A streamed data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
+    from datasets import load_dataset
+
+    repo, config, split = _hub_name(source)
+    try:
+        return load_dataset(repo, config, split=split, streaming=True, revision=revision)
+    except Exception as error:
+        raise unreachable(source, error) from error
+
+
+def unreachable(source: str, error: Exception) -> DataUnavailable:
+    """What to say when a hub's data set cannot be read."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return DataUnavailable(
+        f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
+        "or run on the embedded corpus with --data.sources tiny."
+    )
+
+
+def _hub_documents(source: str, text_column: str, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
+    dataset = open_hub(source, _hub_revision(source))
+    if place is not None:
+        dataset.load_state_dict(place)
+    records = iter(dataset)
+    while True:
+        try:
+            record = next(records, None)
+        except Exception as error:
+            raise unreachable(source, error) from error
+        if record is None:
+            return
+        yield text_of(record, text_column, source), dataset.state_dict
+
+
+def _hub_name(source: str) -> tuple[str, str | None, str]:
+    repo, config, split = [*source.removeprefix(HUB).split(":"), "", ""][:3]
+    return repo, config or None, split or "train"
+
+
+def _hub_revision(source: str) -> str | None:
+    """The commit of a hub's data set, so that a preparation goes on with the data that it began with.
+
+    None for a local folder of files, which `datasets` streams as well.
+    """
+    from huggingface_hub import dataset_info
+
+    repo = _hub_name(source)[0]
+    if Path(repo).expanduser().is_dir():
+        return None
+    try:
+        return dataset_info(repo).sha
+    except Exception as error:
+        raise unreachable(source, error) from error

@@ -1,0 +1,133 @@
+"""Texts as tokens: every document closed by the end-of-sequence token, and rows read from any position.
+
+L: tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+_SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")
+_TEXTS_AT_ONCE = 1000
+
+
+class Shard(NamedTuple):
+    """Whole documents, one after the other."""
+
+    ids: np.ndarray
+    """[tokens] unsigned integers."""
+    starts: np.ndarray
+    """[documents] int64: where each document begins; 0 first."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One tokenised source. Its shards follow one another without a gap: rows run across their ends."""
+
+    shards: tuple[Shard, ...]
+    pad_id: int
+    fingerprint: str
+    """Hash of the tokens."""
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(shard.ids) for shard in self.shards])
+
+    def __len__(self) -> int:
+        """Tokens of all shards."""
+        return int(self._ends[-1])
+
+    def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(input_ids, seq_idx, mask), each [L], of the row that begins at token ``index * seq_len``."""
+        begin, filled = index * seq_len, 0
+        input_ids = np.full(seq_len, self.pad_id, dtype=np.int64)
+        boundary = np.zeros(seq_len, dtype=np.int64)
+        for number in range(int(np.searchsorted(self._ends, begin, side="right")), len(self.shards)):
+            shard = self.shards[number]
+            offset = begin + filled - (int(self._ends[number]) - len(shard.ids))
+            piece = shard.ids[offset : offset + seq_len - filled]
+            input_ids[filled : filled + len(piece)] = piece
+            first, last = np.searchsorted(shard.starts, (offset, offset + len(piece)))
+            boundary[shard.starts[first:last] - offset + filled] = 1
+            filled += len(piece)
+            if filled == seq_len:
+                break
+        boundary[filled:][:1] = 1
+        boundary[0] = 0
+        return input_ids, boundary.cumsum(), np.arange(seq_len) < filled
+
+
+def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Tokens of texts in memory. Raises ValueError when there is no text."""
+    texts, digest = list(texts), hashlib.sha256()
+    batches = (texts[first : first + _TEXTS_AT_ONCE] for first in range(0, len(texts), _TEXTS_AT_ONCE))
+    dtype = id_dtype(tokenizer)
+    shards = tuple(shard for shard in (encode(batch, tokenizer, dtype) for batch in batches) if len(shard.ids))
+    if not shards:
+        raise ValueError("there is no text to tokenise: every document is empty.")
+    for shard in shards:
+        digest.update(shard.ids.tobytes())
+    return Tokens(shards, eos_id(tokenizer), hash_of([digest.hexdigest()]))
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Shard:
+    """The documents that are not blank, as arrays."""
+    documents = [np.asarray(ids, dtype=dtype) for ids in encode_documents(texts, tokenizer)]
+    lengths = [len(document) for document in documents]
+    ids = np.concatenate(documents) if documents else np.empty(0, dtype)
+    return Shard(ids, np.cumsum([0, *lengths], dtype=np.int64)[:-1])
+
+
+def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each document that is not blank, closed by the tokenizer's EOS token."""
+    eos = eos_id(tokenizer)
+    written = [text for text in texts if text.strip()]
+    if not written:
+        return []
+    encoded = tokenizer(written, return_attention_mask=False, verbose=False)["input_ids"]
+    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in encoded]
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that closes a document. Raises ValueError when the tokenizer has none."""
+    eos = tokenizer.eos_token_id
+    if not isinstance(eos, int):
+        raise ValueError(f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token.")
+    return eos
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id; ``len(tokenizer)`` is less where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """The smallest unsigned integers that hold every id."""
+    return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what decides how the tokenizer splits a text and closes a document.
+
+    The class, padding and decoding do not count: versions of transformers differ in them for the same tokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    else:
+        parts = json.loads(backend.to_str())
+        content = [parts[name] for name in _SPLITS_A_TEXT]
+    return hash_of([content, tokenizer.eos_token_id])
+
+
+def hash_of(content: Any) -> str:
+    """SHA-256 of JSON values, in hexadecimal."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
