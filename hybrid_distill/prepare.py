@@ -32,6 +32,7 @@ class PrepareJob:
     """The token folder. It is left as it is when it holds these tokens already, and gone on with when they are not all
     there."""
     text_column: str = "text"
+    """Where records hold their text."""
     workers: int = 1
     """Processes that tokenise. The result is the same for any number."""
     max_tokens: int | None = None

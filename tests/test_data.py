@@ -246,7 +246,7 @@ def test_the_embedded_corpus_is_a_source(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, "", "nowhere.* does not exist; --data.sources takes files or folders"),
+        (None, "", "nowhere.* does not exist; name files or folders"),
         ("a.csv", "w1", "a.csv.* holds no .txt"),
         ("a.txt", " \n", "holds no text"),
         ("a.jsonl", "", "holds no text"),

@@ -63,8 +63,8 @@ def source_files(source: str) -> list[Path]:
     if not path.exists() or not files:
         problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise ValueError(
-            f"data source {source!r} {problem}; --data.sources takes files or folders of {', '.join(SUFFIXES)}, "
-            "folders that `hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
+            f"data source {source!r} {problem}; name files or folders of {', '.join(SUFFIXES)}, folders that "
+            "`hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
         )
     return files
 
@@ -184,7 +184,8 @@ def _read_saved_dataset(path: Path, text_column: str) -> Iterator[str]:
 def _no_column(place: str, text_column: str, columns: Iterable[str]) -> ValueError:
     names = ", ".join(columns) or "none"
     return ValueError(
-        f"{place} has no text in column {text_column!r}; its columns are {names}: choose one with --data.text-column."
+        f"{place} has no text in column {text_column!r}; its columns are {names}: "
+        "choose one with --data.text-column, or --text-column of prepare-data."
     )
 
 
