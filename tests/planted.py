@@ -8,6 +8,8 @@ is asked for and copies it to the output. All other heads are small noise, MLPs 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -22,12 +24,38 @@ GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE = HeadId(1, 1), HeadId(1, 3), Head
 PLANTED = {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
 
 N_LAYERS, N_HEADS, N_KV_HEADS, HEAD_DIM, WIDTH = 4, 4, 2, 128, 160
-# Pair f of a head's columns turns by THETA ** (-2 f / HEAD_DIM) radians a token: the first pairs tell
-# positions apart, from FIRST_STILL on they hardly move within a prompt and carry content.
-THETA, FIRST_STILL = 1e12, 28
+# Pair f of a head's columns turns by THETA ** (-2 f / head dim) radians a token: the first pairs tell
+# positions apart, from this share of the pairs on they hardly move within a prompt and carry content.
+THETA, STILL_FROM = 1e12, 28 / 64
 # Parts of the residual stream.
 CONSTANT, FILLER, KEY, VALUE, OUT = 0, 1, slice(2, 34), slice(34, 54), slice(118, 138)
 VALUE_KEY, ASKED_KEY = slice(54, 86), slice(86, 118)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a planted Llama; ``vocabulary`` None is as large as its tokenizer's."""
+
+    n_layers: int = N_LAYERS
+    n_heads: int = N_HEADS
+    n_kv_heads: int = N_KV_HEADS
+    head_dim: int = HEAD_DIM
+    width: int = WIDTH
+    intermediate: int = 8
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """Where the three heads are; those of one layer may not share a KV head."""
+
+    gather_value_key: HeadId = GATHER_VALUE_KEY
+    gather_asked_key: HeadId = GATHER_ASKED_KEY
+    aggregate: HeadId = AGGREGATE
+
+    @property
+    def heads(self) -> set[HeadId]:
+        return {self.gather_value_key, self.gather_asked_key, self.aggregate}
 
 
 def word_tokenizer(
@@ -49,17 +77,31 @@ def probe_texts() -> list[str]:
     return [HEADER + "\n", QUESTION.format(key=" "), ":", " ".join(KEYS), " ".join(map(str, range(N_VALUES)))]
 
 
-def planted_teacher(noise: float = 0.015, seed: int = 0) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def planted_teacher(
+    noise: float = 0.015, seed: int = 0, *, shape: Shape = Shape(), circuit: Circuit = Circuit()
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The teacher and its tokenizer; ``noise`` is the spread of all other heads' weights."""
-    tokenizer = word_tokenizer(probe_texts())
+    model, tokenizer = noisy_teacher(probe_texts(), noise, seed, shape)
+    with torch.no_grad():
+        plant_gather(model, circuit.gather_value_key, into=VALUE_KEY)
+        plant_gather(model, circuit.gather_asked_key, into=ASKED_KEY)
+        plant_aggregate(model, circuit.aggregate)
+    return model, tokenizer
+
+
+def noisy_teacher(
+    texts: list[str], noise: float, seed: int, shape: Shape
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A Llama that knows its words and nothing else, and a tokenizer of the words of ``texts``."""
+    tokenizer = word_tokenizer(texts)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=8,
-        num_hidden_layers=N_LAYERS,
-        num_attention_heads=N_HEADS,
-        num_key_value_heads=N_KV_HEADS,
-        head_dim=HEAD_DIM,
+        vocab_size=shape.vocabulary or len(tokenizer),
+        hidden_size=shape.width,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
         rope_theta=THETA,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -73,9 +115,6 @@ def planted_teacher(noise: float = 0.015, seed: int = 0) -> tuple[LlamaForCausal
             elif "norm" not in name:
                 parameter.zero_()
         _plant_words(model, tokenizer)
-        _plant_gather(model, GATHER_VALUE_KEY, into=VALUE_KEY)
-        _plant_gather(model, GATHER_ASKED_KEY, into=ASKED_KEY)
-        _plant_aggregate(model)
     return model, tokenizer
 
 
@@ -95,49 +134,70 @@ def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
         head[token, OUT][digits] = 2
 
 
-def _slices(head: HeadId) -> tuple[slice, slice]:
+def _slices(model: LlamaForCausalLM, head: HeadId) -> tuple[slice, slice]:
     """Rows of a head in q_proj (and columns in o_proj), and rows of its KV head in k_proj and v_proj."""
-    kv = head.head // (N_HEADS // N_KV_HEADS)
-    return (
-        slice(head.head * HEAD_DIM, (head.head + 1) * HEAD_DIM),
-        slice(kv * HEAD_DIM, (kv + 1) * HEAD_DIM),
-    )
+    config = model.config
+    size, kv = config.head_dim, head.head // (config.num_attention_heads // config.num_key_value_heads)
+    return slice(head.head * size, (head.head + 1) * size), slice(kv * size, (kv + 1) * size)
 
 
-def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
-    """Attend two tokens back: the query of every token is the key of every token, turned by two positions."""
+def _still(model: LlamaForCausalLM, number: int) -> list[int]:
+    """The first ``number`` columns of a head that carry content, of both halves of the pairs."""
+    half = model.config.head_dim // 2
+    first = round(STILL_FROM * half)
+    columns = [*range(first, half), *range(half + first, 2 * half)]
+    assert number <= len(columns), f"a head of size {2 * half} has {len(columns)} columns for {number} of content"
+    return columns[:number]
+
+
+def plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice, back: int = 2) -> None:
+    """Attend ``back`` tokens back: the query of every token is the key of every token, turned by as many positions."""
     attention = model.model.layers[head.layer].self_attn
-    q_rows, kv_rows = _slices(head)
-    half, moving = HEAD_DIM // 2, torch.arange(FIRST_STILL)
-    back = -2 * THETA ** (-2 * moving / HEAD_DIM)
-    key, query = torch.zeros(HEAD_DIM), torch.zeros(HEAD_DIM)
+    size, width = model.config.head_dim, model.config.hidden_size
+    q_rows, kv_rows = _slices(model, head)
+    half, moving = size // 2, torch.arange(_still(model, 1)[0])
+    turn = -back * THETA ** (-2 * moving / size)
+    key, query = torch.zeros(size), torch.zeros(size)
     key[moving] = 1
-    query[moving], query[half + moving] = back.cos(), back.sin()
+    query[moving], query[half + moving] = turn.cos(), turn.sin()
     for projection, rows, vector in ((attention.q_proj, q_rows, query), (attention.k_proj, kv_rows, key)):
         projection.weight[rows] = 0
         projection.weight[rows, CONSTANT] = 2 * vector
     n = len(KEYS)
-    _copy(attention.v_proj.weight[kv_rows], slice(0, n), KEY)
+    _copy(attention.v_proj.weight[kv_rows], range(n), KEY)
     attention.o_proj.weight[:, q_rows] = 0
-    attention.o_proj.weight[into, q_rows][:, :n] = 0.2 * torch.eye(n)
+    # Norms let a wider stream's few words stand out more.
+    attention.o_proj.weight[into, q_rows][:, :n] = 0.2 * (WIDTH / width) ** 0.5 * torch.eye(n)
 
 
-def _plant_aggregate(model: LlamaForCausalLM) -> None:
-    """Attend to the value whose key is the one asked for, and write that value out."""
-    attention = model.model.layers[AGGREGATE.layer].self_attn
-    q_rows, kv_rows = _slices(AGGREGATE)
-    n, still = len(KEYS), FIRST_STILL
+def plant_aggregate(
+    model: LlamaForCausalLM,
+    head: HeadId,
+    *,
+    asked: slice = ASKED_KEY,
+    among: slice = VALUE,
+    into: slice = OUT,
+    gain: float = 1.0,
+) -> None:
+    """Attend to the value whose key is the one ``asked`` for, and write that value out.
+
+    Values are words with something in the part ``among`` of the stream, which is what is copied ``into`` another.
+    """
+    attention = model.model.layers[head.layer].self_attn
+    q_rows, kv_rows = _slices(model, head)
+    *content, gate = _still(model, len(KEYS) + 1)
     query, key = attention.q_proj.weight[q_rows], attention.k_proj.weight[kv_rows]
-    _copy(query, slice(still, still + n), ASKED_KEY, scale=4)
-    _copy(key, slice(still, still + n), VALUE_KEY, scale=4)
+    _copy(query, content, asked, scale=4)
+    _copy(key, content, VALUE_KEY, scale=4)
     # Only values are worth attending to; the question itself has the same key two tokens back.
-    query[still + n, CONSTANT] = 4
-    key[still + n, VALUE] = 4
-    _copy(attention.v_proj.weight[kv_rows], slice(0, 20), VALUE)
+    query[gate, CONSTANT] = 4
+    key[gate, among] = 4
+    n = among.stop - among.start
+    _copy(attention.v_proj.weight[kv_rows], range(n), among)
     attention.o_proj.weight[:, q_rows] = 0
-    attention.o_proj.weight[OUT, q_rows][:, :20] = torch.eye(20)
+    attention.o_proj.weight[into, q_rows][:, :n] = gain * torch.eye(n)
 
 
-def _copy(weight: Tensor, rows: slice, columns: slice, scale: float = 1.0) -> None:
+def _copy(weight: Tensor, rows: list[int] | range, columns: slice, scale: float = 1.0) -> None:
     weight.zero_()
-    weight[rows, columns] = scale * torch.eye(rows.stop - rows.start)
+    weight[list(rows), list(range(columns.start, columns.stop))] = scale

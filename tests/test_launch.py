@@ -25,15 +25,17 @@ DDP = ("--multi_gpu", "--num_processes", "2")
 ZERO_2 = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2")
 
 
-def launch(launcher: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `training.py` under ``accelerate launch``, on a free port."""
+def launch(
+    launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM
+) -> subprocess.CompletedProcess[str]:
+    """Run `training.py`, or another program, under ``accelerate launch``, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, *launcher, str(PROGRAM), *map(str, arguments)],
+        [*command, *launcher, str(program), *map(str, arguments)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 

@@ -59,13 +59,23 @@ def text_batches(
 
     Texts of a single token predict nothing and are left out. Raises ValueError when that leaves none of them.
     """
-    check_counts(batch_size=batch_size, max_tokens=max_tokens)
+    check_counts(batch_size=batch_size)
+    rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
+    n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
+    for start in range(0, len(rows), n_rows):
+        yield TextBatch(rows[start : start + n_rows], model.device)
+
+
+def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int) -> list[Tokens]:
+    """The first ``max_tokens`` tokens of each text; those of a single token predict nothing and are left out.
+
+    Raises ValueError when that leaves none of them.
+    """
+    check_counts(max_tokens=max_tokens)
     cut = [row[:max_tokens] for row in tokenize(tokenizer, texts)]
     rows = [row for row in cut if len(row) > 1]
     if texts and not rows:
         raise ValueError(
             f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
         )
-    n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
-    for start in range(0, len(rows), n_rows):
-        yield TextBatch(rows[start : start + n_rows], model.device)
+    return rows

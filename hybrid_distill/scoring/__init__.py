@@ -3,6 +3,7 @@
 from .artefact import HeadScores, describe_run
 from .comparison import compare_rankings, comparison_table
 from .exact import score_heads
+from .greedy import greedy_ablation
 from .importers import load_ranking
 from .uncertainty import bootstrap_interval, split_half, tie_warning
 
@@ -12,6 +13,7 @@ __all__ = [
     "compare_rankings",
     "comparison_table",
     "describe_run",
+    "greedy_ablation",
     "load_ranking",
     "score_heads",
     "split_half",

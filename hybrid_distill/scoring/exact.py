@@ -3,18 +3,24 @@
 The drop in accuracy on a retrieval probe is a head's score (arXiv 2504.18574); the log-probability of the
 answer orders heads where accuracy does not, and the loss on plain text tells heads that matter for all tasks.
 
-Shapes: L layer, H query head, E example.
+    the model as it is, on all examples                                                  -> baseline
+    for each round of examples (one round; in a race several, each for the heads left)
+        for each layer, bottom to top
+            several heads at once, from that layer up (`forwards`)                       -> right, logprob
+    drops, standard errors, intervals, agreement of halves                               -> HeadScores
+
+Shapes: L layer, H query head (of all heads in the race), E example (in the order they are tried), T text, K kind of
+reading.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,17 +29,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distill.checkpoint import write_json
 from ..plan import HeadId
 from ..probes import Example, Probe, check_counts
-from ..probes.answering import ChoiceBatch, answer_generation, choice_batches, choice_result, forward
-from ..probes.plain_text import TextBatch, text_batches
-from ..teacher import ablate_heads, attention_sites, eval_mode, record_block, replay_blocks, text_config
-from .artefact import DROPS, ERRORS, HeadScores, describe_run, tensor_or_none
+from ..probes.answering import EncodedExample, Tokens, encode_example
+from ..probes.plain_text import text_rows
+from ..teacher import HeadKind, HeadSite, ablate_heads, decoder_blocks, eval_mode, head_sites
+from .artefact import HeadScores, describe_run
+from .forwards import Forwards, fastest_exact, head_means
+from .memory import Rows
+from .racing import Race
+from .ranks import rank_and_world, share, together
+from .resume import Steps
+from .sheets import QuestionSheet, Sheet, TextSheet, question_sheets, row_length, text_sheets
+from .uncertainty import bootstrap_interval, split_half
 
-PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/1"
+AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
 
-Row = dict[str, list[float]]  # one layer of each table
+Replacement = Literal["zero", "mean"]
 
 log = logging.getLogger(__name__)
 
@@ -44,67 +56,110 @@ def score_heads(
     probe: Probe,
     *,
     n_examples: int = 128,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     control_texts: Sequence[str] | None = None,
     control_tokens: int = 256,
     min_accuracy: float = 0.5,
     by: Literal["choice", "generation"] = "choice",
+    race_k: int | None = None,
+    race_confidence: float = 0.99,
+    heads: Collection[HeadId] | None = None,
+    removed: Collection[HeadId] = (),
+    replacement: Replacement = "zero",
+    kind: HeadKind | None = None,
+    precision: Literal["auto", "model", "bfloat16"] = "auto",
     progress: bool = True,
     resume_path: str | Path | None = None,
 ) -> HeadScores:
-    """Exact single-head zero ablation of every head of an unmodified Hugging Face decoder.
+    """Exact single-head ablation of every head of an unmodified Hugging Face decoder.
 
     ``by`` says how accuracy is read; the log-probability is always the answer's (`answer_choices`). The first
-    ``control_tokens`` tokens of each control text make the control loss. With ``resume_path``, scores are
-    saved there after each layer, and layers found there are not scored again, provided that everything they
-    depend on is the same.
+    ``control_tokens`` tokens of each control text make the control loss.
 
-    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy``: what it
-    cannot do with a head it cannot lose without it.
+    ``race_k`` drops heads as soon as they cannot be among the first k any more (`racing`): the first k are those of
+    exhaustive scoring with ``race_confidence``. A dropped head's figures are those of the examples it was tried on
+    (``n_examples_LH``); the control loss is measured for heads that reached the end, NaN for others. None scores every
+    head on every example.
+
+    ``heads`` limits scoring to these; others get NaN. ``removed`` heads are off all the time, in the baseline too, and
+    get NaN (joint ablation). ``replacement`` says what an ablated head is replaced by: zeros, or its mean over all
+    prompts' tokens. ``kind`` is that of `head_sites`.
+
+    ``batch_size`` is the number of rows in a forward, a row being one prompt without one head; None finds it, and what
+    does not fit into memory is halved. ``precision`` "auto" computes in bfloat16 on a GPU, else as the model is.
+
+    With ``resume_path``, what is measured is saved there after each layer, and what is found there is not measured
+    again, provided that everything it depends on is the same. Several connected processes share the prompts; all of
+    them must call this, get the same scores, and the first one writes.
+
+    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy``: what it cannot do
+    with a head it cannot lose without it; and, naming head and example, for logits that are no numbers.
     """
-    check_counts(n_examples=n_examples, batch_size=batch_size)
-    if by not in ("choice", "generation"):
-        raise ValueError(f"by is {by!r}; accuracy is read by 'choice' or by 'generation'.")
-    examples = probe.examples(n_examples)
-    texts = list(control_texts or [])
-    task = _Task(
-        model,
-        tokenizer,
-        examples,
-        choices=list(choice_batches(tokenizer, examples, batch_size=batch_size, device=model.device)),
-        control=list(text_batches(model, tokenizer, texts, max_tokens=control_tokens, batch_size=batch_size)),
-        generates=by == "generation",
-    )
-    control = {"texts": len(texts), "tokens": control_tokens, "sha256": _hash(texts)} if texts else None
-    provenance = {
-        "method": "single-head zero ablation",
-        "probe": probe.describe(),
-        "n_examples": n_examples,
-        "by": by,
-        "control": control,
-        **describe_run(model),
-    }
-    with eval_mode(model):
-        baseline = task.measure()
-        _refuse_below(min_accuracy, baseline, probe, by)
-        rows = _score_layers(task, baseline, provenance, resume_path, progress)
-    tables: dict[str, Any] = {
-        name: tensor_or_none([row[name] for row in rows]) if name in rows[0] else None for name in (*DROPS, *ERRORS)
-    }
-    return HeadScores(
-        attention_sites(model)[0].n_kv_heads,
-        **tables,
-        baseline={"chance": probe.chance, **baseline.summary()},
-        provenance=provenance,
-    )
+    check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
+    for name, value, known in (
+        ("by", by, ("choice", "generation")),
+        ("replacement", replacement, ("zero", "mean")),
+        ("precision", precision, ("auto", "model", "bfloat16")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; use {' or '.join(map(repr, known))}.")
+    sites = head_sites(model, kind)
+    candidates = _candidates(sites, heads, removed)
+    task = _Task.of(model, tokenizer, probe.examples(n_examples), list(control_texts or []), control_tokens, by)
+    race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
+    with eval_mode(model), _computing(model, precision) as dtype:
+        provenance = {
+            "method": f"single-head {replacement} ablation",
+            "probe": probe.describe(),
+            "n_examples": n_examples,
+            "by": by,
+            "control": task.describe_control(control_texts or [], control_tokens),
+            "race": None if race is None else {**asdict(race), "rounds": race.rounds},
+            "heads": None if heads is None else _names(heads),
+            "removed": _names(removed),
+            "kind": sites[0].kind,
+            "computed_in": dtype,
+            **describe_run(model),
+        }
+        rows = Rows(model, batch_size)
+        means = head_means(model, sites, rows, [e.prompt for e in task.encoded]) if replacement == "mean" else {}
+        off = {head: means[head.layer][head.head] for head in removed} if means else None
+        with ablate_heads(model, removed, off, kind=kind):
+            forwards = fastest_exact(model, sites, rows, means, task.samples())
+            measured = _Measured(task, candidates, race)
+            measured.baseline(forwards)
+            _refuse_below(min_accuracy, measured.right_E.mean().item(), probe, by)
+            measured.ablate(forwards, Steps(resume_path, provenance), progress)
+    return measured.scores(sites, len(decoder_blocks(model)), {"chance": probe.chance}, provenance)
 
 
-def _hash(texts: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+def _candidates(
+    sites: Sequence[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
+) -> list[HeadId]:
+    """The heads to score, bottom to top. Raises ValueError for one that does not exist, and for none at all."""
+    every = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+    if missing := sorted({HeadId(*head) for head in [*(heads or []), *removed]} - set(every)):
+        raise ValueError(f"heads {missing} do not exist: this model's heads are {every[0]} to {every[-1]}.")
+    wanted = set(every if heads is None else heads) - set(removed)
+    if not wanted:
+        raise ValueError("no head is left to score; name some in heads that are not in removed.")
+    return [head for head in every if head in wanted]
 
 
-def _refuse_below(min_accuracy: float, baseline: _Measured, probe: Probe, by: str) -> None:
-    accuracy = baseline.correct_E.mean().item()
+def _names(heads: Collection[HeadId]) -> list[list[int]]:
+    return sorted([int(layer), int(head)] for layer, head in heads)
+
+
+@contextmanager
+def _computing(model: PreTrainedModel, precision: str) -> Iterator[str]:
+    """Yield the name of the type that forwards are computed in."""
+    device = model.device.type
+    cast = model.dtype == torch.float32 and (precision == "bfloat16" or (precision == "auto" and device == "cuda"))
+    with torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext():
+        yield "bfloat16" if cast else str(model.dtype).removeprefix("torch.")
+
+
+def _refuse_below(min_accuracy: float, accuracy: float, probe: Probe, by: str) -> None:
     if accuracy < min_accuracy:
         settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
         raise ValueError(
@@ -114,153 +169,222 @@ def _refuse_below(min_accuracy: float, baseline: _Measured, probe: Probe, by: st
         )
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What the model does on every example, and its loss on every control text."""
-
-    correct_E: Tensor
-    logprob_E: Tensor
-    control_E: Tensor
-
-    def summary(self) -> dict[str, Any]:
-        loss = self.control_E.mean().item() if len(self.control_E) else None
-        accuracy, logprob = self.correct_E.mean().item(), self.logprob_E.mean().item()
-        return {"accuracy": accuracy, "answer_logprob": logprob, "control_loss": loss}
-
-    def lost_in(self, ablated: _Measured) -> dict[str, float]:
-        """One head's entry in each table."""
-        entries = {}
-        for name, difference_E in (
-            ("accuracy", self.correct_E - ablated.correct_E),
-            ("logprob", self.logprob_E - ablated.logprob_E),
-            ("control", ablated.control_E - self.control_E),
-        ):
-            if len(difference_E):
-                n = len(difference_E)
-                entries[f"{name}_drop_LH"] = difference_E.sum().item() / n
-                spread = difference_E.std(correction=min(1, n - 1)).item()
-                entries[f"{name}_se_LH"] = spread / math.sqrt(n)
-        return entries
-
-
 @dataclass
 class _Task:
-    """The batches every ablated model is run on."""
+    """The questions and texts that every ablated model is run on."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     examples: Sequence[Example]
-    choices: list[ChoiceBatch]
-    control: list[TextBatch]
+    encoded: list[EncodedExample]
+    texts: list[Tokens]
     generates: bool
 
-    def measure(self, shortcut: _Shortcut | None = None) -> _Measured:
-        shortcut = shortcut or _Shortcut(self)
-        logprob_EC: list[list[float]] = []
-        for batch in self.choices:
-            with shortcut.taken(batch):
-                logprob_EC += batch.logprobs(self.model)
-        chosen = choice_result(logprob_EC, [e.answer for batch in self.choices for e in batch.encoded])
-        correct_E = chosen.correct_E
-        if self.generates:
-            batch_size = len(self.choices[0])
-            correct_E = answer_generation(self.model, self.tokenizer, self.examples, batch_size=batch_size)
-        control = [torch.zeros(0, dtype=torch.float64)]
-        for batch in self.control:
-            with shortcut.taken(batch):
-                control.append(batch.text_losses(self.model).cpu())
-        return _Measured(correct_E.double(), chosen.answer_logprob_E, torch.cat(control))
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        control_tokens: int,
+        by: str,
+    ) -> _Task:
+        encoded = [encode_example(tokenizer, example) for example in examples]
+        rows = text_rows(tokenizer, texts, max_tokens=control_tokens)
+        return cls(model, tokenizer, examples, encoded, rows, by == "generation")
+
+    def describe_control(self, texts: Sequence[str], control_tokens: int) -> dict[str, Any] | None:
+        if not self.texts:
+            return None
+        sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+        return {"texts": len(texts), "tokens": control_tokens, "sha256": sha256}
+
+    def sheets(self, numbers: Sequence[int], texts: bool) -> list[Sheet]:
+        """This process's share of some examples, and of all texts if asked for."""
+        longest_first = sorted(numbers, key=lambda n: (-row_length(self.encoded[n]), n))
+        sheets = question_sheets(self.examples, self.encoded, share(longest_first), self.model.device)
+        if texts:
+            longest_first = sorted(range(len(self.texts)), key=lambda n: (-len(self.texts[n]), n))
+            sheets += text_sheets(self.texts, share(longest_first), self.model.device)
+        return sheets
+
+    def samples(self) -> list[Sheet]:
+        """The longest question, one whose choices need a tree, the longest text: to try shortcuts on."""
+        longest = max(range(len(self.encoded)), key=lambda n: row_length(self.encoded[n]))
+        trees = [n for n, e in enumerate(self.encoded) if e.contexts()]
+        numbers = list(dict.fromkeys([longest, *trees[:1]]))
+        sheets = question_sheets(self.examples, self.encoded, numbers, self.model.device)
+        if self.texts:
+            text = max(range(len(self.texts)), key=lambda n: len(self.texts[n]))
+            sheets += text_sheets(self.texts, [text], self.model.device)
+        return sheets
+
+    def collect(
+        self, sheets: Sequence[Sheet], n_heads: int, read: Callable[[Sheet], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(answers_KHE by example number, loss_HT by text number) of all processes; NaN where nothing was read."""
+        answers_KHE = torch.full((2, n_heads, len(self.examples)), math.nan, dtype=torch.float64)
+        loss_HT = torch.full((n_heads, len(self.texts)), math.nan, dtype=torch.float64)
+        mine = together(lambda: [(isinstance(sheet, TextSheet), sheet.numbers, read(sheet)) for sheet in sheets])
+        for is_text, numbers, found_KHB in (each for shares in mine for each in shares):
+            if is_text:
+                loss_HT[:, numbers] = found_KHB[0]
+            else:
+                answers_KHE[:, :, numbers] = found_KHB
+        return answers_KHE, loss_HT
 
 
-class _Shortcut:
-    """Without a head in layer l the layers below l do what they always do: they need not run again.
+class _Measured:
+    """What each head is found to do on the examples, in the order in which they are tried; NaN: not tried."""
 
-    Keeps what one layer returned for every batch; a forward may then start above that layer.
-    """
+    def __init__(self, task: _Task, heads: list[HeadId], race: Race | None) -> None:
+        self.task, self.heads, self.race = task, heads, race
+        self.order = list(range(len(task.examples))) if race is None else race.order()
+        self.rounds = [len(self.order)] if race is None else race.rounds
+        self.right_HE = torch.full((len(heads), len(self.order)), math.nan, dtype=torch.float64)
+        self.logprob_HE = self.right_HE.clone()
+        self.loss_HT = torch.full((len(heads), len(task.texts)), math.nan, dtype=torch.float64)
 
-    def __init__(self, task: _Task) -> None:
-        self.task = task
-        self.layer = -1
-        self.outputs: dict[ChoiceBatch | TextBatch, Any] = {}
+    def baseline(self, forwards: Forwards) -> None:
+        """The model as it is, on everything."""
 
-    @contextmanager
-    def taken(self, batch: ChoiceBatch | TextBatch) -> Iterator[None]:
-        """Forwards on this batch start above the recorded layer; from the bottom if there is none."""
-        if batch in self.outputs:
-            with replay_blocks(self.task.model, self.layer, self.outputs[batch]):
-                yield
-        else:
-            yield
+        def read(sheet: Sheet) -> Tensor:
+            found_K1B = forwards.whole(sheet)
+            if self.task.generates and isinstance(sheet, QuestionSheet):
+                found_K1B[0, 0] = sheet.generated(self.task.model, self.task.tokenizer)
+            _check_numbers(found_K1B, sheet, [None])
+            return found_K1B
 
-    def move_to(self, layer: int) -> None:
-        """Record what ``layer`` returns. Batches that extend a cache are left out: it needs all layers."""
-        outputs: dict[ChoiceBatch | TextBatch, Any] = {}
-        for batch in [*self.task.choices, *self.task.control]:
-            if layer >= 0 and not batch.needs_cache:
-                with self.taken(batch), record_block(self.task.model, layer) as returned:
-                    forward(self.task.model, batch.input_ids_BL, batch.mask_BL, logits_to_keep=1)
-                outputs[batch] = returned[0]
-        self.layer, self.outputs = layer, outputs
+        answers_K1E, loss_1T = self.task.collect(self.task.sheets(self.order, texts=True), 1, read)
+        (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
 
-    def changes_nothing(self, baseline: _Measured) -> bool:
-        """Whether this model's layers pass on nothing but their output, so that the shortcut is exact."""
-        self.move_to(text_config(self.task.model).num_hidden_layers - 2)
-        measured = self.task.measure(self)
-        self.move_to(-1)
-        pairs = ((measured.logprob_E, baseline.logprob_E), (measured.control_E, baseline.control_E))
-        return all(torch.allclose(a, b, atol=1e-4) for a, b in pairs)
+    def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
+        """Every head on every example, or in a race as long as a head stays in it."""
+        racing, seen = list(range(len(self.heads))), 0
+        hidden = not progress or rank_and_world()[0] > 0
+        with tqdm(desc="ablating heads", unit="row", total=0, disable=hidden) as bar, _interruptible(steps):
+            for end in self.rounds:
+                sheets = self.task.sheets(self.order[seen:end], texts=end == len(self.order))
+                forwards.begin(sheets)
+                bar.total += len(racing) * sum(map(len, sheets))
+                for layer in sorted({self.heads[index].layer for index in racing}):
+                    of_layer = [index for index in racing if self.heads[index].layer == layer]
+                    step = steps.next()
+                    if step is None:
+                        step = self._step(forwards, sheets, layer, of_layer, slice(seen, end), bar)
+                        steps.add(step)
+                    else:
+                        bar.update(len(of_layer) * sum(map(len, sheets)))
+                    self._keep(step, of_layer, slice(seen, end))
+                if self.race is not None and end < len(self.order):
+                    stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
+                    racing = [index for index, stay in zip(racing, stays) if stay]
+                seen = end
 
+    def _step(
+        self, forwards: Forwards, sheets: Sequence[Sheet], layer: int, indices: Sequence[int], tried: slice, bar: Any
+    ) -> dict[str, Any]:
+        """One layer's heads on one round's examples, as JSON."""
+        heads = [self.heads[index] for index in indices]
 
-def _score_layers(
-    task: _Task,
-    baseline: _Measured,
-    provenance: dict[str, Any],
-    resume_path: str | Path | None,
-    progress: bool,
-) -> list[Row]:
-    """Each layer's entries, bottom to top, after those that an interrupted run has left."""
-    sites = attention_sites(task.model)
-    rows = _read_partial(resume_path, provenance) if resume_path else []
-    shortcut = _Shortcut(task)
-    exact = shortcut.changes_nothing(baseline)
-    if not exact:
-        log.warning(
-            "layers of %s share more than their outputs: every forward is run in full",
-            task.model.name_or_path,
+        def read(sheet: Sheet) -> Tensor:
+            found_KHB = forwards.without(sheet, layer, [head.head for head in heads])
+            if self.task.generates and isinstance(sheet, QuestionSheet):
+                for index, head in enumerate(heads):
+                    with forwards.ablated(head):
+                        found_KHB[0, index] = sheet.generated(self.task.model, self.task.tokenizer)
+            _check_numbers(found_KHB, sheet, heads)
+            bar.update(len(heads) * len(sheet))
+            return found_KHB
+
+        (right_HE, logprob_HE), loss_HT = self.task.collect(sheets, len(heads), read)
+        tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
+        if any(isinstance(sheet, TextSheet) for sheet in sheets):
+            tables["loss"] = loss_HT
+        return {name: table.tolist() for name, table in tables.items()}
+
+    def _keep(self, step: dict[str, Any], indices: Sequence[int], tried: slice) -> None:
+        for name, table in (("right", self.right_HE), ("logprob", self.logprob_HE)):
+            table[indices, tried] = torch.tensor(step[name], dtype=torch.float64)
+        if "loss" in step:
+            self.loss_HT[indices] = torch.tensor(step["loss"], dtype=torch.float64)
+
+    def scores(
+        self, sites: Sequence[HeadSite], n_layers: int, baseline: dict[str, Any], provenance: dict[str, Any]
+    ) -> HeadScores:
+        """All tables; heads that were not measured get NaN."""
+        differences = {
+            "accuracy": self.right_E - self.right_HE,
+            "logprob": self.logprob_E - self.logprob_HE,
+            "control": self.loss_HT - self.loss_T,
+        }
+        spread = _Spread(self.heads, n_layers, max(site.n_heads for site in sites))
+        tables: dict[str, Any] = {}
+        for name, difference_HE in differences.items():
+            measured = difference_HE.shape[1] > 0
+            tables[f"{name}_drop_LH"] = spread(difference_HE.nanmean(1)) if measured else None
+            tables[f"{name}_se_LH"] = spread(_standard_error(difference_HE)) if measured else None
+            tables[f"{name}_interval_LH2"] = spread(bootstrap_interval(difference_HE)) if measured else None
+        n_tried_H = (~self.right_HE.isnan()).sum(1)
+        ks = {*AGREEMENT_AT, *([] if self.race is None else [self.race.k])}
+        return HeadScores(
+            sites[0].n_kv_heads,
+            **tables,
+            baseline={
+                **baseline,
+                "accuracy": self.right_E.mean().item(),
+                "answer_logprob": self.logprob_E.mean().item(),
+                "control_loss": self.loss_T.mean().item() if len(self.loss_T) else None,
+            },
+            provenance=provenance,
+            n_examples_LH=spread(n_tried_H.double()).nan_to_num(0).long(),
+            agreement=(
+                split_half(differences["accuracy"], differences["logprob"], sorted(ks)) if len(self.order) > 1 else None
+            ),
         )
-    total, done = sum(site.n_heads for site in sites), sum(site.n_heads for site in sites[: len(rows)])
-    with tqdm(total=total, initial=done, desc="ablating heads", unit="head", disable=not progress) as bar:
-        for site in sites[len(rows) :]:
-            if exact:
-                shortcut.move_to(site.layer - 1)
-            row: Row = {}
-            for head in range(site.n_heads):
-                with ablate_heads(task.model, [HeadId(site.layer, head)]):
-                    lost = baseline.lost_in(task.measure(shortcut))
-                for name, value in lost.items():
-                    row.setdefault(name, []).append(value)
-                bar.update()
-            rows.append(row)
-            if resume_path:
-                partial = {"format": PARTIAL_FORMAT, "provenance": provenance, "rows": rows}
-                write_json(Path(resume_path), partial)
-    return rows
 
 
-def _read_partial(path: str | Path, provenance: dict[str, Any]) -> list[Row]:
-    """Layers that an earlier run of the very same task has scored; none without such a file."""
-    if not Path(path).exists():
-        return []
+class _Spread:
+    """Puts one entry per head into a table [L, H, ...]; NaN where there is none."""
+
+    def __init__(self, heads: Sequence[HeadId], n_layers: int, n_heads: int) -> None:
+        self.shape = (n_layers, n_heads)
+        self.layers, self.heads = [head.layer for head in heads], [head.head for head in heads]
+
+    def __call__(self, entry_H: Tensor) -> Tensor:
+        table_LH = torch.full((*self.shape, *entry_H.shape[1:]), math.nan, dtype=torch.float64)
+        table_LH[self.layers, self.heads] = entry_H
+        return table_LH
+
+
+def _standard_error(difference_HE: Tensor) -> Tensor:
+    """Of the mean over the examples that were tried; 0 for a single one."""
+    n_H = (~difference_HE.isnan()).sum(1)
+    from_mean_HE = (difference_HE - difference_HE.nanmean(1, keepdim=True)).nan_to_num()
+    return (from_mean_HE.square().sum(1) / (n_H - 1).clamp(min=1) / n_H).sqrt()
+
+
+def _check_numbers(found_KHB: Tensor, sheet: Sheet, heads: Sequence[HeadId | None]) -> None:
+    """Raise ValueError, naming head and example, for a reading that is no number."""
+    bad = (~found_KHB.isfinite()).any(0).nonzero().tolist()
+    if bad:
+        index, row = bad[0]
+        head = "with all heads in place" if heads[index] is None else f"without {heads[index]}"
+        which = f"text {sheet.numbers[row]}"
+        if isinstance(sheet, QuestionSheet):
+            which = f"example {sheet.numbers[row]} ({sheet.examples[row].prompt[:60]!r} ...)"
+        raise ValueError(
+            f"{head} the logits of {which} are not numbers, nor are those of {len(bad) - 1} more; load the model in "
+            "float32 or bfloat16, check its weights, or leave the head out of heads. Layers measured before are in the "
+            "file of resume_path, if that is set: the same call goes on from there."
+        )
+
+
+@contextmanager
+def _interruptible(steps: Steps) -> Iterator[None]:
     try:
-        record = json.loads(Path(path).read_text())
-        if record["format"] == PARTIAL_FORMAT and _undated(record["provenance"]) == _undated(provenance):
-            return record["rows"]
-        reason = "they are of another model, probe or version"
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"they cannot be read: {error}"
-    log.warning("partial scores in %s are not used (%s); scoring starts again", path, reason)
-    return []
-
-
-def _undated(provenance: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in provenance.items() if name != "date"}
+        yield
+    except KeyboardInterrupt:
+        log.warning("scoring was interrupted; %s", steps.describe())
+        raise

@@ -1,0 +1,155 @@
+"""Racing: the same first heads as exhaustive scoring, with the stated confidence, for less."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from planted import KEYS, PLANTED, planted_teacher
+
+from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring import score_heads
+from hybrid_distill.scoring.racing import Race, _count_bounds
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.001])
+@pytest.mark.parametrize(("population", "n_drawn"), [(12, 5), (40, 8), (40, 30), (7, 7), (9, 0)])
+def test_each_bound_fails_no_more_often_than_it_says(population: int, n_drawn: int, alpha: float) -> None:
+    """Summed over all that can be drawn, for every possible truth; and the bounds are not idle."""
+    for n_such in range(population + 1):
+        too_low = too_high = 0.0
+        for found in range(max(0, n_drawn - (population - n_such)), min(n_such, n_drawn) + 1):
+            chance = math.comb(n_such, found) * math.comb(population - n_such, n_drawn - found)
+            chance /= math.comb(population, n_drawn)
+            low, high = _count_bounds(population, n_drawn, found, alpha)
+            too_low += chance * (high < n_such)
+            too_high += chance * (low > n_such)
+            assert found <= low <= high <= population - (n_drawn - found) or low == high == n_such
+        assert too_low <= alpha + 1e-12 and too_high <= alpha + 1e-12
+    if n_drawn == population:
+        assert _count_bounds(population, n_drawn, 3, alpha) == (3, 3), "nothing is left to guess"
+
+
+def test_a_bound_is_the_tightest_of_its_kind() -> None:
+    """One more would make what was found less likely than alpha."""
+    _, high = _count_bounds(200, 50, 0, 0.01)
+    assert math.comb(200 - high, 50) / math.comb(200, 50) > 0.01
+    assert math.comb(200 - high - 1, 50) / math.comb(200, 50) <= 0.01
+
+
+def run(race: Race, right_E: torch.Tensor, right_HE: torch.Tensor) -> tuple[set[int], int]:
+    """(heads that reach the end, answers that were asked for) of a race over a known table."""
+    order = race.order()
+    right_E, right_HE = right_E[order], right_HE[:, order]
+    racing, asked, seen = list(range(len(right_HE))), 0, 0
+    for end in race.rounds:
+        asked += len(racing) * (end - seen)
+        if end < race.n_examples:
+            stays = race.stay(right_E, right_HE[racing, :end])
+            racing = [head for head, stay in zip(racing, stays) if stay]
+        seen = end
+    return set(racing), asked
+
+
+def table(chances: list[float], n_examples: int, baseline: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(right_E, right_HE): the baseline is right this often; without a head its share of answers is lost."""
+    generator = torch.Generator().manual_seed(seed)
+    right_E = (torch.rand(n_examples, generator=generator) < baseline).double()
+    lost_HE = torch.rand(len(chances), n_examples, generator=generator) < torch.tensor(chances)[:, None]
+    flip_HE = torch.rand(len(chances), n_examples, generator=generator) < 0.02
+    return right_E, torch.where(flip_HE, 1 - right_E, torch.where(lost_HE, 0.0, right_E)).double()
+
+
+def first(right_HE: torch.Tensor, k: int) -> tuple[set[int], set[int]]:
+    """(heads surely among the first k, heads tied with the k-th): by answers lost."""
+    kept = right_HE.sum(1).tolist()
+    at_cut = sorted(kept)[k - 1]
+    return {h for h, n in enumerate(kept) if n < at_cut}, {h for h, n in enumerate(kept) if n == at_cut}
+
+
+@pytest.mark.parametrize("baseline", [1.0, 0.7])
+def test_the_first_k_always_reach_the_end_and_most_others_do_not(baseline: float) -> None:
+    chances = [0.95, 0.9, 0.85, *[0.0] * 61]
+    for seed in range(100):
+        right_E, right_HE = table(chances, 256, baseline, seed)
+        race = Race(3, 64, 256, seed=seed)
+        survivors, asked = run(race, right_E, right_HE)
+        sure, tied = first(right_HE, 3)
+        assert sure | tied <= survivors
+        assert len(survivors) < 10
+        assert asked < 64 * 256 * (0.25 if baseline == 1 else 0.6)
+
+
+def test_heads_that_hardly_differ_stay() -> None:
+    """Around a cut among equals nothing can be said early, and nothing is."""
+    for seed in range(50):
+        chances = [0.9, 0.5, *[0.1] * 20, *[0.0] * 42]
+        right_E, right_HE = table(chances, 200, 0.9, seed)
+        survivors, _ = run(Race(8, 64, 200, seed=seed), right_E, right_HE)
+        sure, tied = first(right_HE, 8)
+        assert sure | tied <= survivors
+
+
+def test_it_errs_less_often_than_it_says_even_where_confidence_is_low() -> None:
+    """Populations made so that heads are close: 30 % may fail, few do, as bounds of all heads are added up."""
+    wrong = 0
+    for seed in range(300):
+        generator = random.Random(seed)
+        n_lost = [30, 26, *generator.choices(range(20, 26), k=6)]
+        right_HE = torch.ones(8, 64, dtype=torch.float64)
+        for head, n in enumerate(n_lost):
+            right_HE[head, generator.sample(range(64), n)] = 0
+        survivors, _ = run(Race(2, 8, 64, confidence=0.7, seed=seed), torch.ones(64).double(), right_HE)
+        sure, tied = first(right_HE, 2)
+        wrong += not sure | tied <= survivors
+    assert wrong / 300 <= 0.3
+
+
+def test_every_head_of_a_small_table_stays_where_nothing_is_known() -> None:
+    """Two examples tell nothing at 99 %: whatever they were, all heads stay."""
+    for values in itertools.product([0.0, 1.0], repeat=4):
+        right_HE = torch.tensor(values).view(2, 2).double()
+        assert all(Race(1, 2, 16).stay(torch.ones(16).double(), right_HE))
+
+
+def test_rounds_double_and_end_with_all_examples() -> None:
+    assert Race(3, 10, 256).rounds == [32, 64, 128, 256]
+    assert Race(3, 10, 1).rounds == [1]
+    assert sorted(Race(3, 10, 77).order()) == list(range(77))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"k": 0}, "race_k is 0"), ({"k": True}, "race_k is True"), ({"k": 1, "confidence": 1.0}, "between 0 and 1")],
+)
+def test_a_race_for_nothing_is_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Race(n_heads=8, n_examples=8, **settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_race_gives_the_first_heads_of_exhaustive_scoring(seed: int) -> None:
+    model, tokenizer = planted_teacher(0.008, seed)
+    probe = KVRetrieval(8, seed, keys=KEYS)
+    options = {"n_examples": 96, "progress": False}
+    full = score_heads(model, tokenizer, probe, **options)
+    race = score_heads(model, tokenizer, probe, race_k=3, control_texts=[f"{KEYS[1]} : 5"], **options)
+    assert race.ranking()[:3] == full.ranking()[:3] and set(race.ranking()[:3]) == PLANTED
+    tried = race.n_examples_LH
+    for head in (HeadId(layer, head) for layer in range(4) for head in range(4)):
+        assert (tried[head] == 96) if head in PLANTED else (tried[head] < 96)
+        if tried[head] == 96:
+            assert race.accuracy_drop_LH[head] == full.accuracy_drop_LH[head]
+            assert race.logprob_drop_LH[head] == pytest.approx(full.logprob_drop_LH[head].item(), abs=1e-4)
+            assert race.accuracy_se_LH[head] == pytest.approx(full.accuracy_se_LH[head].item())
+        assert race.control_drop_LH[head].isnan() == (tried[head] < 96), "only of those that reached the end"
+    assert race.provenance["race"]["confidence"] == 0.99
+    assert full.provenance["race"] is None
+
+
+def test_a_race_for_more_heads_than_there_are_drops_none() -> None:
+    model, tokenizer = planted_teacher(0.008)
+    scores = score_heads(model, tokenizer, KVRetrieval(4, keys=KEYS), n_examples=8, race_k=99, progress=False)
+    assert (scores.n_examples_LH == 8).all()
