@@ -15,14 +15,15 @@ from typing import Any
 import tyro
 
 from . import compare as comparison
-from .config import RunConfig, ScoringConfig, TeacherConfig, from_json, on_embedded_teacher
-from .distill.accelerator import WorldError
+from .config import RunConfig, from_json, on_embedded_teacher
+from .distill.accelerator import WorldError, connect
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .export import ExportError, verify_export
 from .pipeline import Run, run
 from .prepare import PrepareJob, prepare
 from .report import write_report
+from .score import ScoreJob, compare_files, run_score, table
 from .teacher import TINY
 
 app = tyro.extras.SubcommandApp()
@@ -59,22 +60,18 @@ def run_command(recipe: tyro.conf.Positional[Path], /) -> None:
 
 
 @app.command
-def score(
-    teacher: TeacherConfig = TeacherConfig(),  # noqa: B008
-    scoring: ScoringConfig = ScoringConfig(),  # noqa: B008
-    out: Path = Path("runs/score"),
-    seed: int = 0,
-) -> None:
-    """Rank a teacher's attention heads by what their removal costs in KV retrieval; writes OUT/scores.json."""
-    this = Run(RunConfig(out=out, seed=seed, teacher=teacher, scoring=scoring))
-    out.mkdir(parents=True, exist_ok=True)
-    scores = this.scores()
-    for place, head in enumerate(scores.ranking()[:20], start=1):
-        drop, logprob = (
-            table[head.layer, head.head].item() for table in (scores.accuracy_drop_LH, scores.logprob_drop_LH)
-        )
-        print(f"{place:3d}  {head!s:8s} accuracy {-100 * drop:+6.1f} points   log-probability {-logprob:+8.3f}")
-    print(f"scores: {out / 'scores.json'}")
+def score(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:  # noqa: B008
+    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and figures.
+
+    Goes on where it was stopped. ``accelerate launch -m hybrid_distill score ...`` shares the work between processes.
+    """
+    if job.compare is not None:
+        print(compare_files(*job.compare))
+        return
+    scores = run_score(job)
+    if connect().is_main_process:
+        print(table(scores, job.k))
+        print(f"scores: {job.out}")
 
 
 @app.command
@@ -168,7 +165,8 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
     """Errors that the user can mend end in one line and exit status 2; a saved interruption ends in status 0."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _as_keyboard_interrupt)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _as_keyboard_interrupt)
     try:
         action()
     except Interrupted as stop:

@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from .data import DataConfig
-from .distill.config import AlignConfig, DistillConfig, MatrixConfig
+from .distill.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig
 from .teacher import TINY
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
-Stage = Literal["matrix", "align", "distill"]
+Stage = Literal["matrix", "align", "distill", "on_policy"]
+END_TO_END = ("distill", "on_policy")
+"""The stages that are about one plan; those before them align every head."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class ScoringConfig:
 
     n_pairs: int = 16
     n_examples: int = 128
-    batch_size: int = 32
+    batch_size: int | None = None
+    """Rows at a time; by default as many as are fast and fit."""
     n_control_texts: int = 16
     restoration_examples: int = 32
     """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
@@ -120,18 +123,26 @@ class RunConfig:
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stages: tuple[Stage, ...] = ("align", "distill")
-    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads."""
+    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads; ``on_policy`` distils on the
+    student's own text, after ``distill``."""
     matrix: MatrixConfig = field(default_factory=MatrixConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     resume: str = "auto"
     """``auto`` goes on where the run directory stopped, ``never`` refuses one that exists."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
+    profile: bool = False
+    """Write a trace of a few steps of each stage, stages/*/trace-<process>.json."""
     dry_run: bool = False
     """Print the resolved config, the plan if there is one, parameters and memory, and start nothing."""
+    gpus: int = 8
+    """How many a dry run plans memory for."""
+    gpu_memory: float = 80.0
+    """GB (1e9 bytes) of each of them."""
 
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
@@ -148,6 +159,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         matrix=small(config.matrix),
         align=small(config.align),
         distill=small(config.distill),
+        on_policy=small(config.on_policy),
     )
 
 

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
-from .config import PlanConfig, RunConfig, to_json
-from .data import Batch, open_rows, read_documents
+from .config import END_TO_END, PlanConfig, RunConfig, to_json
+from .data import Batch, check_sources, open_rows, read_documents
 from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.loop import train_stage
@@ -43,7 +43,7 @@ from .teacher import TINY, fingerprint, load_teacher
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("out", "resume", "trackers", "dry_run", "export")
+MAY_CHANGE = ("out", "resume", "trackers", "profile", "dry_run", "gpus", "gpu_memory", "export")
 """Fields of a config in which a continued run may differ from its directory's config.json."""
 CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -81,10 +81,11 @@ class Run:
         return self.teacher_and_tokenizer[1]
 
     def prepare(self) -> None:
-        """Make the directory, or check that it holds this run and no other.
+        """Make the directory, or check that it holds this run and no other; look at the data before anything is spent.
 
-        Raises ValueError naming the fields that differ.
+        Raises ValueError naming the fields that differ, or what is wrong with a source.
         """
+        check_sources(self.config.data, self.tokenizer)
         path = self.out / "config.json"
         if path.exists() and self.config.resume != "never":
             before = json.loads(path.read_text())
@@ -112,11 +113,10 @@ class Run:
             on_main_process(lambda: scores.save(path))
             return scores
 
-        partial = self.out / "scores.partial.json"
-
-        def measure() -> None:
-            score_heads(
-                self.teacher,
+        if not path.exists():
+            partial = self.out / "scores.partial.json"
+            scores = score_heads(  # all processes share the work
+                self.teacher.to(cast(Any, connect().device)),
                 self.tokenizer,
                 self.scoring_probe(),
                 n_examples=options.n_examples,
@@ -124,11 +124,8 @@ class Run:
                 control_texts=self._held_out_texts(options.n_control_texts),
                 min_accuracy=options.min_accuracy,
                 resume_path=partial,
-            ).save(path)
-            partial.unlink(missing_ok=True)
-
-        if not path.exists():
-            on_main_process(measure)
+            )
+            on_main_process(lambda: (scores.save(path), partial.unlink(missing_ok=True)))
         return HeadScores.load(path)
 
     def scoring_probe(self) -> KVRetrieval:
@@ -168,7 +165,6 @@ class Run:
                 self.scoring_probe(),
                 k,
                 n_examples=options.restoration_examples,
-                batch_size=options.batch_size,
             )
             HeadPlan.from_pairs(none, heads).save(path)
 
@@ -179,7 +175,7 @@ class Run:
     @cached_property
     def aligned(self) -> Run:
         """The run below this one that aligns every head, whatever heads are kept later; finished when asked for."""
-        before = tuple(name for name in self.config.stages if name != "distill")
+        before = tuple(name for name in self.config.stages if name not in END_TO_END)
         config = dataclasses.replace(
             self.config,
             out=self.out / "aligned",
@@ -242,7 +238,7 @@ class Run:
         parent = json.loads((self.out / "build.json").read_text())["weights"]
         stages = self.config.stages
         if self.config.plan.selection == "restoration":  # the others were run below aligned/
-            stages = tuple(name for name in stages if name == "distill")
+            stages = tuple(name for name in stages if name in END_TO_END)
         for number, name in enumerate(stages, start=1):
             parent = self._run_stage(student, name, self.out / "stages" / f"{number}-{name}", parent).weights
         unshare_weights(student)
@@ -261,6 +257,7 @@ class Run:
             parent_hash=parent,
             resume=self.config.resume,
             trackers=self.config.trackers,
+            profile=self.config.profile,
         )
 
     def evaluate(self, student: HybridForCausalLM) -> EvalResult:

@@ -20,15 +20,15 @@ def make_probe(name: str, **options: object) -> Probe:
 
     Raises ValueError for an unknown name, an option that this probe does not have, and what the probe refuses.
     """
-    if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}; there are {', '.join(PROBES)}.")
     if unknown := sorted(set(options) - set(known := options_of(name))):
         raise ValueError(f"the probe {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
     return PROBES[name](**options)
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of the options that `make_probe` takes for a probe."""
+    """Names of the options that `make_probe` takes for a probe. Raises ValueError for an unknown name."""
+    if name not in PROBES:
+        raise ValueError(f"there is no probe {name!r}; there are {', '.join(PROBES)}.")
     return tuple(inspect.signature(PROBES[name]).parameters)
 
 

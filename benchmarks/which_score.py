@@ -1,0 +1,192 @@
+"""Which score finds the heads that a student needs? Distils students by each of them, on the embedded teacher.
+
+    python benchmarks/which_score.py                    # all seeds; goes on where it stopped
+    python benchmarks/which_score.py --seeds 1          # one of them, for example beside another process
+    python benchmarks/which_score.py --report           # the tables from what is there
+
+For each seed every score ranks the 48 heads; students keep the first 1, 2, 4 and 8, start from the same aligned
+recurrent heads, and are distilled alike on text without the probe's question. What is compared is KV retrieval by
+generation. A seed decides the probe's prompts, the recurrent heads' start, and the order of the text. Two scores that
+name the same heads share a student. Writes benchmarks/results/which_score.json.
+
+One seed takes about 40 minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from provenance import versions
+
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.distill.config import AlignConfig, DistillConfig
+from hybrid_distill.evaluate import EvalResult
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.pipeline import Run
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.restoration import greedy_restoration, score_restoration
+from hybrid_distill.scoring import greedy_ablation, score_heads
+from hybrid_distill.scoring.attention import attention_to_answer, copy_score
+from hybrid_distill.scoring.attribution import attribution_scores
+
+RESULTS = Path(__file__).parent / "results" / "which_score.json"
+KEPT = (1, 2, 4, 8)
+PAIRS = 8
+EXAMPLES = 128
+SEARCH_EXAMPLES = 32
+"""Prompts for each head and round of the greedy searches, which look at log-probabilities."""
+
+
+def config(out: Path, seed: int) -> RunConfig:
+    """As recipes/hybrid_tiny.py, but for shorter distillation and evaluation: it is done some eighty times."""
+    return RunConfig(
+        name="which-score",
+        out=out,
+        seed=seed,
+        student=StudentConfig(d_state=16),
+        data=DataConfig(sources=("tiny",), seq_len=256),
+        align=AlignConfig(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+        distill=DistillConfig(steps=150, batch_size=8, learning_rate=5e-4, decay=0.5),
+        evaluation=EvaluationConfig(n_pairs=(PAIRS, 16), n_texts=16),
+        export=False,
+    )
+
+
+def rankings(run: Run) -> dict[str, list[HeadId]]:
+    """The heads in each score's order; greedy searches name as many as are kept at most."""
+    path = run.out / "rankings.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name, rank in _scores(run).items():
+        if name not in found:
+            found[name] = rank()
+            path.write_text(json.dumps(found) + "\n")
+    return {name: [HeadId(*pair) for pair in heads] for name, heads in found.items()}
+
+
+def _scores(run: Run) -> dict[str, Callable[[], list[HeadId]]]:
+    probe = run.scoring_probe()
+    teacher = (run.teacher, run.tokenizer, probe)
+    count: dict[str, Any] = {"n_examples": EXAMPLES}
+    few: dict[str, Any] = {"n_examples": SEARCH_EXAMPLES}
+
+    def fully_recurrent() -> HybridForCausalLM:
+        return run.aligned.trained_student()[0].eval()
+
+    return {
+        "ablation": lambda: score_heads(*teacher, **count).ranking(),
+        "mean ablation": lambda: score_heads(*teacher, replacement="mean", **count).ranking(),
+        "joint ablation": lambda: greedy_ablation(*teacher, max(KEPT), **few),
+        "attribution": lambda: attribution_scores(*teacher, **count).ranking(),
+        "attention to answer": lambda: attention_to_answer(*teacher, **count).ranking(),
+        "copy score": lambda: copy_score(*teacher, **count).ranking(),
+        "restoration": lambda: score_restoration(fully_recurrent(), *teacher, **count).ranking(),
+        "greedy restoration": lambda: greedy_restoration(fully_recurrent(), *teacher, max(KEPT), **few),
+        "random": lambda: random.Random(run.seed).sample(sorted(HeadPlan.all(run.teacher).kept), max(KEPT)),
+    }
+
+
+def student(shared: Run, heads: Iterable[HeadId]) -> EvalResult:
+    """The student that keeps these heads, from the shared aligned start; measured once."""
+    plan = HeadPlan.from_pairs(shared.teacher, heads)
+    out = student_folder(shared, plan)
+    if (out / "evaluation.json").exists():
+        return EvalResult.load(out / "evaluation.json")
+    made = replace(
+        shared.config,
+        out=out,
+        plan=PlanConfig("pairs", pairs=tuple((h.layer, h.head) for h in plan.kept)),
+        student=replace(shared.config.student, aligned=shared.aligned.last_stage()),
+        stages=("distill",),
+    )
+    run = Run(made, shared.teacher_and_tokenizer)
+    run.prepare()
+    return run.evaluate(run.train(run.plan()))
+
+
+def student_folder(shared: Run, plan: HeadPlan) -> Path:
+    """One for each set of heads."""
+    return shared.out / "students" / hashlib.sha256(str(plan.kept).encode()).hexdigest()[:12]
+
+
+def measure(out: Path, seeds: Iterable[int]) -> None:
+    """Rank, distil, evaluate."""
+    for seed in seeds:
+        shared = Run(config(out / f"seed-{seed}", seed))
+        shared.prepare()
+        found = rankings(shared)
+        for k in KEPT:
+            for name, heads in found.items():
+                result = student(shared, heads[:k])
+                print(f"seed {seed}: {name}, {k} heads: {retrieval(result):.1%}", flush=True)
+
+
+def retrieval(result: EvalResult) -> float:
+    """KV retrieval by generation."""
+    return result.kv_generation[PAIRS]
+
+
+def report(out: Path) -> dict[str, Any]:
+    """Each student's retrieval by score and number of heads; prints the table.
+
+    A number of heads counts for those seeds whose students are all there.
+    """
+    record: dict[str, Any] = {"pairs": PAIRS, "retrieval": {}, "seeds": {}, "heads": {}}
+    for folder in sorted(out.glob("seed-*")):
+        shared = Run(config(folder, int(folder.name.removeprefix("seed-"))))
+        found = rankings(shared)
+        for k in KEPT:
+            plans = {name: HeadPlan.from_pairs(shared.teacher, heads[:k]) for name, heads in found.items()}
+            results = {name: student_folder(shared, plan) / "evaluation.json" for name, plan in plans.items()}
+            if not all(path.exists() for path in results.values()):
+                print(f"{folder.name}, k = {k}: not finished, left out")
+                continue
+            record["seeds"].setdefault(str(k), []).append(shared.seed)
+            for name, path in results.items():
+                by_k = record["retrieval"].setdefault(name, {})
+                by_k.setdefault(str(k), []).append(retrieval(EvalResult.load(path)))
+        for name, heads in found.items():
+            by_seed = record["heads"].setdefault(name, {})
+            by_seed[str(shared.seed)] = [str(head) for head in heads[: max(KEPT)]]
+    print(f"{'retrieval of the student, %':<28}" + "".join(f"{f'k = {k}':>18}" for k in KEPT))
+    for name, by_k in record["retrieval"].items():
+        print(f"{name:<28}" + "".join(f"{_cell(by_k.get(str(k), [])):>18}" for k in KEPT))
+    return record
+
+
+def _cell(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{100 * values[0]:.1f}" if values else "-"
+    return f"{100 * fmean(values):.1f} ± {100 * stdev(values):.0f}"
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/which_score"), help="rankings and students")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    if not options.report:
+        measure(options.out, options.seeds)
+    record = report(options.out)
+    measured = {
+        "date": datetime.date.today().isoformat(),
+        "device": f"CPU, {os.cpu_count()} cores",
+        "versions": versions(("torch", "transformers")),
+    }
+    RESULTS.write_text(json.dumps(measured | record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
