@@ -123,8 +123,8 @@ class RunConfig:
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stages: tuple[Stage, ...] = ("align", "distill")
-    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads; ``on_policy`` distils on the
-    student's own text, after ``distill``."""
+    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads, ``on_policy`` after
+    ``distill``: it distils on the student's own text."""
     matrix: MatrixConfig = field(default_factory=MatrixConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
