@@ -348,11 +348,11 @@ class OnPolicy(EndToEnd):
         return {"input_ids": written, "seq_idx": is_text.long() + 2 * after.long(), "mask": predicts}
 
     def _continued(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        training = self.model.training
-        self.model.eval()
-        generate: Any = self.model.generate
+        model: Any = self.model
+        training = model.training
+        model.eval()
         try:
-            return generate(
+            return model.generate(
                 input_ids=ids_BL,
                 attention_mask=mask_BL.long(),
                 max_new_tokens=self.new_tokens,
@@ -363,7 +363,7 @@ class OnPolicy(EndToEnd):
                 pad_token_id=0,
             )
         finally:
-            self.model.train(training)
+            model.train(training)
 
 
 class _OutputEmbedding(NamedTuple):
