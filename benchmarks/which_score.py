@@ -39,6 +39,7 @@ from hybrid_distill.restoration import greedy_restoration, score_restoration
 from hybrid_distill.scoring import greedy_ablation, score_heads
 from hybrid_distill.scoring.attention import attention_to_answer, copy_score
 from hybrid_distill.scoring.attribution import attribution_scores
+from hybrid_distill.scoring.comparison import comparison_table
 
 RESULTS = Path(__file__).parent / "results" / "which_score.json"
 KEPT = (1, 2, 4, 8)
@@ -137,37 +138,33 @@ def retrieval(result: EvalResult) -> float:
 
 
 def report(out: Path) -> dict[str, Any]:
-    """Each student's retrieval by score and number of heads; prints the table.
-
-    A number of heads counts for those seeds whose students are all there.
-    """
-    record: dict[str, Any] = {"pairs": PAIRS, "retrieval": {}, "seeds": {}, "heads": {}}
+    """Each student's retrieval by score, number of heads and seed, of those that are there; prints the table."""
+    record: dict[str, Any] = {"pairs": PAIRS, "retrieval": {}, "heads": {}}
+    found: dict[str, list[HeadId]] = {}
     for folder in sorted(out.glob("seed-*")):
         shared = Run(config(folder, int(folder.name.removeprefix("seed-"))))
-        found = rankings(shared)
-        for k in KEPT:
-            plans = {name: HeadPlan.from_pairs(shared.teacher, heads[:k]) for name, heads in found.items()}
-            results = {name: student_folder(shared, plan) / "evaluation.json" for name, plan in plans.items()}
-            if not all(path.exists() for path in results.values()):
-                print(f"{folder.name}, k = {k}: not finished, left out")
-                continue
-            record["seeds"].setdefault(str(k), []).append(shared.seed)
-            for name, path in results.items():
-                by_k = record["retrieval"].setdefault(name, {})
-                by_k.setdefault(str(k), []).append(retrieval(EvalResult.load(path)))
-        for name, heads in found.items():
-            by_seed = record["heads"].setdefault(name, {})
-            by_seed[str(shared.seed)] = [str(head) for head in heads[: max(KEPT)]]
-    print(f"{'retrieval of the student, %':<28}" + "".join(f"{f'k = {k}':>18}" for k in KEPT))
+        found = found or rankings(shared)
+        for name, heads in rankings(shared).items():
+            first = [str(head) for head in heads[: max(KEPT)]]
+            record["heads"].setdefault(name, {})[str(shared.seed)] = first
+            for k in KEPT:
+                path = student_folder(shared, HeadPlan.from_pairs(shared.teacher, heads[:k])) / "evaluation.json"
+                if path.exists():
+                    by_seed = record["retrieval"].setdefault(name, {}).setdefault(str(k), {})
+                    by_seed[str(shared.seed)] = retrieval(EvalResult.load(path))
+    print(f"{'retrieval of the student, % (seeds)':<36}" + "".join(f"{f'k = {k}':>18}" for k in KEPT))
     for name, by_k in record["retrieval"].items():
-        print(f"{name:<28}" + "".join(f"{_cell(by_k.get(str(k), [])):>18}" for k in KEPT))
+        print(f"{name:<36}" + "".join(f"{_cell(list(by_k.get(str(k), {}).values())):>18}" for k in KEPT))
+    record["rankings"] = comparison_table(found, 4).splitlines()
+    print("rankings of the first seed:", *record["rankings"], sep="\n")
     return record
 
 
 def _cell(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{100 * values[0]:.1f}" if values else "-"
-    return f"{100 * fmean(values):.1f} ± {100 * stdev(values):.0f}"
+    if not values:
+        return "-"
+    spread = f" ± {100 * stdev(values):.0f}" if len(values) > 1 else ""
+    return f"{100 * fmean(values):.1f}{spread} ({len(values)})"
 
 
 def main() -> None:
