@@ -219,6 +219,8 @@ def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: ())
+    for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
     with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
         ssd_scan(*inputs(3), impl="mamba_ssm")

@@ -127,9 +127,11 @@ def _check(xbc: Tensor, a: Tensor, z: Tensor, weight: Tensor, D: Tensor, conv_st
 
 
 @triton.jit
-def _shifted(xbc, weight, conv_state, channel, mask, is_token, WIDTH: tl.constexpr):
+def _shifted(xbc, weight, conv_state, channel, mask, is_token, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """The new input of these channels and their convolution with the past, in fp32."""
-    newest = tl.load(xbc + channel, mask=mask & is_token, other=0.0)
+    newest = tl.load(xbc + channel, mask=mask, other=0.0)
+    if MASKED:
+        newest = tl.where(is_token, newest, 0.0)
     out = newest.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
         past = tl.load(conv_state + channel * (WIDTH - 1) + tap, mask=mask, other=0.0).to(tl.float32)
@@ -183,14 +185,14 @@ def _step(
     n = tl.arange(0, BLOCK_N)
     b_channel = n_heads * P + head * N + n
     c_channel = b_channel + n_heads * N
-    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, is_token, WIDTH)
-    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, is_token, WIDTH)
+    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, is_token, WIDTH, MASKED)
+    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, is_token, WIDTH, MASKED)
     _push(newest_b, conv_state, b_channel, n < N, WIDTH, MODE)
     _push(newest_c, conv_state, c_channel, n < N, WIDTH, MODE)
 
     for start in tl.static_range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, is_token, WIDTH)
+        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, is_token, WIDTH, MASKED)
         if MASKED:  # what came before padding must not enter the state once more
             x = tl.where(is_token, x, 0.0)
         place = ssm_state + p[:, None] * N + n[None, :]
