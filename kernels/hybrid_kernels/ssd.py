@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,6 +59,7 @@ from .common import (
 MIN_LOG_DECAY = tl.constexpr(-30.0)  # forgets all an fp32 state holds; lower values would only blur the sums
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_STATE = LARGEST_HEAD_DIM = 128
+LARGEST_FP32_BLOCK = {90: 64, 80: 32}  # architecture -> of N and of P, in one program
 SMALLEST_BLOCK = 16  # of a dimension that a product contracts
 MIN_CHUNKS_PER_SEGMENT = 4
 CARRY_BLOCK = 1024
@@ -81,28 +83,29 @@ class Tile(NamedTuple):
     spills: int = 0  # instructions, known and accepted
 
 
-# By architecture and the blocks of N and P. In order of what it costs: chunks of 32 and one kernel backward, chunks of
-# 16 (twice the saved states), more kernels backward; each entry is the first that keeps its values in registers, as
-# compiled by triton 3.6.0 (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
+# By architecture and the blocks of N and P. Chunks of 16 save twice the states that chunks of 32 do, a further kernel
+# backward reads the inputs again: each entry is the first of (chunk, n_backward) = (32, 1), (16, 1), (32, 2), (16, 2),
+# (32, 3), (16, 3) that keeps its values in registers, as compiled by triton 3.6.0
+# (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
 _BF16_TILES = {
     (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (90, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
-    (90, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
-    (90, 128, 64): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 128, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=2, spills=0),
     (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
     (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (80, 16, 32): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
@@ -110,22 +113,44 @@ _BF16_TILES = {
     (80, 32, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
-    (80, 64, 64): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
-    (80, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 64, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 64, 128): Tile(32, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
-    (80, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=2, spills=0),
-    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
-    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=138),
+    (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=3, spills=0),
+    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=34),
 }
-_FP32_TILE = Tile(16, Launch(4, 1), Launch(8, 1), n_backward=2, spills=512)  # to check by, not to train with
+# To check by, not to train with: three products for one take twice the registers, so larger states run in blocks.
+_FP32_TILES = {
+    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 16, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 32, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (80, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (80, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (80, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+}
 TILES = {(torch.bfloat16, *key): tile for key, tile in _BF16_TILES.items()}
-TILES |= {(torch.float32, *key): _FP32_TILE for key in _BF16_TILES}
+TILES |= {(torch.float32, *key): tile for key, tile in _FP32_TILES.items()}
 
 
 def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -> Tile:
-    """The entry of the tile table: what fits Hopper is used on all that is newer."""
-    return TILES[dtype, 90 if capability >= 90 else 80, _block(d_state), _block(head_dim)]
+    """The entry of the tile table. ValueError where there is none."""
+    architecture = _architecture(capability)
+    key = (dtype, architecture, _block(d_state), _block(head_dim))
+    if key not in TILES:
+        raise ValueError(
+            f"the float32 state has N={d_state} and P={head_dim}; one kernel holds at most "
+            f"{LARGEST_FP32_BLOCK[architecture]} of each here: call `ssd`, which runs it in blocks."
+        )
+    return TILES[key]
 
 
 def ssd(
@@ -149,12 +174,38 @@ def ssd(
     changes, and a given state belongs to the first document. ``n_segments`` overrides how many parts of a row run at
     once, which otherwise follows from the shape and the device.
 
-    bfloat16 inputs are multiplied as bf16 with fp32 sums, float32 ones nearly as fp32; states stay in fp32.
+    bfloat16 inputs are multiplied as bf16 with fp32 sums, float32 ones nearly as fp32, a large N or P in blocks; states
+    stay in fp32.
 
     Raises ValueError for shapes that do not fit, other dtypes, an empty x, N or P above 128, a falling seq_idx (looked
     at on a CPU, or with HYBRID_KERNELS_DEBUG=1).
     """
-    return _SSD.apply(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, state_BHPN, seq_idx_BL, softplus, n_segments)
+    given = (x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, state_BHPN, seq_idx_BL)
+    block = LARGEST_FP32_BLOCK[_architecture(_capability(x_BLHP.device))]
+    if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
+        _check(*given, n_segments)
+        return _in_blocks(block, *given, softplus, n_segments)
+    return _SSD.apply(*given, softplus, n_segments)
+
+
+def _in_blocks(
+    block: int, x, a, b, c, D, z, state, seq_idx, softplus: bool, n_segments: int | None
+) -> tuple[Tensor, Tensor]:
+    """`ssd` block by block of the state, none of which enters another; y sums over N, so skip and gate come last."""
+
+    def blocks(size: int) -> list[slice]:
+        return [slice(first, first + block) for first in range(0, size, block)]
+
+    def run(p: slice, n: slice) -> tuple[Tensor, Tensor]:
+        before = None if state is None else state[:, :, p, n]
+        return _SSD.apply(x[..., p], a, b[..., n], c[..., n], None, None, before, seq_idx, softplus, n_segments)
+
+    runs = [[run(p, n) for n in blocks(b.shape[-1])] for p in blocks(x.shape[-1])]
+    y = torch.cat([torch.stack([y for y, _ in same_p]).sum(0) for same_p in runs], dim=-1)
+    final = torch.cat([torch.cat([final for _, final in same_p], dim=-1) for same_p in runs], dim=-2)
+    if D is not None:
+        y = y + D.unsqueeze(-1) * x
+    return y if z is None else y * F.silu(z), final
 
 
 class _SSD(torch.autograd.Function):
@@ -280,7 +331,7 @@ def compilations(capability: int) -> list[Compilation]:
     """Every entry of the tile table with all options on, for compiling ahead of time."""
     found = []
     for (dtype, architecture, block_n, block_p), tile in TILES.items():
-        if architecture != (90 if capability >= 90 else 80):
+        if architecture != _architecture(capability):
             continue
         element = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         constants = dict(
@@ -490,6 +541,11 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def _architecture(capability: int) -> int:
+    """The one whose tiles are used: what fits Hopper is used on all that is newer."""
+    return 90 if capability >= 90 else 80
+
+
 def _segments_that_fill(device: torch.device, programs: int, n_chunks: int) -> int:
     """Two programs per multiprocessor, unless one each is there already: cutting a row reads x and B once more."""
     if device.type != "cuda":
@@ -636,12 +692,13 @@ def _forward(
 
         scores_QQ = mm(c_QN, tl.trans(b_QN), MODE) * _decay_QQ(cum, document, Q, PACKED, False)
         y_QP = mm(c_QN, state_NP, MODE) * from_start[:, None]
+        state_NP = state_NP * through + mm(tl.trans(b_QN), x_QP.to(tl.float32) * to_end[:, None], MODE)
+        # Last, as the last product decides how the compiler spreads all of them over the warps: by the shape of the
+        # state, it would let every warp compute all of y.
         y_QP += mm(scores_QQ, x_QP, MODE)
-        x_QP = x_QP.to(tl.float32)
-        state_NP = state_NP * through + mm(tl.trans(b_QN), x_QP * to_end[:, None], MODE)
 
         if HAS_D:
-            y_QP += tl.load(D + head).to(tl.float32) * x_QP
+            y_QP += tl.load(D + head).to(tl.float32) * x_QP.to(tl.float32)
         if HAS_Z:
             z_QP = _load(z + (token * H + head) * P, n_valid, H * P, P, Q, BLOCK_P).to(tl.float32)
             y_QP *= z_QP * _sigmoid(z_QP)
@@ -751,14 +808,16 @@ def _backward(
             from_tokens = tl.sum(dx_QP * x_QP.to(tl.float32), 1)
             dlog_a += tl.sum(tl.where(q[:, None] < q[None, :], from_tokens[:, None], 0.0), 0)
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(cum, document, Q, PACKED, True)
-            dx_QP += mm(scores_T_QQ, dy_QP, MODE)
+
+        if GRAD_X or GRAD_B:
+            to_state_QP = dy_QP.to(tl.float32) * from_start[:, None]
+            dstate_NP = dstate_NP * through + mm(tl.trans(c_QN), to_state_QP, MODE)
+
+        if GRAD_X:
+            dx_QP += mm(scores_T_QQ, dy_QP, MODE)  # last, as in the forward
             if HAS_D:
                 dx_QP += tl.load(D + head).to(tl.float32) * dy_QP.to(tl.float32)
             _store(dx + own_P, dx_QP, n_valid, H * P, P, False, MODE)
-
-        if GRAD_X or GRAD_B:
-            dy_QP = dy_QP.to(tl.float32) * from_start[:, None]
-            dstate_NP = dstate_NP * through + mm(tl.trans(c_QN), dy_QP, MODE)
 
         place = token * H + head + q * H
         if GRAD_X:

@@ -132,9 +132,31 @@ def test_any_number_of_heads(heads: int) -> None:
     check(problem(2, 5, heads, 16, 8))
 
 
-@pytest.mark.parametrize("d_state", [16, 128])
-def test_bf16_as_a_gpu_rounds_it(d_state: int) -> None:
-    check(problem(1, 70, 2, 32, d_state, dtype=BF16), dtype=BF16)
+@pytest.mark.parametrize(("d_state", "head_dim"), [(16, 32), (128, 32), (16, 128)])
+def test_bf16_as_a_gpu_rounds_it(d_state: int, head_dim: int) -> None:
+    check(problem(1, 70, 2, head_dim, d_state, dtype=BF16), dtype=BF16)
+
+
+@pytest.mark.parametrize("n_segments", [1, 2])
+def test_blocks_of_a_float32_state_that_is_too_large_for_one_kernel(n_segments: int) -> None:
+    check(problem(1, 70, 2, 80, 72), seq_idx=documents(1, 70), n_segments=n_segments)
+    check(problem(1, 70, 2, 16, 72, gated=False, state=False), n_segments=n_segments)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, but for the decay's gradient, whose parts are summed in another order."""
+    given, seq_idx = problem(1, 100, 2, 20, 12, dtype=dtype), documents(1, 100)
+    narrow, gradients = in_dtype(given, dtype), {}
+    tile = kernels.tile_for(90, dtype, 12, 20)
+    for n_backward in kernels.BACKWARD_KERNELS:
+        monkeypatch.setitem(kernels.TILES, (dtype, 90, 16, 32), tile._replace(n_backward=n_backward))
+        check(given, dtype=dtype, seq_idx=seq_idx, n_segments=2)
+        y, state = ssd(*narrow[:4], D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state, seq_idx_BL=seq_idx)
+        gradients[n_backward] = torch.autograd.grad(y.sum() + state.sum(), narrow.leaves())
+    for n_backward in (2, 3):
+        for name, one, other in zip(Problem._fields, gradients[1], gradients[n_backward]):
+            assert relative_error(other, one) < 1e-6 if name == "a" else torch.equal(other, one), (name, n_backward)
 
 
 @pytest.mark.parametrize("d_state", [8, 128])
@@ -232,10 +254,11 @@ def test_one_row_is_prefill_then_the_rest() -> None:
 
 
 def test_the_tile_table_has_every_block_size() -> None:
-    for dtype in common.DTYPES:
-        for d_state in range(1, kernels.LARGEST_STATE + 1):
-            for head_dim in (1, 16, 17, 48, 64, 80, 96, 128):
-                for capability in (75, 80, 86, 89, 90, 100, 120):
+    for capability in (75, 80, 86, 89, 90, 100, 120):
+        largest_fp32 = kernels.LARGEST_FP32_BLOCK[90 if capability >= 90 else 80]
+        for dtype, largest in ((BF16, kernels.LARGEST_STATE), (FP32, largest_fp32)):
+            for d_state in range(1, largest + 1):
+                for head_dim in (1, 16, 17, largest // 2 + 1, largest):
                     assert kernels.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
 
 
@@ -253,6 +276,7 @@ def test_bad_input_is_answered() -> None:
         r"x_BLHP has shape \(0, 9": lambda: ssd(x[:0], a[:0], b[:0], c[:0]),
         r"x_BLHP has shape \(2, 0": lambda: ssd(x[:, :0], a[:, :0], b[:, :0], c[:, :0]),
         r"state size N is 129": lambda: ssd(x, a, *[torch.zeros(2, 9, 3, 129)] * 2),
+        r"N=65 and P=16.*64 of each.*call `ssd`": lambda: ssd_forward(x, a, *[torch.zeros(2, 9, 3, 65)] * 2),
         r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(
             x, a, b, c, seq_idx_BL=torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
         ),
