@@ -176,7 +176,7 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
         scores = score_heads(model, tokenizer, probe, n_examples=7, min_accuracy=0.0, progress=False)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 7))
     windowed = "sliding_window" in FAMILIES[family][1] and tokenizer is DIGITS
-    assert ("in full" in caplog.text) == windowed, "a mask of one's own knows no window"
+    assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
     assert windowed or "cannot be used" not in caplog.text
 
 
@@ -272,7 +272,7 @@ def test_shared_layers_and_students_run_in_full(caplog) -> None:
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)
     probe = KVRetrieval(3, keys=KEYS[:16])
     scores = score_heads(student.eval(), DIGITS, probe, n_examples=3, min_accuracy=0.0, progress=False)
-    assert "in full" in caplog.text
+    assert "run in full" in caplog.text
     assert_same(scores, *one_by_one(student, DIGITS, probe, 3))
 
 

@@ -24,12 +24,12 @@ from hybrid_distill.scoring.artefact import DROPS, ERRORS, INTERVALS
 from hybrid_distill.scoring.forwards import Forwards
 from hybrid_distill.scoring.ranks import OtherProcessError, rank_and_world
 
-TEXTS = [f"{KEYS[i]} : {i} \n {KEYS[i + 1]} {KEYS[i]}" for i in range(3)]
+TEXTS = [f"{KEYS[0]} : 5 \n {KEYS[1]} {KEYS[0]}"]
 PROBE = KVRetrieval(6, keys=KEYS)
 
 
 def race(resume_path: Path | None = None) -> HeadScores:
-    """A race with all that can be measured; five examples and one text are not shared evenly."""
+    """A race with all that can be measured; 33 examples and one text are not shared evenly."""
     return score_heads(
         *planted_teacher(0.008), PROBE, n_examples=33, control_texts=TEXTS, race_k=3, replacement="mean",
         resume_path=resume_path, progress=False,

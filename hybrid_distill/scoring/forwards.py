@@ -317,16 +317,15 @@ def fastest_exact(
     short: such models run in full, which is said in the log.
     """
     in_full = Forwards(model, sites, rows, values)
-    if any(site.shared for site in sites):
-        log.warning("layers of %s share modules: every forward is run in full", model.name_or_path)
-        return in_full
-    for answers_only in (True, False):
-        short = FromLayer(model, sites, rows, values, answers_only=answers_only)
-        reason = next((r for sheet in sheets if (r := _differs(short, in_full, sheet.part(0, 1)))), None)
-        if reason is None:
-            return short
-        log.info("%s: answers_only=%s cannot be used (%s)", model.name_or_path, answers_only, reason)
-    log.warning("layers of %s share more than their outputs: every forward is run in full", model.name_or_path)
+    reason: str | None = "its layers share modules"
+    if not any(site.shared for site in sites):
+        for answers_only in (True, False):
+            short = FromLayer(model, sites, rows, values, answers_only=answers_only)
+            reason = next((r for sheet in sheets if (r := _differs(short, in_full, sheet.part(0, 1)))), None)
+            if reason is None:
+                return short
+            log.info("answers_only=%s cannot be used: %s", answers_only, reason)
+    log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
     return in_full
 
 
@@ -343,7 +342,7 @@ def _differs(short: FromLayer, in_full: Forwards, sheet: Sheet) -> str | None:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         if not torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):
-            return f"layer {layer}: {found.flatten().tolist()} instead of {expected.flatten().tolist()}"
+            return f"without a head of layer {layer} it says {found[0].tolist()} nats, in full {expected[0].tolist()}"
     return None
 
 

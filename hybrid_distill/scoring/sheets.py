@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,7 +111,6 @@ class QuestionSheet(Sheet):
         self.rows = [_Row(e) for e in self.encoded]
         self.ids_BL = torch.tensor([row.tokens for row in self.rows], device=device)
         self.n_read = max(self.length - row.first_read for row in self.rows)
-        self.is_tree = any(row.parents for row in self.rows)
         self._index()
 
     def _cut(self, rows: slice) -> QuestionSheet:
@@ -143,17 +143,21 @@ class QuestionSheet(Sheet):
         self.answer_B = torch.tensor([each[e.answer] for each, e in zip(choices, self.encoded)], device=device)
         self.other_BC = torch.tensor(others, device=device)
 
+    @cached_property
+    def _tree(self) -> tuple[Tensor, Tensor]:
+        """(sees_B1LL, positions_BL)."""
+        sees_BLL = torch.stack([row.sees(self.length) for row in self.rows])
+        positions_BL = torch.tensor([row.positions for row in self.rows])
+        return sees_BLL[:, None].to(self.ids_BL.device), positions_BL.to(self.ids_BL.device)
+
     def _layout(self, model: PreTrainedModel, groups: int) -> dict[str, Tensor]:
-        if not self.is_tree:
+        if not any(row.parents for row in self.rows):
             return {}
-        device, length = self.ids_BL.device, self.length
-        sees_BLL = torch.stack([row.sees(length) for row in self.rows]).to(device)
-        positions_BL = torch.tensor([row.positions for row in self.rows], device=device)
-        mask_B1LL: Tensor = sees_BLL[:, None]
+        sees_B1LL, positions_BL = self._tree
+        mask_B1LL = sees_B1LL
         if model.config._attn_implementation != "sdpa":  # which alone takes truth values
-            mask_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill(
-                ~mask_B1LL, torch.finfo(model.dtype).min
-            )
+            seen = torch.zeros_like(sees_B1LL, dtype=model.dtype)
+            mask_B1LL = seen.masked_fill(~sees_B1LL, torch.finfo(model.dtype).min)
         return {
             "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
             "position_ids": positions_BL.repeat(groups, 1),
@@ -180,9 +184,9 @@ class QuestionSheet(Sheet):
         result = choice_result(logprob_BC, [e.answer for e in self.encoded])
         return torch.stack([result.correct_E.double(), result.answer_logprob_E])[:, None]
 
-    def generated(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    def generated(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
         """correct_B: read from the text that the model writes (`answer_generation`)."""
-        return answer_generation(model, tokenizer, self.examples, batch_size=len(self)).double().cpu()
+        return answer_generation(model, tokenizer, self.examples, batch_size=rows).double().cpu()
 
 
 class _Row:
