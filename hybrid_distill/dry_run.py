@@ -13,12 +13,23 @@ from .budget import cache_bytes
 from .build import empty_student
 from .config import RunConfig, to_json
 from .distill.config import StageConfig
+from .memory_plan import GB, PARTS, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
 from .pipeline import make_plan
 from .plan import HeadId, HeadPlan
 from .teacher import DTYPES, TINY
 
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
+HEADROOM = 0.9
+"""Share of a GPU's memory that is planned with; CUDA, NCCL and fragments have the rest."""
+LAUNCH = {
+    "ddp": "launch/ddp.yaml",
+    "zero1": "launch/zero2.yaml --zero_stage 1",
+    "zero2": "launch/zero2.yaml",
+    "zero3": "launch/zero3.yaml",
+}
+"""What the loop runs."""
+FSDP2_IS_REFUSED = "; fsdp2 is for comparison, the loop refuses it"
 
 
 def describe(config: RunConfig) -> str:
@@ -46,7 +57,10 @@ def _shape_of_teacher(config: RunConfig) -> PreTrainedModel:
     path = tiny_teacher_path() if config.teacher.path == TINY else config.teacher.path
     shape = AutoConfig.from_pretrained(path, revision=config.teacher.revision)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype])
+        attention = config.teacher.attn_implementation
+        return AutoModelForCausalLM.from_config(
+            shape, dtype=DTYPES[config.teacher.dtype], **({"attn_implementation": attention} if attention else {})
+        )
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
@@ -74,37 +88,75 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
     student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
     n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
     n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
+    gpus = "one GPU" if config.gpus == 1 else f"each of {config.gpus} GPUs"
     lines = [
         f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
-        "Memory of one process, without sharding, in MB (1 MB = 1e6 bytes):",
+        f"Memory of {gpus} while training (1 GB = 1e9 bytes){FSDP2_IS_REFUSED if config.gpus > 1 else ''}:",
+        *(_stage_plans(config, getattr(config, name), plan) for name in config.stages),
     ]
-    for name in config.stages:
-        trained = n_student if name == "distill" else n_mixers
-        lines.append(_memory_line(config, getattr(config, name), teacher, n_teacher, n_student, trained))
     lines.append(_cache_line(config, teacher, plan))
     return "\n".join(lines)
 
 
-def _memory_line(
-    config: RunConfig, stage: StageConfig, teacher: PreTrainedModel, n_teacher: int, n_student: int, n_trained: int
-) -> str:
-    """Weights and optimiser are exact; activations are a rule of thumb: 34 values of the width per token and layer."""
-    shape: Any = teacher.config
-    width = 2 if config.teacher.dtype != "float32" else 4
-    compute = 2 if stage.precision == "bf16" else 4
-    tokens = stage.micro_batch_size * config.data.seq_len
-    layers = 1 if stage.recompute else shape.num_hidden_layers
-    figures = {
-        "teacher": n_teacher * width,
-        "student": (n_student if stage.name == "distill" else n_trained) * 4,
-        "gradients": n_trained * 4,
-        "AdamW": n_trained * 8,
-        "activations": 34 * tokens * shape.hidden_size * layers * compute,
-        "logits": 3 * tokens * shape.vocab_size * compute if stage.name == "distill" else 0,
-    }
-    shown = ", ".join(f"{name} {size / MB:,.0f}" for name, size in figures.items() if size)
+def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> str:
+    """A table, parts by strategies, and what to launch with; one line for a stage that cannot be run."""
+    if stage.batch_size % config.gpus:
+        return f"\n  {stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
+    teacher = _shape_of_teacher(config)
+    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
+    try:
+        shape = stage_shape(stage, student, teacher)
+    except ValueError as error:
+        return f"\n  {stage.name}: {error}"
+    rows = stage.batch_size // config.gpus
+    micro_batch = min(stage.micro_batch_size, rows)
+    length = max(config.data.seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
+    sizes: dict[str, Any] = {"world": config.gpus, "micro_batch": micro_batch, "seq_len": length}
+    sizes["micro_batches"] = -(-rows // micro_batch)
+    strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
+    strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
+    plans, others = (
+        [memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies]
+        for recompute in (stage.recompute, not stage.recompute)
+    )
     n_tokens = stage.steps * stage.batch_size * config.data.seq_len
-    return f"  {stage.name}: {shown}; total {sum(figures.values()) / MB:,.0f}  ({n_tokens:,} tokens)"
+    heading = f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
+    heading += f"{', recompute' if stage.recompute else ''}; {n_tokens:,} tokens in all"
+    return "\n".join(["", heading, _plans_table(plans, others), f"    {_advice(config, plans, others)}"])
+
+
+def _plans_table(plans: list[MemoryPlan], others: list[MemoryPlan]) -> str:
+    """``others`` are the same plans with recompute where these are without, or the other way round."""
+    unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
+
+    def row(label: str, sizes: list[int]) -> str:
+        return f"    {label:<24}" + "".join(f"{size / unit:>10,.2f}" for size in sizes)
+
+    lines = [f"    {name:<24}" + "".join(f"{plan.strategy if plan.world > 1 else '':>10}" for plan in plans).rstrip()]
+    for part, label in PARTS.items():
+        sizes = [getattr(plan, part) for plan in plans]
+        lines += [row(label, sizes)] if any(sizes) else []
+    lines.append(row("total", [plan.total for plan in plans]))
+    other = "without recompute" if plans[0].recompute else "with recompute"
+    return "\n".join([*lines, row(f"total {other}", [plan.total for plan in others])])
+
+
+def _advice(config: RunConfig, plans: list[MemoryPlan], others: list[MemoryPlan]) -> str:
+    """Which launch file to use, if need be with recompute; or what to change."""
+    budget = HEADROOM * config.gpu_memory * GB
+    refusal = ""
+    for variant in [plans] if plans[0].recompute else [plans, others]:
+        try:
+            best = recommend([plan for plan in variant if plan.strategy in LAUNCH], budget)
+        except ValueError as error:
+            refusal = refusal or str(error)
+            continue
+        how = " with recompute" if best.recompute and not plans[0].recompute else ""
+        if best.world == 1:
+            return f"fits in {config.gpu_memory:g} GB{how}: accelerate launch --config_file launch/single_gpu.yaml"
+        launch = f"accelerate launch --config_file {LAUNCH[best.strategy]} --num_processes {best.world}"
+        return f"{best.strategy} fits in {config.gpu_memory:g} GB{how}: {launch}"
+    return refusal
 
 
 def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
@@ -118,4 +170,5 @@ def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> 
             for length in LENGTHS
         ]
         shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
-    return f"  cache at {' / '.join(map(str, LENGTHS))} tokens, bf16: {', '.join(shown)}"
+    lengths = " / ".join(map(str, LENGTHS))
+    return f"\n  generating, one sequence, MB in bf16: cache at {lengths} tokens: {', '.join(shown)}"

@@ -1,0 +1,491 @@
+"""Is the memory plan right? Every part that can be measured here, beside what `memory_plan` says of it.
+
+    python benchmarks/memory_plan.py                 # CPU: about 3 minutes; writes benchmarks/results/memory_plan.json
+    python benchmarks/memory_plan.py --device cuda   # a GPU: also the shape of Llama-3.2-1B, random weights
+    python benchmarks/memory_plan.py --table         # the tables of docs/performance.md, from what is there
+
+One process takes a step of two micro-batches. Parameters, gradients and AdamW's moments are summed tensor by tensor.
+What is kept for the backward is what the forward leaves behind. The peak is the whole step's, models included. On a CPU
+the profiler's record of every allocation says how much that is, on a GPU `torch.cuda.max_memory_allocated`.
+
+With `--no-processes` left out, two processes then train the mid-size model on the CPU, over gloo, under DDP, ZeRO-1, 2
+and 3 and FSDP2, and the peak of one of them is compared, with DeepSpeed's reduce bucket cut to a size that fits.
+
+Exit status 1 if a part that is 2 % of the peak or more is more than 15 % away from its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from provenance import versions
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from hybrid_distill.assets import tiny_teacher_path
+from hybrid_distill.build import build_student, empty_student
+from hybrid_distill.data import Batch
+from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.distill.optimizer import make_adamw, trainable
+from hybrid_distill.distill.stages import EndToEnd, Stage, make_stage
+from hybrid_distill.memory_plan import GB, STRATEGIES, MemoryPlan, memory_plan, stage_shape
+from hybrid_distill.plan import HeadPlan
+
+RESULTS = Path(__file__).parent / "results" / "memory_plan.json"
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "triton")
+TOLERANCE = 0.15
+WORTH_COMPARING = 0.02
+"""Of the peak: smaller parts are shown and not judged."""
+MB = 1e6
+BUCKET = 100_000  # elements
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mid": dict(
+        vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32,
+    ),
+    "llama-3.2-1b": dict(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": dict(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    ),
+}  # fmt: skip
+ALIGN, DISTILL = AlignConfig(), DistillConfig()
+MATRIX = MatrixConfig()
+
+
+class Case(NamedTuple):
+    """A stage of a model, the dtype of its teacher, and a micro-batch."""
+
+    model: str
+    config: StageConfig
+    dtype: torch.dtype = torch.float32
+    kept: int = 10
+    d_state: int = 16
+    rows: int = 4
+    length: int = 256
+
+    def named(self) -> str:
+        config = self.config
+        options = {"align": "target", "distill": "train"}
+        words = [self.model, config.name, str(getattr(config, options.get(config.name, ""), "")), config.precision]
+        words += ["unfused"] if not getattr(config, "fused", True) else []
+        return " ".join(filter(None, [*words, "recompute" if config.recompute else ""]))
+
+
+def cases(device: str) -> list[Case]:
+    """Alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
+    found = []
+    for model, config, recompute in itertools.product(("tiny", "mid"), (ALIGN, DISTILL), (False, True)):
+        found.append(Case(model, replace(config, recompute=recompute)))
+        half = replace(config, recompute=recompute, precision="bf16")
+        found.append(Case(model, half, dtype=torch.bfloat16))
+    for config in (
+        replace(ALIGN, target="head"),
+        replace(ALIGN, target="layer"),
+        replace(ALIGN, train="mixer"),
+        replace(DISTILL, train="ssm"),
+        replace(DISTILL, train="mixer"),
+        replace(DISTILL, fused=False),
+    ):
+        found.append(Case("mid", config))
+    found.append(Case("mid", MATRIX, kept=0))
+    return found + (list(large_cases("llama-3.2-1b")) if device == "cuda" else [])
+
+
+def large_cases(model: str, rows: tuple[int, int] = (8, 4)) -> Iterator[Case]:
+    """As recipes/hybrid_llama_1b.py has it; ``rows`` of a micro-batch in alignment and distillation."""
+    for config, n_rows in zip((replace(ALIGN, target="layer"), DISTILL), rows):
+        for recompute in (False, True):
+            half = replace(config, recompute=recompute, precision="bf16")
+            yield Case(model, half, torch.bfloat16, kept=20, d_state=64, rows=n_rows, length=2048)
+
+
+def make_teacher(case: Case, device: str) -> PreTrainedModel:
+    """On ``device``, or shapes only on ``meta``."""
+    attention = "eager" if case.config.name == "matrix" else "sdpa"
+    is_tiny = case.model == "tiny"
+    shape = LlamaConfig.from_pretrained(tiny_teacher_path()) if is_tiny else LlamaConfig(**SHAPES[case.model])
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape, dtype=case.dtype, attn_implementation=attention)
+
+
+def make_real_stage(case: Case, device: str) -> Stage:
+    """With weights, in training mode, as the loop sets it up."""
+    torch.manual_seed(0)
+    teacher = make_teacher(case, device)
+    plan = HeadPlan.random(teacher.config, case.kept, seed=1)
+    student, _ = build_student(teacher, plan, d_state=case.d_state, init="random")
+    stage = make_stage(case.config, student, teacher)
+    stage.place(torch.device(device))
+    stage.bf16 = case.config.precision == "bf16"
+    return stage.train()
+
+
+def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
+    """From the meta device; by default for one process."""
+    teacher = make_teacher(case, "meta")
+    plan = HeadPlan.random(teacher.config, case.kept, seed=1)
+    shape = stage_shape(case.config, empty_student(teacher, plan, case.d_state, 4), teacher)
+    settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
+    return memory_plan(shape, **{**settings, **options})
+
+
+def make_batch(case: Case, vocabulary: int, device: str) -> Batch:
+    """Two documents in each row."""
+    ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=torch.Generator().manual_seed(0)).to(device)
+    seq_idx = torch.zeros_like(ids)
+    seq_idx[:, case.length // 3 :] = 1
+    return {"input_ids": ids, "seq_idx": seq_idx, "mask": torch.ones_like(ids, dtype=torch.bool)}
+
+
+@dataclass
+class Allocated:
+    """Bytes over what was there at the start: at the end, and at the fullest."""
+
+    end: int = 0
+    peak: int = 0
+
+
+@contextmanager
+def allocations(device: str) -> Iterator[Allocated]:
+    """Fills in what it yields when it is left."""
+    found = Allocated()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        torch.cuda.synchronize()
+        found.end = torch.cuda.memory_allocated() - before
+        found.peak = torch.cuda.max_memory_allocated() - before
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        yield found
+    for _, size in sorted(memory_events(record)):
+        found.end += size
+        found.peak = max(found.peak, found.end)
+
+
+def memory_events(record: profile) -> list[tuple[int, int]]:
+    """(time, bytes) of every allocation, and of every release as a negative number."""
+    profiler: Any = record.profiler
+    return [(e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+
+
+def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
+    """Bytes of each part, and of everything at the fullest moment of a step's second micro-batch."""
+    optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    stage(batch).total.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stage(batch).total.backward()
+    trained = list(trainable(stage).values())
+    found = {
+        "trained": nbytes(trained),
+        "frozen": nbytes(p for p in stage.parameters() if not p.requires_grad),
+        "gradients": nbytes(p.grad for p in trained if p.grad is not None),
+        "optimizer": nbytes(t for state in optimizer.state.values() for t in state.values()),
+        "teacher": nbytes(stage.teacher.parameters()),
+    }
+    there = sum(found.values())
+    loss = loss_alone(stage, batch, device) if isinstance(stage, EndToEnd) else None
+    found["activations and bf16 copies"] = kept_by_forward(stage, batch, device) - (loss.kept if loss else 0)
+    if loss:
+        found["loss"] = loss.peak
+    with allocations(device) as step:
+        stage(batch).total.backward()
+    return {**found, "total": there + step.peak}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def kept_by_forward(stage: Stage, batch: Batch, device: str) -> int:
+    """What waits for the backward, and the copies that autocast forgets when the outermost of it is left."""
+    with torch.autocast(device, torch.bfloat16, enabled=stage.bf16):
+        with allocations(device) as forward:
+            waiting = stage(batch)
+    del waiting
+    return forward.end
+
+
+def saved_tensors(stage: Stage, batch: Batch) -> int:
+    """The same as autograd tells it, another way to count: storages that it saves, but for parameters."""
+    own = {p.untyped_storage().data_ptr() for model in stage._models for p in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        waiting = stage(batch)
+    del waiting
+    return nbytes(saved.values())
+
+
+class LossMemory(NamedTuple):
+    """Bytes that the loss keeps for the backward, and that it needs at its fullest."""
+
+    kept: int
+    peak: int
+
+
+def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
+    """The stage with both models replaced by their last hidden states."""
+    student: Any = stage.student
+    teacher = stage.teacher.base_model
+    with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
+        ours = student.backbone_outputs(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+        theirs = teacher(input_ids=batch["input_ids"], use_cache=False)[0]
+    ours = ours.detach().requires_grad_()
+    student.backbone_outputs = lambda *args, **kwargs: (ours,)
+    teacher.forward = lambda *args, **kwargs: (theirs,)
+    with allocations(device) as forward:
+        loss = stage(batch).total
+    with allocations(device) as backward:
+        loss.backward()
+    del student.backbone_outputs, teacher.forward
+    return LossMemory(forward.end, max(forward.peak, forward.end + backward.peak))
+
+
+def predicted(plan: MemoryPlan) -> dict[str, int]:
+    """Under the names of `measure`."""
+    same = ("trained", "frozen", "gradients", "optimizer", "teacher")
+    found = {name: getattr(plan, name) for name in same}
+    found["activations and bf16 copies"] = plan.activations + plan.bf16_copies
+    if plan.loss:
+        found["loss"] = plan.loss
+    return {**found, "total": plan.total}
+
+
+def compare(measured: dict[str, int], expected: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Each part: both figures, and by how much the prediction is off, as a share of the measurement."""
+    return {
+        name: {
+            "measured": value,
+            "predicted": expected[name],
+            "off": round(expected[name] / value - 1.0, 4) if value else float(expected[name] > 0),
+        }
+        for name, value in measured.items()
+    }
+
+
+def misses(parts: dict[str, dict[str, float]]) -> list[str]:
+    """Parts too far off, of those that matter."""
+    least = WORTH_COMPARING * parts["total"]["measured"]
+    return [name for name, part in parts.items() if part["measured"] >= least and abs(part["off"]) > TOLERANCE]
+
+
+def one_process(case: Case, device: str) -> dict[str, Any]:
+    """Measure and predict one case."""
+    stage = make_real_stage(case, device)
+    batch = make_batch(case, stage.teacher.config.vocab_size, device)
+    parts = compare(measure(stage, batch, device), predicted(predict(case, device)))
+    record = {"case": case.named(), "tokens": case.rows * case.length, "parts": parts, "misses": misses(parts)}
+    if not case.config.recompute and not stage.bf16:
+        record["saved_tensors"] = saved_tensors(stage, batch)
+    return record
+
+
+PROCESSES = 2
+LAUNCHERS = {
+    "ddp": ("accelerate.commands.launch", "--multi_gpu"),
+    **{f"zero{n}": ("accelerate.commands.launch", "--use_deepspeed", "--zero_stage", str(n)) for n in (1, 2, 3)},
+    "fsdp2": ("torch.distributed.run",),
+}
+DIVIDED = Case("mid", DISTILL, rows=2, length=128)
+STEP = "memory_plan: a step"
+
+
+def two_processes(strategy: str) -> dict[str, Any]:
+    """Launch this script twice, and compare the peak of the first process."""
+    module, *options = LAUNCHERS[strategy]
+    count = "--nproc_per_node" if module.startswith("torch") else "--num_processes"
+    command = [sys.executable, "-m", module, *options, count, str(PROCESSES), __file__, "--as-process", strategy]
+    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    plan = predict(DIVIDED, world=PROCESSES, strategy=strategy, reduce_bucket=BUCKET)
+    parts = compare({"total": int(lines[0].split()[1])}, predicted(plan))
+    return {"case": f"{DIVIDED.named()} {strategy}", "processes": PROCESSES, "parts": parts, "misses": misses(parts)}
+
+
+def as_process(strategy: str) -> None:
+    """One of several: train two steps, and print the peak of the second if this is the first process."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        rank = _train_with_fsdp2() if strategy == "fsdp2" else _train_with_accelerate()
+    profiler: Any = record.profiler
+    begun = max(e.start_ns() for e in profiler.kineto_results.events() if e.name() == STEP)
+    now = peak = 0
+    for time, size in sorted(memory_events(record)):
+        now += size
+        peak = max(peak, now) if time > begun else 0
+    if rank == 0:
+        print(f"peak {peak}", flush=True)
+
+
+def _train_with_accelerate() -> int:
+    from hybrid_distill.distill.accelerator import is_deepspeed, make_accelerator, set_batch
+
+    accelerator = make_accelerator()
+    stage = make_real_stage(DIVIDED, "cpu")
+    set_batch(accelerator, rows=2 * DIVIDED.rows, micro_batch_size=DIVIDED.rows, clip=1.0)
+    if is_deepspeed(accelerator):
+        plugin: Any = accelerator.state.deepspeed_plugin
+        # Every parameter is divided, as in a model in which none is as small as here.
+        sizes = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+        plugin.deepspeed_config["zero_optimization"] |= sizes
+    optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    model, optimizer = accelerator.prepare(stage, optimizer)
+    batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
+    for _ in range(2):
+        gc.collect()
+        with record_function(STEP):
+            pass
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.process_index
+
+
+def _train_with_fsdp2() -> int:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    stage = make_real_stage(DIVIDED, "cpu")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*stage.student.model.layers, stage):
+        fully_shard(layer, mesh=mesh)
+    optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
+    for _ in range(2):
+        gc.collect()
+        with record_function(STEP):
+            pass
+        for _ in range(2):
+            stage(batch).total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dist.get_rank()
+
+
+def show(record: dict[str, Any]) -> str:
+    """A line: the parts that matter, predicted / measured in MB."""
+    total = record["parts"]["total"]["measured"]
+    shown = [
+        f"{name} {part['predicted'] / MB:.1f} / {part['measured'] / MB:.1f} ({100 * part['off']:+.0f} %)"
+        for name, part in record["parts"].items()
+        if part["measured"] >= WORTH_COMPARING * total and abs(part["off"]) > 1e-4
+    ]
+    return f"{record['case']:<34} {'; '.join(shown)}{'   MISSES' if record['misses'] else ''}"
+
+
+GPUS = 8
+
+
+def plans() -> list[dict[str, Any]]:
+    """Of large models on several GPUs, from their shapes: predictions, no measurement."""
+    found = []
+    for case in (*large_cases("llama-3.2-1b"), *large_cases("llama-3.1-8b", rows=(1, 1))):
+        totals = {s: predict(case, "cuda", world=GPUS, strategy=s).total for s in STRATEGIES}
+        found.append({"case": case.named(), "rows": case.rows, "length": case.length, "gpus": GPUS, "totals": totals})
+    return found
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Markdown: predictions beside measurements, and plans of large models."""
+    names = ("activations and bf16 copies", "loss", "total")
+    lines = [f"| MB, predicted / measured | {' | '.join(names)} |", "|---" * 4 + "|"]
+    for result in record["results"]:
+        cells = []
+        for name in names:
+            part = result["parts"].get(name)
+            cell = "" if part is None else f"{part['predicted'] / MB:.1f} / {part['measured'] / MB:.1f}"
+            cells.append(cell and f"{cell} ({100 * part['off']:+.0f} %)")
+        lines.append(f"| {result['case']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"| GB on each of {GPUS} GPUs | rows | {' | '.join(STRATEGIES)} |",
+        "|---" * (2 + len(STRATEGIES)) + "|",
+    ]
+    for plan in record["plans"]:
+        totals = " | ".join(f"{plan['totals'][strategy] / GB:.1f}" for strategy in STRATEGIES)
+        lines.append(f"| {plan['case']} | {plan['rows']} | {totals} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, print a line a case, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--no-processes", action="store_true", help="one process only")
+    parser.add_argument("--as-process", choices=STRATEGIES, help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.as_process:
+        as_process(options.as_process)
+        return 0
+    if options.table:
+        print(tables(json.loads(options.out.read_text())))
+        return 0
+    results = []
+    for case in cases(options.device):
+        if options.only in case.named():
+            results.append(one_process(case, options.device))
+            print(show(results[-1]), flush=True)
+    for strategy in () if options.no_processes or options.only else STRATEGIES:
+        results.append(two_processes(strategy))
+        print(show(results[-1]), flush=True)
+    if not options.only:
+        options.out.write_text(json.dumps(described(options.device, results), indent=1) + "\n")
+    return int(any(result["misses"] for result in results))
+
+
+def described(device: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The file: results, and what they were measured on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread"
+    return {
+        "what": "bytes of one process: predicted from shapes, and measured",
+        "device": name,
+        "versions": versions(PACKAGES),
+        "date": datetime.date.today().isoformat(),
+        "tolerance": TOLERANCE,
+        "results": results,
+        "plans": plans(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
