@@ -106,7 +106,7 @@ def compilations(capability: int) -> list[Compilation]:
                 num_warps=NUM_WARPS,
                 num_stages=2,
                 tensor_cores=False,
-                max_spills=6 if more.get("KIND") == "jsd" and not hard else 0,  # ptxas keeps it to 64 registers
+                max_spills=6 if kernel is _compare else 0,  # ptxas keeps it to 64 registers a thread
             )
         )
     return found
