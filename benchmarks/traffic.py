@@ -30,8 +30,8 @@ from typing import NamedTuple
 RESULTS = Path(__file__).parent / "results" / "traffic.json"
 BF16, FP32 = 2, 4
 MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
-OUR_CHUNK = 32
-SPLIT_FROM_STATE = 128  # our backward is three kernels from this state size on (P = 64)
+OUR_CHUNK, OUR_CHUNK_OF_WIDE_STATES = 32, 16
+WIDE_STATE = 128  # from here on our backward is two kernels (P = 64, sm_90: the tile table)
 CONV_WIDTH = 4
 LIGER_PASSES = 11
 
@@ -107,17 +107,17 @@ def limit(s: Shape) -> Work:
 def ours(s: Shape) -> Work:
     """Per-head B and C: with groups, they are expanded first."""
     s = s._replace(G=s.H)
-    saved = s.states(OUR_CHUNK, BF16)
+    chunk = OUR_CHUNK if s.N < WIDE_STATE else OUR_CHUNK_OF_WIDE_STATES
+    saved = s.states(chunk, BF16)
     inputs = 2 * s.x() + 2 * s.bc() + s.decay() + saved
-    if s.N < SPLIT_FROM_STATE:
+    if s.N < WIDE_STATE:
         backward = {"backward": inputs + s.x() + 2 * s.bc() + s.decay()}
     else:
         backward = {
             "backward C": inputs + s.bc() + s.decay(),
-            "backward B": inputs - saved + s.bc(),
-            "backward X": inputs + s.x() + 2 * s.decay(),
+            "backward BX": inputs + s.x() + s.bc() + 2 * s.decay(),
         }
-    return Work({"forward": 2 * s.x() + 2 * s.bc() + s.decay() + saved}, backward, OUR_CHUNK)
+    return Work({"forward": 2 * s.x() + 2 * s.bc() + s.decay() + saved}, backward, chunk)
 
 
 def mamba_ssm(s: Shape) -> Work:
