@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import planted_two_hop
@@ -358,6 +359,22 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
         score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)
 
 
+def test_batches_are_as_large_as_the_device_holds(monkeypatch) -> None:
+    """A row of a model of 1B parameters and 215 tokens: about 20 MB in the widest layer."""
+    config = transformers.LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
+    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    sheet: Any = SimpleNamespace(length=215, n_read=1)
+    text: Any = SimpleNamespace(length=256, n_read=256)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    for free, rows, text_rows in ((80, 512, 64), (8, 128, 8), (0.04, 1, 1), (0, 1, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * 2**30), 2**40))
+        assert (Rows(model).number(sheet), Rows(model).number(text)) == (rows, text_rows)
+    assert Rows(model, 7).number(sheet) == 7, "as asked for"
+    model.device = torch.device("cpu")
+    assert (Rows(model).number(sheet), Rows(model).number(text), Rows(model, 99).number(text)) == (8, 4, 4)
+
+
 @pytest.mark.parametrize("replacement", ["zero", "mean"])
 def test_removed_heads_are_off_in_the_baseline_too(teacher, replacement: str) -> None:
     model, tokenizer = teacher
@@ -501,10 +518,10 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
     original = Forwards.without
 
     def broken(self, sheet, layer, heads):
-        found_KHB = original(self, sheet, layer, heads)
+        read_HQ = original(self, sheet, layer, heads)
         if layer == 2 and len(heads) == N_HEADS:
-            found_KHB[1, 3, sheet.numbers.index(5)] = math.nan
-        return found_KHB
+            read_HQ[3, sheet.numbers.index(5) * 8] = math.nan  # 8 choices of one token
+        return read_HQ
 
     options = {"n_examples": 8, "progress": False, "resume_path": path}
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:

@@ -166,16 +166,21 @@ class ChoiceBatch:
 
     def logprobs(self, model: PreTrainedModel) -> list[list[float]]:
         """Log-probability of every choice of every example; each prompt runs through the model once."""
+        found = self.reads(model)
+        return [
+            e.choice_logprobs(lambda path, token, example=example: found[example, path, token])
+            for example, e in enumerate(self.encoded)
+        ]
+
+    def reads(self, model: PreTrainedModel) -> dict[Read, float]:
+        """All log-probabilities that the choices' are made of."""
         output = forward(
             model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=self.needs_cache
         )
         found = _logprobs_at(output.logits, self.in_prompts)
         if self.needs_cache:
             found |= _logprobs_at(self._context_logits(model, output.past_key_values), self.in_contexts)
-        return [
-            e.choice_logprobs(lambda path, token, example=example: found[example, path, token])
-            for example, e in enumerate(self.encoded)
-        ]
+        return found
 
     def _context_logits(self, model: PreTrainedModel, cache: Any) -> Tensor:
         """logits_RTV after each context, from the prompts' cache."""

@@ -1,7 +1,7 @@
 """What is asked of every ablated model, and what each head is found to do.
 
 Shapes: L layer, H query head (in `Measured`: of all heads that are scored), E example (in the order they are tried),
-T text, K kind of reading, B example of a sheet.
+T text, K kind of judgement, B example of a sheet.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Measured:
         """The model as it is, on everything."""
 
         def read(sheet: Sheet) -> Tensor:
-            found_K1B = forwards.whole(sheet)
+            found_K1B = sheet.judge(forwards.whole(sheet))
             if self.task.generates and isinstance(sheet, QuestionSheet):
                 found_K1B[0, 0] = self._generated(forwards, sheet)
             _check_numbers(found_K1B, sheet, [None])
@@ -157,7 +157,7 @@ class Measured:
         heads = [self.heads[index] for index in indices]
 
         def read(sheet: Sheet) -> Tensor:
-            found_KHB = forwards.without(sheet, layer, [head.head for head in heads])
+            found_KHB = sheet.judge(forwards.without(sheet, layer, [head.head for head in heads]))
             if self.task.generates and isinstance(sheet, QuestionSheet):
                 for index, head in enumerate(heads):
                     with forwards.ablated(head):

@@ -31,10 +31,10 @@ class Rows:
 
     def number(self, sheet: Sheet) -> int:
         """Rows of this sheet's length, at least one; automatic numbers are powers of two."""
-        vocabulary = text_config(self.model).vocab_size
-        limit = LOGITS_AT_ONCE // (sheet.n_read * vocabulary)
         wanted = self.batch_size or 2 ** (max(1, self._automatic(sheet)).bit_length() - 1)
-        return max(1, min(wanted, limit) >> self.halvings)
+        if self.model.device.type != "cuda":  # whose logits' memory is not asked about
+            wanted = min(wanted, LOGITS_AT_ONCE // (sheet.n_read * text_config(self.model).vocab_size))
+        return max(1, wanted >> self.halvings)
 
     def _automatic(self, sheet: Sheet) -> int:
         device = self.model.device

@@ -5,7 +5,8 @@ the prompt as a tree, each token seeing the prompt and its own choice's tokens b
 without a cache.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
-V vocabulary, C choice, Q log-probability read, K kind of reading (questions: correct, log-probability; texts: loss).
+V vocabulary, Q number read (of a question many, of a text one), C choice, K kind of judgement (of questions: correct,
+log-probability; of texts: loss).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..probes import Example
-from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, answer_generation, choice_result
+from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, answer_generation
 from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
 
 
@@ -65,11 +66,15 @@ class Sheet(ABC):
 
     @abstractmethod
     def read(self, logits_GBSV: Tensor) -> Tensor:
-        """found_KGB, float64 on the CPU."""
+        """read_GQ: all numbers in nats that the rows are judged by, row after row; float64, on the CPU."""
 
     @abstractmethod
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
-        """found_K1B from forwards with nothing special about them, for models that need such and to compare with."""
+        """read_1Q, by forwards with nothing special about them: for models that need such, and to compare with."""
+
+    @abstractmethod
+    def judge(self, read_GQ: Tensor) -> Tensor:
+        """found_KGB."""
 
 
 class TextSheet(Sheet):
@@ -90,10 +95,13 @@ class TextSheet(Sheet):
             for logits_BSV in logits_GBSV
             for logits_SV, ids_L in zip(logits_BSV, self.ids_BL)
         ]
-        return torch.stack(losses).double().cpu().view(1, -1, len(self))
+        return torch.stack(losses).double().cpu().view(-1, len(self))
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
-        return TextBatch(self.rows, self.ids_BL.device).text_losses(model).cpu().view(1, 1, -1)
+        return TextBatch(self.rows, self.ids_BL.device).text_losses(model).cpu()[None]
+
+    def judge(self, read_GQ: Tensor) -> Tensor:
+        return read_GQ[None]
 
 
 class QuestionSheet(Sheet):
@@ -132,16 +140,16 @@ class QuestionSheet(Sheet):
                 terms += [(choice, at[tokens[:t], token]) for t, token in enumerate(tokens)]
                 stops += [(choice, at[tokens, token]) for token in stop]
             start += len(e.choices)
-        device, widest = self.ids_BL.device, max(map(len, choices))
+        widest = max(map(len, choices))
         # All choices but the answer; rows are filled up with one that is never likely.
         others = [[c for c in each if c != each[e.answer]] for each, e in zip(choices, self.encoded)]
         others = [each + [start] * (widest - len(each)) for each in others]
-        self.read_3Q = torch.tensor(reads, device=device).T
-        self.term_2T = torch.tensor(terms, device=device).T
-        self.stop_2T = torch.tensor(stops, device=device, dtype=torch.long).view(-1, 2).T
+        self.read_3Q = torch.tensor(reads, device=self.ids_BL.device).T
+        self.term_2T = torch.tensor(terms).T
+        self.stop_2T = torch.tensor(stops, dtype=torch.long).view(-1, 2).T
         self.n_choices = start
-        self.answer_B = torch.tensor([each[e.answer] for each, e in zip(choices, self.encoded)], device=device)
-        self.other_BC = torch.tensor(others, device=device)
+        self.answer_B = torch.tensor([each[e.answer] for each, e in zip(choices, self.encoded)])
+        self.other_BC = torch.tensor(others)
 
     @cached_property
     def _tree(self) -> tuple[Tensor, Tensor]:
@@ -166,23 +174,26 @@ class QuestionSheet(Sheet):
     def read(self, logits_GBSV: Tensor) -> Tensor:
         row_Q, position_Q, token_Q = self.read_3Q
         normaliser_GBS = _logsumexp(logits_GBSV)
-        logprob_GQ = logits_GBSV[:, row_Q, position_Q, token_Q].float() - normaliser_GBS[:, row_Q, position_Q]
-        choice_GC = self._choices(logprob_GQ.double())
-        answer_GB = choice_GC[:, self.answer_B]
-        other_GBC = torch.nn.functional.pad(choice_GC, (0, 1), value=-torch.inf)[:, self.other_BC]
-        return torch.stack([(answer_GB > other_GBC.amax(-1)).double(), answer_GB]).cpu()
-
-    def _choices(self, logprob_GQ: Tensor) -> Tensor:
-        """As `EncodedExample.choice_logprobs`: the sum over tokens, less the chance of going on to a longer choice."""
-        nothing_GC = logprob_GQ.new_zeros(len(logprob_GQ), self.n_choices)
-        total_GC = nothing_GC.index_add(1, self.term_2T[0], logprob_GQ[:, self.term_2T[1]])
-        going_on_GC = nothing_GC.index_add(1, self.stop_2T[0], logprob_GQ[:, self.stop_2T[1]].exp())
-        return total_GC + (1 - going_on_GC).clamp(min=1e-30).log()
+        read_GQ = logits_GBSV[:, row_Q, position_Q, token_Q].float() - normaliser_GBS[:, row_Q, position_Q]
+        return read_GQ.double().cpu()
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
-        logprob_BC = ChoiceBatch(self.encoded, self.ids_BL.device).logprobs(model)
-        result = choice_result(logprob_BC, [e.answer for e in self.encoded])
-        return torch.stack([result.correct_E.double(), result.answer_logprob_E])[:, None]
+        found = ChoiceBatch(self.encoded, self.ids_BL.device).reads(model)
+        in_order = [found[row, path, token] for row, e in enumerate(self.encoded) for path, token in e.reads()]
+        return torch.tensor([in_order], dtype=torch.float64)
+
+    def judge(self, read_GQ: Tensor) -> Tensor:
+        choice_GC = self._choices(read_GQ)
+        answer_GB = choice_GC[:, self.answer_B]
+        other_GBC = torch.nn.functional.pad(choice_GC, (0, 1), value=-torch.inf)[:, self.other_BC]
+        return torch.stack([(answer_GB > other_GBC.amax(-1)).double(), answer_GB])
+
+    def _choices(self, read_GQ: Tensor) -> Tensor:
+        """As `EncodedExample.choice_logprobs`: the sum over tokens, less the chance of going on to a longer choice."""
+        nothing_GC = read_GQ.new_zeros(len(read_GQ), self.n_choices)
+        total_GC = nothing_GC.index_add(1, self.term_2T[0], read_GQ[:, self.term_2T[1]])
+        going_on_GC = nothing_GC.index_add(1, self.stop_2T[0], read_GQ[:, self.stop_2T[1]].exp())
+        return total_GC + (1 - going_on_GC).clamp(min=1e-30).log()
 
     def generated(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
         """correct_B: read from the text that the model writes (`answer_generation`)."""
