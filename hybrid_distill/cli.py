@@ -16,7 +16,7 @@ import tyro
 
 from . import compare as comparison
 from .config import RunConfig, from_json, on_embedded_teacher
-from .distill.accelerator import WorldError, connect
+from .distill.accelerator import WorldError, connect, disconnect
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .export import ExportError, verify_export
@@ -169,6 +169,7 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
         signal.signal(number, _as_keyboard_interrupt)
     try:
         action()
+        disconnect()
     except Interrupted as stop:
         print(stop, file=sys.stderr)
     except KeyboardInterrupt:

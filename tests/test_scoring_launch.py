@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from planted import KEYS, PLANTED, planted_teacher
 
-from hybrid_distill.distill.accelerator import connect
+from hybrid_distill.distill.accelerator import connect, disconnect
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.artefact import DROPS, ERRORS, INTERVALS
@@ -58,6 +58,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    disconnect()
 
 
 @pytest.mark.launched

@@ -172,3 +172,9 @@ def _prepare_deepspeed_on_cpu() -> None:
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def disconnect() -> None:
+    """Let the other processes go, at the end of a program: gloo's threads must not outlive the interpreter."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
