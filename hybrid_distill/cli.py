@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -162,7 +163,10 @@ def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
 
 
 def _exit_cleanly(action: Callable[[], Any]) -> None:
-    """Errors that the user can mend end in one line and exit status 2; a saved interruption ends in status 0."""
+    """Errors that the user can mend end in one line and exit status 2; a saved interruption ends in status 0.
+
+    So does the end of all work, which alone leaves the file that ``HYBRID_DISTILL_FINISHED`` names, if it names one.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -170,8 +174,11 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
     try:
         action()
         disconnect()
+        if finished := os.environ.get("HYBRID_DISTILL_FINISHED"):
+            Path(finished).touch()
     except Interrupted as stop:
         print(stop, file=sys.stderr)
+        disconnect()
     except KeyboardInterrupt:
         print("stopped; finished steps are kept, and the same command goes on from there.", file=sys.stderr)
         sys.exit(130)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import small_config, small_models, small_rows, small_stage
+from training import free_port, small_config, small_models, small_rows, small_stage
 
 from hybrid_distill.distill.loop import train_stage
 from hybrid_distill.distill.stages import make_stage
@@ -29,10 +28,7 @@ def launch(
     launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM
 ) -> subprocess.CompletedProcess[str]:
     """Run `training.py`, or another program, under ``accelerate launch``, on a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [*command, *launcher, str(program), *map(str, arguments)],

@@ -123,6 +123,30 @@ def test_a_signal_saves_and_the_same_command_goes_on(uninterrupted, tmp_path, na
     assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
 
 
+def test_a_signal_that_comes_twice_is_one_request(uninterrupted, tmp_path):
+    """As under torchrun, which passes on what SLURM or a terminal has sent to all processes."""
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAME_REQUEST_S", 0.0)
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+
+
 def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path):
     whole = train("on_policy", tmp_path / "whole")
     with pytest.raises(Interrupted):

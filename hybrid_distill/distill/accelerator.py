@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
@@ -46,6 +48,8 @@ def make_accelerator(
     if with_deepspeed and on_cpu:
         _prepare_deepspeed_on_cpu()
         handlers = [InitProcessGroupKwargs(backend="gloo")]
+    if on_cpu:
+        _name_gloo_interface()
     # A second accelerator with other settings is refused otherwise.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -158,6 +162,27 @@ def _check_world(accelerator: Accelerator, processes: int | None) -> None:
     found = int(cast(torch.Tensor, accelerator.reduce(torch.ones((), device=accelerator.device))))
     if found != accelerator.num_processes:
         raise WorldError(f"{accelerator.num_processes} processes were started and {found} are connected.")
+
+
+def _name_gloo_interface() -> None:
+    """On several machines, the interface that leads to the main process.
+
+    By itself gloo takes the one that the machine's own name stands for. Many systems say 127.0.0.1: then one machine
+    fails and the other waits for half an hour.
+    """
+    machines = int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not machines or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        main = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(main[0], socket.SOCK_DGRAM) as unused:
+            unused.connect(main[4])  # of datagrams: it chooses a way and sends nothing
+            own = unused.getsockname()[0]
+    except (KeyError, OSError):
+        return  # connecting will say what is wrong
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in (address.address for address in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _prepare_deepspeed_on_cpu() -> None:

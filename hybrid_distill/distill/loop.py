@@ -55,6 +55,8 @@ __all__ = [
 
 METRICS = "metrics.jsonl"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what SLURM sends before preemption
+SAME_REQUEST_S = 5.0
+"""Signals to stop that come within so many seconds are one."""
 
 logger = logging.getLogger(__name__)
 
@@ -443,20 +445,27 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """A function that says whether one of `STOP_SIGNALS` came; the same signal a second time acts as usual."""
-    requested = False
+    """A function that says whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
+
+    Not at once: torchrun passes on to its processes what a terminal or SLURM has sent to all of them already.
+    """
+    requested: float | None = None
     before: dict[int, Any] = {}
 
     def request(number: int, frame: Any) -> None:
         nonlocal requested
-        requested = True
-        signal.signal(number, before[number])
+        now = time.monotonic()
+        if requested is None:
+            requested = now
+        elif now - requested > SAME_REQUEST_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             before[number] = signal.signal(number, request)
     try:
-        yield lambda: requested
+        yield lambda: requested is not None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

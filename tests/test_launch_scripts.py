@@ -1,0 +1,254 @@
+"""launch/torchrun.sh and launch/slurm.sbatch: what they start, what they refuse, and what they do when time is up.
+
+SLURM's commands are stand-ins that do on this machine what the manual says of them; it was not run on a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from training import free_port
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [ROOT / "launch" / name for name in ("torchrun.sh", "slurm.sbatch")]
+TRAIN = "recipes/hybrid_tiny.py --plan.selection random --stages align --align.batch-size 2 --align.log-every 1".split()
+TRAIN += "--scoring.n-control-texts 2 --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2".split()
+
+STAND_INS = {
+    # One task for each machine, here; a signal to srun is one to each task.
+    "srun": """
+        while [[ $1 == --* ]]; do shift; done
+        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+        trap 'kill -USR1 "${tasks[@]}"' USR1
+        while kill -0 "${tasks[@]}" 2> /dev/null; do wait "${tasks[@]}"; done
+        for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+        exit "${status:-0}"
+    """,
+    "scontrol": """
+        echo "$*" >> "$RECORD/scontrol"
+        if [[ $1 == show ]]; then printf 'node-%s\\n' a b; fi
+    """,
+    # An interpreter that only writes down what it was to run; the process below it is what would train.
+    "recorder": f"""
+        echo "$*" >> "$RECORD/commands"
+        {sys.executable} -S "$RECORD/worker.py" &
+        wait $!
+    """,
+}
+WORKER = """
+import os, pathlib, signal, sys, time
+
+def stop(number, frame):
+    if os.environ["ON_STOP"] == "finish":
+        pathlib.Path(os.environ["HYBRID_DISTILL_FINISHED"]).touch()
+    if os.environ["ON_STOP"] != "go on":
+        sys.exit(0)
+
+signal.signal(signal.SIGUSR1, stop)
+pathlib.Path(os.environ["RECORD"], f"{os.getpid()}.trains").touch()
+end = time.monotonic() + float(os.environ["SECONDS_OF_WORK"])
+while time.monotonic() < end:
+    time.sleep(0.05)
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on two machines, on SLURM's stand-ins and a stand-in for Python."""
+    commands, record = tmp_path / "bin", tmp_path / "record"
+    commands.mkdir()
+    record.mkdir()
+    for name, body in STAND_INS.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}")
+        (commands / name).chmod(0o755)
+    (record / "worker.py").write_text(WORKER)
+    variables = {
+        "PATH": f"{commands}:{os.environ['PATH']}", "RECORD": str(record), "PYTHON": "recorder",
+        "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save", "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    ours = ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
+    return {name: value for name, value in os.environ.items() if name not in ours} | variables
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    yield
+    for process in STARTED:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    STARTED.clear()
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+def start(script: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """In a process group of its own."""
+    process = subprocess.Popen(
+        ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    STARTED.append(process)
+    return process
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit status, all that was said)."""
+    said, _ = process.communicate(timeout=240)
+    return process.returncode, said
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(12_000):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen within four minutes")
+
+
+def recorded(environment: dict[str, str], name: str) -> list[str]:
+    path = Path(environment["RECORD"]) / name
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_bash_reads_a_script(path: Path) -> None:
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", path], check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"NNODES": "two"}, "NNODES is 'two'; it must be a whole number from 1"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set; with 2 machines"),
+        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "NODE_RANK is not set"),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is '2'; it must be a whole number from 0"),
+        ({"NPROC": "0"}, "NPROC is '0'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; it must be a whole number from 1 to 65535"),
+        ({"CONFIG": "launch/zero9.yaml"}, "CONFIG is 'launch/zero9.yaml', and there is no such file"),
+        ({"PYTHON": "no-such-python"}, "there is no 'no-such-python'"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_cannot_be_is_named(machine: dict[str, str], changes: dict[str, str], said: str) -> None:
+    status, all_said = finish(start("torchrun.sh", {**machine, "NPROC": "1", **changes}, "recipe.py"))
+    assert status == 2 and said in all_said and len(all_said.splitlines()) == 1
+    assert not recorded(machine, "commands")
+
+
+def test_no_program_is_an_error(machine: dict[str, str]) -> None:
+    status, said = finish(start("torchrun.sh", machine))
+    assert status == 2 and "no program is named" in said
+
+
+def test_arguments_reach_the_program_as_they_are(machine: dict[str, str]) -> None:
+    finish(start("torchrun.sh", {**machine, "NPROC": "3"}, "recipe.py", "--name", "two words", "--flag=*"))
+    assert recorded(machine, "commands") == [
+        "-m torch.distributed.run --nnodes 1 --node_rank 0 --nproc_per_node 3 --master_addr 127.0.0.1 "
+        "--master_port 29500 recipe.py --name two words --flag=*"
+    ]
+
+
+def test_the_status_is_the_launchers(machine: dict[str, str]) -> None:
+    assert finish(start("torchrun.sh", {**machine, "NPROC": "1", "STATUS": "3"}, "recipe.py"))[0] == 3
+
+
+@pytest.mark.parametrize("config", ["launch/zero2.yaml", ""])
+def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], config: str) -> None:
+    status, said = finish(start("slurm.sbatch", {**machine, "CONFIG": config}, "recipe.py", "--out", "runs/a b"))
+    assert status == 0, said
+    common = (
+        "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a --master_port 24711"
+    )
+    if config:
+        common = (
+            f"-m accelerate.commands.launch --config_file {config} --num_processes 8 --num_machines 2 "
+            "--machine_rank {} --main_process_port 24711 --main_process_ip node-a"
+        )
+    expected = [common.format(rank) + " recipe.py --out runs/a b" for rank in (0, 1)]
+    assert sorted(recorded(machine, "commands")) == expected
+    assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], "nothing was requeued"
+
+
+def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
+    assert finish(start("slurm.sbatch", {**machine, "STATUS": "2"}, "recipe.py"))[0] == 2
+    assert "requeue 4711" not in recorded(machine, "scontrol")
+
+
+def test_beginning_again_after_every_requeue_is_refused(machine: dict[str, str]) -> None:
+    status, said = finish(start("slurm.sbatch", machine, "recipe.py", "--resume", "never"))
+    assert status == 2 and "--resume never would begin again" in said
+
+
+@pytest.mark.parametrize(
+    ("on_stop", "seconds", "requeued"), [("save", 60, True), ("finish", 60, False), ("go on", 4, True)]
+)
+def test_a_job_whose_time_is_up_is_requeued_unless_it_is_finished(
+    machine: dict[str, str], on_stop: str, seconds: int, requeued: bool
+) -> None:
+    environment = {**machine, "SECONDS_OF_WORK": str(seconds), "ON_STOP": on_stop}
+    job = start("slurm.sbatch", environment | ({"GRACE": "1"} if on_stop == "go on" else {}), "recipe.py")
+    wait_for(lambda: len(list(Path(machine["RECORD"]).glob("*.trains"))) == 2)
+    job.send_signal(signal.SIGUSR1)
+    assert finish(job)[0] == 0
+    assert ("requeue 4711" in recorded(machine, "scontrol")) == requeued
+    assert not list(ROOT.glob(".slurm-*"))
+
+
+def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, str]) -> None:
+    script = start("torchrun.sh", {**machine, "NPROC": "1", "SECONDS_OF_WORK": "60"}, "recipe.py")
+    wait_for(lambda: bool(list(Path(machine["RECORD"]).glob("*.trains"))))
+    script.send_signal(signal.SIGTERM)
+    assert finish(script)[0] == 0
+
+
+def steps(out: Path) -> list[int]:
+    """Those in the metrics of a run's alignment, as far as they are written."""
+    path = out / "stages" / "1-align" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def one_machine(machine: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The environment of a job on one machine, with two processes that really train."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    yield machine | {
+        "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
+        "NPROC": "2", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+
+
+@pytest.mark.launched
+def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
+    one_machine: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
+    job = start("slurm.sbatch", one_machine, *arguments)
+    wait_for(lambda: len(steps(out)) >= 3 or job.poll() is not None)
+    job.send_signal(signal.SIGUSR1)
+    status, said = finish(job)
+    assert status == 0 and "requeue 4711" in recorded(one_machine, "scontrol"), said
+    saved = [path.name for path in (out / "stages" / "1-align" / "checkpoints").iterdir()]
+    assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
+
+    (Path(one_machine["RECORD"]) / "scontrol").unlink()
+    status, said = finish(start("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments))
+    assert status == 0 and (out / "report.md").exists(), said
+    assert steps(out) == list(range(1, 41)), "none twice, none left out"
+    assert "requeue 4711" not in recorded(one_machine, "scontrol")
