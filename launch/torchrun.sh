@@ -60,7 +60,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     exec "${launch[@]}" "$@"
 ) &
 launcher=$!
-trap 'pkill -USR1 -P "$launcher" || kill -TERM "$launcher"' TERM USR1
+trap 'pkill -USR1 -P "$launcher" || kill -TERM "$launcher"' INT TERM USR1
 while kill -0 "$launcher" 2> /dev/null; do
     wait "$launcher" || true # a signal to this script ends the wait too
 done
