@@ -27,9 +27,8 @@ LAUNCH = {
     "zero1": "launch/zero2.yaml --zero_stage 1",
     "zero2": "launch/zero2.yaml",
     "zero3": "launch/zero3.yaml",
+    "fsdp2": "launch/fsdp2.yaml",
 }
-"""What the loop runs."""
-FSDP2_IS_REFUSED = "; fsdp2 is for comparison, the loop refuses it"
 
 
 def describe(config: RunConfig) -> str:
@@ -91,7 +90,7 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
     gpus = "one GPU" if config.gpus == 1 else f"each of {config.gpus} GPUs"
     lines = [
         f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
-        f"Memory of {gpus} while training (1 GB = 1e9 bytes){FSDP2_IS_REFUSED if config.gpus > 1 else ''}:",
+        f"Memory of {gpus} while training (1 GB = 1e9 bytes):",
         *(_stage_plans(config, getattr(config, name), plan) for name in config.stages),
     ]
     lines.append(_cache_line(config, teacher, plan))
@@ -147,7 +146,7 @@ def _advice(config: RunConfig, plans: list[MemoryPlan], others: list[MemoryPlan]
     refusal = ""
     for variant in [plans] if plans[0].recompute else [plans, others]:
         try:
-            best = recommend([plan for plan in variant if plan.strategy in LAUNCH], budget)
+            best = recommend(variant, budget)
         except ValueError as error:
             refusal = refusal or str(error)
             continue

@@ -292,6 +292,9 @@ def _divided(shape: StageShape, strategy: str, world: int, micro_batches: int, b
         elements = shape.trained + frozen // shape.teacher_itemsize
         together = int(held * min(1.0, LIVE_PARAMETERS / elements))
         return dict(trained=2 * share, communication=bucket + together, **divided)
+    if shape.stage != "distill":
+        # Nothing flows back into a layer's input, so FSDP2 divides weights and gradients when the backward ends.
+        return dict(trained=share, communication=held + whole, **divided)
     # What is in no layer stays together; besides a layer, the next one, and one layer's gradients.
     outside = max(0, held - len(shape.layers) * shape.largest_layer_bytes)
     together = min(2 * held, outside + 3 * shape.largest_layer_bytes)

@@ -81,10 +81,15 @@ class Run:
         return self.teacher_and_tokenizer[1]
 
     def prepare(self) -> None:
-        """Make the directory, or check that it holds this run and no other; look at the data before anything is spent.
+        """Make the directory, or check that it holds this run and no other; look at the processes and the data before
+        anything is spent.
 
-        Raises ValueError naming the fields that differ, or what is wrong with a source.
+        Raises ValueError naming the fields that differ, or what is wrong with a source; for a batch that the processes
+        cannot share, before the teacher is loaded.
         """
+        processes = connect().num_processes
+        for name in self.config.stages:
+            getattr(self.config, name).check_world(processes)
         check_sources(self.config.data, self.tokenizer)
         path = self.out / "config.json"
         if path.exists() and self.config.resume != "never":

@@ -8,7 +8,7 @@
 #     MASTER_ADDR  the address of machine 0, as the others reach it
 #     MASTER_PORT  a free port there; 29500 if not set
 #     NPROC        processes on each machine; as many as it has GPUs, or 1, if not set
-#     CONFIG       an accelerate file of this folder, for DeepSpeed; DDP, started by torchrun, if not set
+#     CONFIG       an accelerate file of this folder, for DeepSpeed or FSDP2; DDP, started by torchrun, if not set
 #     PYTHON       the interpreter; python if not set
 #
 # On SIGTERM or SIGUSR1 the training saves, and this script ends with status 0.

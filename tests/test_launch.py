@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import free_port, small_config, small_models, small_rows, small_stage
+from training import StoppingRows, free_port, small_config, small_rows, sure_models
 
-from hybrid_distill.distill.loop import train_stage
+from hybrid_distill.distill.checkpoint import load_stage
+from hybrid_distill.distill.loop import Interrupted, train_stage
 from hybrid_distill.distill.stages import make_stage
 
 pytestmark = pytest.mark.launched
 
 PROGRAM = Path(__file__).with_name("training.py")
+LAUNCH_FILES = Path(__file__).parents[1] / "launch"
 DDP = ("--multi_gpu", "--num_processes", "2")
 ZERO_2 = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2")
+FSDP_2 = ("--config_file", str(LAUNCH_FILES / "fsdp2.yaml"), "--num_processes", "2")
+CURVES = ("--stages", "align", "distill", "--steps", 20, "--micro-batch-size", 2)
 
 
 def launch(
@@ -49,12 +52,12 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """Both stages, one after the other, on one process."""
+    """Both stages, one after the other, on one process with twice the accumulation of two."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("alone")
-    models = small_models()
+    models = sure_models()
     for name in ("align", "distill"):
-        config = small_config(name)
+        config = small_config(name, steps=20, micro_batch_size=2)
         stage = make_stage(config, *models, vocab_size=99)
         train_stage(stage, small_rows(), config, out / name, progress=False)
     return out
@@ -62,26 +65,21 @@ def alone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_ddp(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("ddp")
-    done = launch(DDP, out, "--stages", "align", "distill")
+    return launched(DDP, tmp_path_factory.mktemp("ddp"))
+
+
+def launched(launcher: tuple[str, ...], out: Path) -> Path:
+    """Both stages, one after the other: the second begins with what the strategy gave back of the first."""
+    done = launch(launcher, out, *CURVES)
     assert done.returncode == 0, done.stderr
     return out
 
 
-@pytest.mark.parametrize("name", ["align", "distill"])
-def test_two_processes_with_ddp_give_the_weights_of_one(alone, with_ddp, name):
-    assert losses(with_ddp / name) == pytest.approx(losses(alone / name), rel=1e-3)
-    assert_same_weights(with_ddp / name, alone / name)
-
-
-def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp, tmp_path):
-    killed = launch(DDP, tmp_path, "--signal-at", 6, "--signal", 9)
-    assert killed.returncode != 0 and not (tmp_path / "align" / "manifest.json").exists()
-    again = launch(DDP, tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert losses(tmp_path / "align") == losses(with_ddp / "align"), "to the last bit"
-    files = [folder / "align" / "model.safetensors" for folder in (tmp_path, with_ddp)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+def assert_same_curves(one: Path, other: Path) -> None:
+    for name in ("align", "distill"):
+        assert len(losses(one / name)) == 20
+        assert losses(one / name) == pytest.approx(losses(other / name), rel=1e-4)
+        assert_same_weights(one / name, other / name)
 
 
 def zero_3(folder: Path) -> tuple[str, ...]:
@@ -102,28 +100,51 @@ def zero_3(folder: Path) -> tuple[str, ...]:
     return ("--config_file", str(folder / "zero3.yaml"))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_gives_the_weights_of_one_process(alone, tmp_path, stage):
-    """Both stages, one after the other: the second begins with what DeepSpeed gave back of the first."""
-    pytest.importorskip("deepspeed")
-    launcher = ZERO_2 if stage == 2 else zero_3(tmp_path)
-    done = launch(launcher, tmp_path, "--stages", "align", "distill")
-    assert done.returncode == 0, done.stderr
-    for name in ("align", "distill"):
-        assert losses(tmp_path / name) == pytest.approx(losses(alone / name), rel=1e-3)
-        assert_same_weights(tmp_path / name, alone / name)
+def launcher_of(strategy: str, folder: Path) -> tuple[str, ...]:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    return {"zero2": ZERO_2, "zero3": zero_3(folder), "fsdp2": FSDP_2}[strategy]
 
 
-def test_a_run_moves_from_deepspeed_to_one_process(tmp_path):
-    pytest.importorskip("deepspeed")
-    stopped = launch(ZERO_2, tmp_path, "--stages", "distill", "--signal-at", 6)
-    assert "Interrupted: distill stopped at step 7 of 12" in stopped.stderr, stopped.stderr
-    config = small_config("distill")
-    shutil.copytree(tmp_path / "distill", tmp_path / "alone")
-    for out in (tmp_path / "alone", tmp_path / "uninterrupted"):
-        train_stage(small_stage(config), small_rows(), config, out, progress=False)
-    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "uninterrupted"), rel=1e-3)
-    assert_same_weights(tmp_path / "alone", tmp_path / "uninterrupted")
+def test_two_processes_with_ddp_give_the_curves_of_one(alone, with_ddp):
+    assert_same_curves(with_ddp, alone)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_two_processes_that_share_a_model_give_the_curves_of_one(alone, tmp_path, strategy):
+    assert_same_curves(launched(launcher_of(strategy, tmp_path), tmp_path), alone)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_a_run_moves_from_one_process_to_two_and_back(alone, tmp_path, strategy):
+    """The losses after each move, and the weights at the end, are those of a run that stays where it is."""
+    config = small_config("distill", steps=20, micro_batch_size=2)
+    load_stage(alone / "align", (models := sure_models())[0])
+    out = tmp_path / "distill"
+    (tmp_path / "align").symlink_to(alone / "align")
+
+    def on_one_process(stop_at: int) -> None:
+        stage = make_stage(config, *models, vocab_size=99)
+        train_stage(stage, StoppingRows(small_rows(), stop_at), config, out, progress=False)
+
+    with pytest.raises(Interrupted, match="stopped at step 7"):
+        on_one_process(stop_at=6)
+    stopped = launch(launcher_of(strategy, tmp_path), tmp_path, *CURVES, "--signal-at", 12)
+    assert "Interrupted: distill stopped at step 13 of 20" in stopped.stderr, stopped.stderr
+    load_stage(alone / "align", models[0])
+    on_one_process(stop_at=-1)
+    assert losses(out) == pytest.approx(losses(alone / "distill"), rel=1e-4)
+    assert_same_weights(out, alone / "distill")
+
+
+def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp, tmp_path):
+    killed = launch(DDP, tmp_path, *CURVES, "--signal-at", 6, "--signal", 9)
+    assert killed.returncode != 0 and not (tmp_path / "align" / "manifest.json").exists()
+    again = launch(DDP, tmp_path, *CURVES)
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "align") == losses(with_ddp / "align"), "to the last bit"
+    files = [folder / "align" / "model.safetensors" for folder in (tmp_path, with_ddp)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize(

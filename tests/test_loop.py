@@ -504,7 +504,11 @@ def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
     ("environment", "message"),
     [
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported; .* launch/fsdp2.yaml"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "or add --fsdp_cpu_ram_efficient_loading false",
+        ),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0"}, None),
     ],
 )

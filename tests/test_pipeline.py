@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training import small_run
 
 from hybrid_distill.cli import main
 from hybrid_distill.compare import compare, entrants
-from hybrid_distill.config import PlanConfig
+from hybrid_distill.config import PlanConfig, TeacherConfig
 from hybrid_distill.distill.checkpoint import StageManifest
 from hybrid_distill.pipeline import run
 from hybrid_distill.plan import HeadPlan
@@ -93,3 +94,10 @@ def test_a_run_killed_at_three_random_points_ends_as_the_uninterrupted_one(tmp_p
     for name in ("plan.json", "evaluation.json"):
         ours, theirs = (json.loads((tmp_path / run / name).read_text()) for run in ("killed", "whole"))
         assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybrid_distill.pipeline.connect", lambda: SimpleNamespace(num_processes=3))
+    config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
+    with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
+        run(config)

@@ -80,6 +80,11 @@ def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTr
     return student, teacher
 
 
+def sure_models() -> tuple[HybridForCausalLM, PreTrainedModel]:
+    """`small_models` whose teacher is sure of its tokens: a loss that is far above the rounding of its terms."""
+    return small_models(initializer_range=0.1)
+
+
 def small_stage(config: StageConfig, **overrides: Any) -> Stage:
     """A stage of new models."""
     return make_stage(config, *small_models(**overrides), vocab_size=99)
@@ -136,13 +141,15 @@ def main() -> None:
     parser.add_argument(
         "--signal-at", type=int, default=-1, help="send --signal to the last process at this step"
     )
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--signal", type=int, default=signal.SIGTERM)
     args = parser.parse_args()
     state = connect()
     is_last = state.process_index == state.num_processes - 1
-    student, teacher = small_models()
+    student, teacher = sure_models()
     for name in args.stages:
-        config = small_config(name)
+        config = small_config(name, steps=args.steps, micro_batch_size=args.micro_batch_size)
         rows = StoppingRows(
             small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
         )

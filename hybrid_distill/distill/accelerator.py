@@ -6,7 +6,8 @@ import importlib.util
 import netrc
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+"""Settings of accelerate's FSDP: two that a user would miss, and one that loads empty teachers (the default!)."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _SUPPORTED = (
     DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.DEEPSPEED,
@@ -32,13 +35,13 @@ def make_accelerator(
     trackers: Sequence[str] = (),
     logging_dir: str | Path | None = None,
 ) -> Accelerator:
-    """An accelerator for one process, DDP (NCCL or gloo) or DeepSpeed (GPU or CPU).
+    """An accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
     ``processes`` is how many there must be; by default what the launcher announced. Each stage of a program
     makes its own; the process group stays.
 
-    Raises WorldError when another number of processes runs, when they are not connected, or for FSDP;
-    ValueError for an unknown tracker or one that is not installed.
+    Raises WorldError when another number of processes runs, when they are not connected, or for an FSDP that is not
+    ours (`is_fsdp2`); ValueError for an unknown tracker or one that is not installed.
     """
     check_trackers(trackers)
     _check_environment()
@@ -52,13 +55,14 @@ def make_accelerator(
         _name_gloo_interface()
     # A second accelerator with other settings is refused otherwise.
     AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        cpu=on_cpu and not with_deepspeed,
-        mixed_precision="no",  # stages compute in bfloat16 by themselves: with DeepSpeed as without
-        kwargs_handlers=handlers,
-        log_with=list(trackers) or None,
-        project_dir=None if logging_dir is None else str(logging_dir),
-    )
+    with _without_fsdp_of_accelerate():
+        accelerator = Accelerator(
+            cpu=on_cpu and not with_deepspeed,
+            mixed_precision="no",  # stages compute in bfloat16 by themselves: with DeepSpeed as without
+            kwargs_handlers=handlers,
+            log_with=list(trackers) or None,
+            project_dir=None if logging_dir is None else str(logging_dir),
+        )
     _check_world(accelerator, processes)
     build_whole_models()
     return accelerator
@@ -104,6 +108,23 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def is_fsdp2(accelerator: Accelerator) -> bool:
+    """Whether the launch file asks for FSDP2. accelerate connects the processes then, as for DDP, and no more: its own
+    FSDP2 never synchronises gradients on a CPU. `fsdp.Fsdp2` divides the stage.
+    """
+    return _flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
+
+
+@contextmanager
+def _without_fsdp_of_accelerate() -> Iterator[None]:
+    asked = os.environ.pop("ACCELERATE_USE_FSDP", None)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = asked
+
+
 def check_trackers(trackers: Sequence[str]) -> None:
     """Raise ValueError for a tracker that is unknown or not installed; without a key wandb works offline."""
     for name in trackers:
@@ -127,10 +148,7 @@ def _has_wandb_key() -> bool:
 def _check_environment() -> None:
     """Refuse what starts and then trains something else than was asked for."""
     if _flag("ACCELERATE_USE_FSDP"):
-        raise WorldError(
-            "FSDP is not supported (on CPU it never synchronises gradients); use DDP (`--multi_gpu`) or "
-            "DeepSpeed ZeRO (`--use_deepspeed`)."
-        )
+        _check_fsdp()
     # accelerate's launcher for one process sets MASTER_ADDR when it was asked for several.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
@@ -138,6 +156,19 @@ def _check_environment() -> None:
             "several processes were asked for and accelerate started one (it does for `--cpu` and "
             "MULTI_CPU configs); launch with `accelerate launch --multi_gpu --num_processes N`, on CPU too."
         )
+
+
+def _check_fsdp() -> None:
+    """Refuse what accelerate's own FSDP would do and ours does not."""
+    version = os.environ.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise WorldError(f"FSDP version {version} is not supported; launch with --config_file launch/fsdp2.yaml.")
+    for name in FSDP_MUST_BE_OFF:
+        if _flag(name):
+            raise WorldError(
+                f"{name.lower()} is on, which is not supported here; launch with --config_file launch/fsdp2.yaml, or "
+                f"add --{name.lower()} false."
+            )
 
 
 def _check_world(accelerator: Accelerator, processes: int | None) -> None:

@@ -80,6 +80,14 @@ class StageConfig:
             if value not in choices:
                 raise ValueError(f"{self.name}.{name} is {value!r}; choose one of {', '.join(choices)}.")
 
+    def check_world(self, processes: int) -> None:
+        """Raise ValueError when so many processes cannot share a step's rows equally."""
+        if self.batch_size % processes:
+            raise ValueError(
+                f"{self.name}.batch_size is {self.batch_size}, which {processes} processes cannot share; "
+                f"use a multiple of {processes}."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: tuples become lists."""
         record = asdict(self)

@@ -1,4 +1,4 @@
-"""Run one stage: the same code on one process, with DDP, and with DeepSpeed.
+"""Run one stage: the same code on one process, with DDP, DeepSpeed and FSDP2.
 
 A step is `batch_size` rows, cut into micro-batches; the gradient is that of the mean over all their tokens,
 on however many processes and micro-batches they are spread.
@@ -24,22 +24,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..data import Batch, Rows
-from . import checkpoint, zero
-from .accelerator import is_deepspeed, make_accelerator, set_batch
+from . import checkpoint
+from .accelerator import is_deepspeed, is_fsdp2, make_accelerator, set_batch
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
 from .health import Meter, Watch, flops_per_token, profiler
-from .optimizer import (
-    load_optimizer_tensors,
-    load_trainable_tensors,
-    make_adamw,
-    optimizer_tensors,
-    set_learning_rate,
-    trainable,
-    wsd,
-)
+from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .rng import rng_state, seed_all, set_rng_state
 from .stages import EndToEnd, Stage
+from .strategy import Replicated, Strategy
 
 __all__ = [
     "AlignConfig",
@@ -173,44 +166,23 @@ class _Run:
         self.stage, self.rows, self.config, self.out = stage, rows, config, out
         self.accelerator, self.identity, self.checkpoints = accelerator, identity, checkpoints
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.deepspeed = is_deepspeed(accelerator)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.watch = Watch(config)
 
     def begin(self, snapshot: Snapshot | None, trackers: Sequence[str]) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
         config = self.config
-        if config.batch_size % self.world:
-            raise ValueError(
-                f"{config.name}.batch_size is {config.batch_size}, which {self.world} processes cannot "
-                f"share; use a multiple of {self.world}."
-            )
+        config.check_world(self.world)
         seed_all(self.identity.seed + self.rank)
         if snapshot is not None:
             self.identity.check(snapshot.state["identity"], self.checkpoints.folder)
             load_trainable_tensors(self.stage, snapshot.tensors["weights"])
-        self.stage.place(self.accelerator.device)
         self.stage.train()
         self.stage.bf16 = config.precision == "bf16"
         share = config.batch_size // self.world
         set_batch(self.accelerator, rows=share, micro_batch_size=config.micro_batch_size, clip=config.clip)
-        optimizer = make_adamw(
-            self.stage,
-            learning_rate=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
-        self.model, self.optimizer = self.accelerator.prepare(self.stage, optimizer)
-        if self.deepspeed:
-            zero.prepare_outside_use(self.stage)
-            if zero.is_divided(self.stage) and not self.stage.divisible:
-                raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
-            if config.on_divergence == "skip":
-                raise ValueError(
-                    f"{config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; "
-                    "use 'stop', or DDP."
-                )
-        self.parameters = list(trainable(self.stage).values())
+        self.strategy = _spread(self.stage, config, self.accelerator)
+        self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.flops = flops_per_token(
             self.stage.student, self.stage.teacher, teacher_forced=not isinstance(self.stage, EndToEnd)
         )
@@ -273,8 +245,7 @@ class _Run:
                     layers[name] = layers.get(name, 0.0) + share * value
                 # accelerate divides by the micro-batches, DDP and DeepSpeed by the processes.
                 self.accelerator.backward(found.total * (share * len(counts) * self.world))
-        norm = self.accelerator.clip_grad_norm_(self.parameters, config.clip)
-        grad_norm = 0.0 if norm is None else float(norm)
+        grad_norm = self.strategy.clip_gradients(config.clip)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
         complaint = self._judge(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
@@ -328,12 +299,7 @@ class _Run:
 
     def _save(self) -> Path:
         """A checkpoint of this moment; every process takes part and the main one writes."""
-        if self.deepspeed:
-            weights = zero.whole_trainable(self.stage)
-            moments = zero.whole_optimizer(self.stage, self.optimizer)
-        else:
-            weights = {name: parameter.detach() for name, parameter in trainable(self.stage).items()}
-            moments = optimizer_tensors(self.stage, self.optimizer)
+        tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
         processes = gather_object([{"rng": rng_state(), "rows": self.rows.state_dict()}])
         state = {
             "identity": self.identity.to_dict(),
@@ -342,13 +308,11 @@ class _Run:
             "watch": self.watch.state_dict(),
             "processes": processes,
         }
-        tensors = {"weights": weights, "optimizer": moments}
         _on_main(self.accelerator, lambda: self.checkpoints.save(self.step, tensors, state))
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        load = zero.load_optimizer if self.deepspeed else load_optimizer_tensors
-        load(self.stage, self.optimizer, snapshot.tensors["optimizer"])
+        self.strategy.load_optimizer(snapshot.tensors["optimizer"])
         self.step = snapshot.step
         self.tokens, self.seconds = snapshot.state["tokens"], snapshot.state["seconds"]
         self.watch.load_state_dict(snapshot.state["watch"])
@@ -359,8 +323,7 @@ class _Run:
 
     def finish(self) -> StageManifest:
         """Write the result; the checkpoints have done their duty."""
-        if self.deepspeed:
-            zero.release(self.stage, self.model)
+        self.strategy.give_back()
         self.stage.student.eval()
 
         def write() -> None:
@@ -381,6 +344,19 @@ class _Run:
             tracker.finish()
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
+
+
+def _spread(stage: Stage, config: StageConfig, accelerator: Accelerator) -> Strategy:
+    """The strategy that the launch file chose."""
+    if is_deepspeed(accelerator):
+        from .zero import Zero
+
+        return Zero(stage, config, accelerator)
+    if is_fsdp2(accelerator):
+        from .fsdp import Fsdp2
+
+        return Fsdp2(stage, config, accelerator)
+    return Replicated(stage, config, accelerator)
 
 
 def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:

@@ -53,7 +53,9 @@ class Stage(nn.Module, ABC):
     bf16 = False
     """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
     divisible = True
-    """Whether ZeRO-3 may divide the weights: it puts them together only around calls of ``forward``."""
+    """Whether ZeRO-3 and FSDP2 may divide the weights: they put them together only around calls of ``forward``."""
+    entry = "forward"
+    """The method by which `parts` are called."""
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
         super().__init__()
@@ -75,6 +77,10 @@ class Stage(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> StageLoss:
         """What `forward` returns."""
+
+    @abstractmethod
+    def parts(self) -> list[nn.Module]:
+        """Modules of the student, one a layer, that run one after the other: FSDP2 puts together one at a time."""
 
     def place(self, device: torch.device) -> None:
         """Move student and teacher to a device; frozen weights that they share stay shared."""
@@ -114,6 +120,9 @@ class _TeacherForced(Stage):
     @abstractmethod
     def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
         """The student's loss, given what went into and came out of the watched module."""
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.mixers)
 
     def loss(self, batch: Batch) -> StageLoss:
         losses: dict[str, Tensor] = {}
@@ -198,6 +207,7 @@ class LayerAlignment(_TeacherForced):
                 f"train is {train!r}; target 'head' compares recurrent heads alone: use train='ssm'."
             )
         self.target, self._compare = target, LAYER_LOSSES[loss]
+        self.entry = "heads" if target == "head" else "forward"
         self._train_only(mixer_parameters(student, train))
 
     def _watched(self, site: AttentionSite) -> nn.Module:
@@ -281,6 +291,9 @@ class EndToEnd(Stage):
         self._train_only(everything if train == "all" else mixer_parameters(student, train))
         if recompute:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.model.model.layers)
 
     def loss(self, batch: Batch) -> StageLoss:
         input_ids, seq_idx, mask = batch["input_ids"], batch["seq_idx"], batch["mask"]

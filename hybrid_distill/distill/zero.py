@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO: whole tensors out of a training that keeps a part of them in each process, and back in.
 
-Checkpoints hold whole float32 tensors under the parameters' names, as without DeepSpeed, so that a run can go
-on with another number of processes or without DeepSpeed. Every process must call each of these functions.
+Every process must call each of these functions.
 """
 
 from __future__ import annotations
@@ -10,12 +9,50 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .accelerator import build_whole_models
+from .config import StageConfig
 from .optimizer import trainable
+from .stages import Stage
+from .strategy import Strategy, stage_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Zero(Strategy):
+    """Optimiser states and gradients divided (ZeRO-1, ZeRO-2), weights too (ZeRO-3)."""
+
+    def __init__(self, stage: Stage, config: StageConfig, accelerator: Accelerator) -> None:
+        if config.on_divergence == "skip":
+            raise ValueError(
+                f"{config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; "
+                "use 'stop', or DDP or FSDP2."
+            )
+        self._stage, self._accelerator = stage, accelerator
+        stage.place(accelerator.device)
+        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage, config))
+        prepare_outside_use(stage)
+        if is_divided(stage) and not stage.divisible:
+            raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
+
+    def weights(self) -> dict[str, Tensor]:
+        return whole_trainable(self._stage)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return whole_optimizer(self._stage, self.optimizer)
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        load_optimizer(self._stage, self.optimizer, tensors)
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """DeepSpeed was told the norm by `set_batch`, and has clipped."""
+        norm = self._accelerator.clip_grad_norm_(trainable(self._stage).values(), max_norm)
+        return 0.0 if norm is None else float(norm)
+
+    def give_back(self) -> None:
+        release(self._stage, self.model)
 
 
 def whole_trainable(module: nn.Module) -> dict[str, Tensor]:

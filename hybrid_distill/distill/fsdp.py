@@ -1,0 +1,100 @@
+"""FSDP2, torch's `fully_shard`: weights, gradients and optimiser states divided among the processes, tensor by tensor.
+
+torch has no way back from `fully_shard`. So a copy of the stage is divided, modules without their weights' storage; the
+stage that was handed over keeps its own whole weights, where they are, and gets the trained ones at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from .config import StageConfig
+from .optimizer import STATE, load_trainable_tensors, optimizer_tensors, trainable
+from .stages import Stage
+from .strategy import Strategy, stage_adamw
+
+
+class Fsdp2(Strategy):
+    """Every process holds a share of each parameter; a layer is put together while it runs."""
+
+    def __init__(self, stage: Stage, config: StageConfig, accelerator: Accelerator) -> None:
+        if not stage.divisible:
+            raise ValueError(f"{config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
+        self._whole, self._device = stage, accelerator.device
+        self.model = self._stage = divided_stage(stage, process_mesh(accelerator))
+        nn.Module.to(self._stage.teacher, accelerator.device)
+        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self._stage, config)))
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: _whole(parameter) for name, parameter in trainable(self._stage).items()}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return {name: _whole(t) for name, t in optimizer_tensors(self._stage, self.optimizer).items()}
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state = self.optimizer.optimizer.state
+        for name, parameter in trainable(self._stage).items():
+            for key in STATE:
+                value = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
+                state[parameter][key] = value if key == "step" else _share(value, cast(DTensor, parameter))
+
+    def clip_gradients(self, max_norm: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self._stage).values(), max_norm)
+        return float(_whole(norm))
+
+    def give_back(self) -> None:
+        load_trainable_tensors(self._whole, self.weights())
+        del self.model, self._stage, self.optimizer
+        self._whole.place(self._device)
+
+
+def process_mesh(accelerator: Accelerator) -> DeviceMesh:
+    """All processes in a row."""
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """A copy of a stage with the student's weights divided; ``stage`` and the teacher are left as they are."""
+    copied = _copied(stage, owned=stage.student.parameters(), left_alone=[stage.teacher])
+    for part in copied.parts():
+        fully_shard(part, mesh=mesh)
+        if copied.entry != "forward":
+            register_fsdp_forward_method(part, copied.entry)
+    fully_shard(copied, mesh=mesh)
+    return copied
+
+
+def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
+    """The stage once more, but for what is ``left_alone``. ``owned`` are new parameters over the same storage."""
+    known: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
+    for module in left_alone:
+        known |= {id(part): part for part in module.modules()}
+        known |= {id(p): p for p in module.parameters()}
+    return copy.deepcopy(stage, known)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _share(whole: Tensor, like: DTensor) -> DTensor:
+    """This process's rows of a whole tensor, divided as ``like`` is."""
+    mesh = like.device_mesh
+    rows = whole.tensor_split(_bounds(len(whole), mesh.size()))[mesh.get_local_rank()]
+    return DTensor.from_local(rows.contiguous(), mesh, like.placements, shape=whole.shape, stride=whole.stride())
+
+
+def _bounds(n_rows: int, n_parts: int) -> list[int]:
+    """Where one process's rows end and the next one's begin: all have as many, but for the last."""
+    each = -(-n_rows // n_parts)
+    return [min(part * each, n_rows) for part in range(1, n_parts)]
