@@ -43,8 +43,9 @@ class ScoringConfig:
     n_control_texts: int = 16
     restoration_examples: int = 32
     """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
-    min_accuracy: float = 0.5
-    """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails."""
+    min_accuracy: float | None = None
+    """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails. By default half
+    way from guessing to always right."""
     file: Path | None = None
     """A scores.json made before; nothing is scored then."""
 

@@ -67,8 +67,9 @@ class ScoreJob:
     control_texts: str = TINY
     """Plain text, ``tiny`` or a file, on which heads that matter for everything show."""
     n_control_texts: int = 16
-    min_accuracy: float = 0.5
-    """A model below this accuracy on the probe is refused: its heads cannot be ranked by a task that it fails."""
+    min_accuracy: float | None = None
+    """A model below this accuracy on the probe is refused: its heads cannot be ranked by a task that it fails. By
+    default half way from guessing to always right."""
     batch_size: int | None = None
     """Rows at a time; by default as many as are fast and fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

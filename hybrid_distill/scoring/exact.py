@@ -43,7 +43,7 @@ def score_heads(
     batch_size: int | None = None,
     control_texts: Sequence[str] | None = None,
     control_tokens: int = 256,
-    min_accuracy: float = 0.5,
+    min_accuracy: float | None = None,
     by: Literal["choice", "generation"] = "choice",
     race_k: int | None = None,
     race_confidence: float = 0.99,
@@ -76,8 +76,9 @@ def score_heads(
     again, provided that everything it depends on is the same. Several connected processes share the prompts; all of
     them must call this, get the same scores, and the first one writes.
 
-    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy``: what it cannot do
-    with a head it cannot lose without it; and, naming head and example, for logits that are no numbers.
+    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy`` (None: half way from
+    guessing to always right): what it cannot do with a head it cannot lose without it; and, naming head and example,
+    for logits that are no numbers.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
     for name, value, known in (
@@ -143,7 +144,9 @@ def _computing(model: PreTrainedModel, precision: str) -> Iterator[str]:
         yield "bfloat16" if cast else str(model.dtype).removeprefix("torch.")
 
 
-def _refuse_below(min_accuracy: float, accuracy: float, probe: Probe, by: str) -> None:
+def _refuse_below(min_accuracy: float | None, accuracy: float, probe: Probe, by: str) -> None:
+    if min_accuracy is None:
+        min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
         settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
         raise ValueError(
