@@ -38,7 +38,7 @@ from hybrid_distill.model.ssd import log_decay, ssd_scan
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu_check.json"
-BENCHMARKS = ("ssd.py", "distillation_loss.py", "decode.py")  # those that are there
+BENCHMARKS = ("ssd.py", "distillation_loss.py", "decode.py", "train_step.py")  # those that are there
 TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
