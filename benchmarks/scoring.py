@@ -1,7 +1,7 @@
 """How much faster exact scoring and racing are than a full forward per head, and per head and candidate answer.
 
     python benchmarks/scoring.py                 # speed on one CPU thread, about 45 minutes
-    python benchmarks/scoring.py --seeds         # racing against exhaustive scoring, 20 seeds, about 2 hours
+    python benchmarks/scoring.py --seeds         # racing against exhaustive scoring, 20 seeds, about 2 hours; goes on
     python benchmarks/scoring.py --gpu           # a Llama of the size of Llama-3.2-1B on a CUDA device, minutes
     python benchmarks/scoring.py --small         # all of the CPU's parts in two minutes, written nowhere
 
@@ -53,6 +53,7 @@ CIRCUIT = Circuit(HeadId(2, 1), HeadId(2, 6), HeadId(5, 10))
 SPEED = Shape(8, 16, 4, head_dim=64, width=512, intermediate=2048, vocabulary=128256)
 NARROW = Shape(8, 16, 4, head_dim=64, width=160, intermediate=8)
 NOISE = {512: 0.003, 160: 0.006}
+Save = Callable[[dict[str, Any]], Any]
 GOALS = {"exact": (5, 50), "race": (15, 150)}  # times as fast as plain, as plain with candidates
 
 
@@ -155,10 +156,13 @@ def _counts(scores: HeadScores) -> dict[str, int]:
     return {str(n): tried.count(n) for n in sorted(set(tried))}
 
 
-def measure_seeds(n_seeds: int, n_examples: int) -> dict[str, Any]:
-    """Races and exhaustive scoring of planted teachers that differ in their noise, prompts and order."""
-    rows = []
-    for seed in range(n_seeds):
+def measure_seeds(n_seeds: int, n_examples: int, known: Sequence[dict[str, Any]] = (), save: Save = print) -> None:
+    """Races and exhaustive scoring of planted teachers that differ in their noise, prompts and order.
+
+    ``known`` are rows of seeds that need no measuring; ``save`` gets the record after every seed.
+    """
+    rows = list(known)
+    for seed in range(len(rows), n_seeds):
         model, tokenizer = planted_teacher(NOISE[160], seed, shape=NARROW, circuit=CIRCUIT)
         probe = KVRetrieval(PAIRS, seed, keys=KEYS)
         options = {"n_examples": n_examples, "progress": False}
@@ -176,14 +180,16 @@ def measure_seeds(n_seeds: int, n_examples: int) -> dict[str, Any]:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    return {
-        "what": "first 3 heads by race (confidence 0.99) and by exhaustive scoring; planted teachers, one a seed",
-        "shape": asdict(NARROW),
-        "prompts": {"n": n_examples, "pairs": PAIRS},
-        "same": f"{sum(row['same'] for row in rows)} of {n_seeds}",
-        "planted_first": f"{sum(row['planted'] for row in rows)} of {n_seeds}",
-        "rows": rows,
-    }
+        save(
+            {
+                "what": "first 3 heads by race (confidence 0.99) and by exhaustive scoring; one planted teacher a seed",
+                "shape": asdict(NARROW),
+                "prompts": {"n": n_examples, "pairs": PAIRS},
+                "same": f"{sum(row['same'] for row in rows)} of {len(rows)}",
+                "planted_first": f"{sum(row['planted'] for row in rows)} of {len(rows)}",
+                "rows": rows,
+            }
+        )
 
 
 def measure_gpu(n_examples: int = 1000, n_pairs: int = 50) -> dict[str, Any]:
@@ -253,18 +259,27 @@ def main() -> None:
     torch.set_num_threads(1)
     on_cpu = f"{cpu_name()}, 1 thread"
     if options.small:
-        print(json.dumps([measure_speed(32, NARROW), measure_seeds(1, 64)], indent=1))
+        print(json.dumps(measure_speed(32, NARROW), indent=1))
+        measure_seeds(1, 64)
         return
+
+    def known() -> dict[str, Any]:
+        return json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def save(part: str, device: str, measured: dict[str, Any]) -> None:
+        record = known() | {part: {**provenance(device), **measured}}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps({name: value for name, value in record[part].items() if name != "rows"}, indent=1))
+
     if options.gpu:
-        part, device, measured = "gpu", torch.cuda.get_device_name(), measure_gpu()
+        save("gpu", torch.cuda.get_device_name(), measure_gpu())
     elif options.seeds:
-        part, device, measured = "seeds", on_cpu, measure_seeds(options.seeds, EXAMPLES)
+        before = known().get("seeds", {})
+        same = before and before["versions"] == provenance(on_cpu)["versions"]
+        rows = before["rows"] if same else []
+        measure_seeds(options.seeds, EXAMPLES, rows, lambda measured: save("seeds", on_cpu, measured))
     else:
-        part, device, measured = "speed", on_cpu, measure_speed(EXAMPLES, SPEED)
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    record[part] = {**provenance(device), **measured}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in record[part].items() if name != "rows"}, indent=1))
+        save("speed", on_cpu, measure_speed(EXAMPLES, SPEED))
 
 
 if __name__ == "__main__":
