@@ -19,6 +19,8 @@ import numpy as np
 from .plan import HeadId, HeadPlan, Valued
 
 BF16_BYTES = 2
+STATE_BYTES = 4
+"""Of an element of a recurrent state: a cache keeps these long sums in float32, whatever the model's dtype."""
 TIE_BREAK = 1e-6  # what a nat of log-probability counts beside a whole accuracy: only where accuracy is equal
 
 PerLayer = Literal["uniform", "power_of_two"]
@@ -45,22 +47,24 @@ def cache_bytes(
     head_dim: int,
     d_state: int,
     bytes_per_element: int = BF16_BYTES,
+    state_bytes: int = STATE_BYTES,
     batch: int = 1,
     conv_width: int = 4,
 ) -> CacheBytes:
     """Memory of a hybrid's cache after ``length`` tokens; with every head kept, of the teacher's.
 
-        bytes(L) = 2 H_kv P L b + H_ssm P N b
+        bytes(L) = 2 H_kv P L b + H_ssm P N s
 
     H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
-    the head dim, N the state size, b the bytes per element. Windows of attention are not considered.
+    the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
+    Windows of attention are not considered.
     """
     n_kv_heads = sum(len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers))
     n_recurrent = plan.n_layers * plan.n_heads - plan.k
     unit = batch * bytes_per_element
     return CacheBytes(
         kv=2 * n_kv_heads * head_dim * length * unit,
-        ssm=n_recurrent * head_dim * d_state * unit,
+        ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
     )
 

@@ -1,4 +1,4 @@
-"""The command line: ``hybrid-distill score | run | demo | evaluate | export | verify | report``, and recipes."""
+"""The command line: ``hybrid-distill score | memory | run | demo | evaluate | export | verify | report``; recipes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .distill.accelerator import WorldError, connect, disconnect
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .export import ExportError, verify_export
+from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, run
 from .prepare import PrepareJob, prepare
 from .report import write_report
@@ -79,6 +80,12 @@ def score(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:  # noq
 def prepare_data(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:
     """Tokenise text once, into a folder that --data.sources takes; goes on where it was stopped."""
     print(prepare(job))
+
+
+@app.command
+def memory(job: tyro.conf.OmitArgPrefixes[MemoryJob] = MemoryJob()) -> None:  # noqa: B008
+    """What a cache costs, by kept heads, state size and context, before anything is trained."""
+    print(memory_table(job))
 
 
 @app.command

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .assets import tiny_teacher_path
 from .budget import cache_bytes
 from .build import empty_student
 from .config import RunConfig, to_json
@@ -16,7 +15,7 @@ from .distill.config import StageConfig
 from .memory_plan import GB, PARTS, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
 from .pipeline import make_plan
 from .plan import HeadId, HeadPlan
-from .teacher import DTYPES, TINY
+from .teacher import DTYPES, load_config
 
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
@@ -53,8 +52,7 @@ def describe(config: RunConfig) -> str:
 
 def _shape_of_teacher(config: RunConfig) -> PreTrainedModel:
     """The teacher on the meta device: shapes without values."""
-    path = tiny_teacher_path() if config.teacher.path == TINY else config.teacher.path
-    shape = AutoConfig.from_pretrained(path, revision=config.teacher.revision)
+    shape = load_config(config.teacher.path, config.teacher.revision)
     with torch.device("meta"):
         attention = config.teacher.attn_implementation
         return AutoModelForCausalLM.from_config(

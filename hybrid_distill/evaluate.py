@@ -34,8 +34,8 @@ class EvalResult:
 
     Accuracies are shares, 0 to 1. ``perplexity`` is per predicted token of the held-out texts. Over the same
     tokens, ``top1_agreement`` is the share for which model and teacher expect the same token first, and
-    ``kl_to_teacher`` the mean KL(teacher || model) in nats. ``cache_bytes`` is for one sequence in bfloat16
-    by number of tokens; ``conv_state_bytes`` comes on top and does not grow.
+    ``kl_to_teacher`` the mean KL(teacher || model) in nats. ``cache_bytes`` is for one sequence in bfloat16,
+    states in float32, by number of tokens; ``conv_state_bytes`` comes on top and does not grow.
     """
 
     kv_choice: dict[int, float]

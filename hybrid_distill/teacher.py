@@ -17,7 +17,14 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .plan import HeadId
 
@@ -492,6 +499,18 @@ def load_teacher(
         ) from error
     model.name_or_path = str(name_or_path)
     return model.eval(), tokenizer
+
+
+def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """The config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError where there is none."""
+    path = _tiny_path() if str(name_or_path) == TINY else Path(name_or_path).expanduser()
+    try:
+        return AutoConfig.from_pretrained(path if path.is_dir() else str(name_or_path), revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{str(name_or_path)!r} has no config that transformers can read; give a local folder, a name on the hub, "
+            "or tiny."
+        ) from error
 
 
 def _tiny_path() -> Path:

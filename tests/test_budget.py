@@ -135,8 +135,8 @@ def test_a_model_of_a_thousand_heads() -> None:
         ({"kv_heads": 2.5}, "kv_heads is 2.5; a budget is a whole number"),
         ({"cache_bytes": 100}, "needs context, head_dim and d_state"),
         ({"cache_bytes": 100, "context": 8, "d_state": 8}, "needs context, head_dim and d_state"),
-        # 8 recurrent heads x 4 x 8 x 2 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do
-        ({"cache_bytes": 511, "context": 100, **SIZES}, "no plan fits into 511: the smallest needs 512"),
+        # 8 recurrent heads x 4 x 8 x 4 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do
+        ({"cache_bytes": 1023, "context": 100, **SIZES}, "no plan fits into 1,023: the smallest needs 1,024"),
         ({"cache_bytes": 100, "context": 3, **SIZES}, "no plan fits into 100: the smallest needs 192"),
         ({"heads": 1, "per_layer": "even"}, "per_layer is 'even'; layers are 'uniform'"),
     ],

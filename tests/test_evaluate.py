@@ -34,7 +34,7 @@ def tokenizer():
 
 
 def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
-    sizes = [cache_bytes(plan, length=n, head_dim=64, d_state=d_state).total for n in LENGTHS]
+    sizes = [cache_bytes(plan, length=n, head_dim=64, d_state=d_state, state_bytes=2).total for n in LENGTHS]
     return [round(size / 1e6, 1) for size in sizes]
 
 
