@@ -58,6 +58,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32,
     ),
+    "odd": dict(
+        vocab_size=2500, hidden_size=384, intermediate_size=1000, num_hidden_layers=4, num_attention_heads=12,
+        num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
+    ),
     "llama-3.2-1b": dict(
         vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
@@ -84,10 +88,11 @@ class Case(NamedTuple):
 
     def named(self) -> str:
         config = self.config
-        options = {"align": "target", "distill": "train"}
-        words = [self.model, config.name, str(getattr(config, options.get(config.name, ""), "")), config.precision]
-        words += ["unfused"] if not getattr(config, "fused", True) else []
-        return " ".join(filter(None, [*words, "recompute" if config.recompute else ""]))
+        words = [self.model, config.name, getattr(config, "target", ""), config.precision]
+        if (train := getattr(config, "train", "")) and train != type(config)().train:
+            words.append(f"train {train}")
+        words += ["" if getattr(config, "fused", True) else "unfused", "recompute" if config.recompute else ""]
+        return " ".join(filter(None, words))
 
 
 def cases(device: str) -> list[Case]:
@@ -107,6 +112,9 @@ def cases(device: str) -> list[Case]:
     ):
         found.append(Case("mid", config))
     found.append(Case("mid", MATRIX, kept=0))
+    for config in (ALIGN, replace(ALIGN, recompute=True), DISTILL, replace(DISTILL, recompute=True)):
+        half = replace(config, precision="bf16")
+        found.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
     return found + (list(large_cases("llama-3.2-1b")) if device == "cuda" else [])
 
 

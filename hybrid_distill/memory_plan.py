@@ -407,10 +407,11 @@ class _Run:
             # Into and out of the convolution, z, the raw decay, and the state before every chunk.
             return 2 * channels * item + x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
         chunk = min(CHUNK_SIZE, self.seq_len)
+        filled = -(-self.seq_len // chunk) * chunk / self.seq_len  # to whole chunks
         convolution = (shape.conv_width + 1) * channels * item
         scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
         gate = 3 * x * item
-        return convolution + scan + gate + (x * FP32 if item != FP32 else 0)
+        return convolution + filled * scan + gate + (x * FP32 if item != FP32 else 0)
 
     def _matrix(self, recurrent: int) -> int:
         """For every pair of tokens the decay's exponent in float64; scores, decays and the error in float32."""
