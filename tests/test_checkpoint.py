@@ -74,11 +74,19 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def edit_manifest(folder: Path, **changes: object) -> None:
+    """As somebody would by hand."""
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "a flipped bit": lambda folder: flip(folder / "weights.safetensors"),
     "a cut file": lambda folder: os.truncate(folder / "weights.safetensors", 100),
     "a missing file": lambda folder: (folder / "weights.safetensors").unlink(),
     "a changed state": lambda folder: (folder / "state.json").write_text('{"tokens": 13}'),
+    "a manifest of another step": lambda folder: edit_manifest(folder, step=4),
+    "a manifest of fewer files": lambda folder: edit_manifest(folder, files={}),
     "a torn manifest": lambda folder: os.truncate(folder / "manifest.json", 20),
 }
 
@@ -222,7 +230,10 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path):
     flip(tmp_path / "model.safetensors")
     with pytest.raises(CorruptCheckpoint, match=r"model.safetensors is corrupt"):
         load_stage(tmp_path, student)
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": checkpoint.STAGE_FORMAT, "name": "align"}))
+    edit_manifest(tmp_path, steps=4)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json was changed .*; undo that, or delete"):
+        StageManifest.read(tmp_path)
+    checkpoint.write_manifest(tmp_path, {"format": checkpoint.STAGE_FORMAT, "name": "align"})
     with pytest.raises(CorruptCheckpoint, match="is not the manifest of a stage"):
         StageManifest.read(tmp_path)
 

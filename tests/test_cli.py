@@ -82,13 +82,13 @@ def test_a_run_its_config_and_another_config(tmp_path: Path, capsys: pytest.Capt
     assert "student" in refusal(capsys, config, "--student.d-state", "8")
 
 
-def test_a_stage_refuses_a_parent_that_was_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_refuses_a_manifest_that_was_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     run_recipe(small_run(out), [])
     manifest = out / "stages" / "1-align" / "manifest.json"
     record = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**record, "weights": "0" * 64}))
-    assert "0000" in refusal(capsys, small_run(out))
+    assert f"{manifest} was changed after it was written" in refusal(capsys, small_run(out))
 
 
 def test_a_damaged_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

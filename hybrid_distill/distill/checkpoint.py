@@ -1,6 +1,6 @@
 """What a stage leaves on disk: folders that appear whole or not at all, and say what they hold.
 
-A folder holds safetensors files and one ``manifest.json`` with the hash of each of them: no pickles, so
+A folder holds safetensors files and one ``manifest.json`` with the hash of each of them and of itself: no pickles, so
 reading one runs no code. `Checkpoints` are the states a run can go on from; `StageManifest` describes a
 finished stage.
 """
@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-FORMAT = "hybrid-distill/checkpoint/1"
-STAGE_FORMAT = "hybrid-distill/stage/1"
+FORMAT = "hybrid-distill/checkpoint/2"
+STAGE_FORMAT = "hybrid-distill/stage/2"
 MANIFEST = "manifest.json"
+SEAL = "seal"
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
 
@@ -77,7 +78,7 @@ class Checkpoints:
                 _write_tensors(temporary / f"{name}.safetensors", content)
             write_json(temporary / STATE, state, indent=None)
             files = {file.name: file_hash(file) for file in sorted(temporary.iterdir())}
-            write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+            write_manifest(temporary, {"format": FORMAT, "step": step, "files": files})
             _remove(path)
             temporary.rename(path)
             _sync(self.folder)
@@ -212,7 +213,7 @@ def save_stage(
         temporary.replace(folder / WEIGHTS)
         weights = weights_hash(student)
         manifest = StageManifest(name, steps, weights, parent, data, seed, config, files, tied)
-        write_json(folder / MANIFEST, asdict(manifest))
+        write_manifest(folder, asdict(manifest))
     except (OSError, SafetensorError) as error:
         (folder / f".{WEIGHTS}.tmp").unlink(missing_ok=True)
         raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
@@ -298,6 +299,15 @@ def write_json(path: Path, record: Mapping[str, Any], *, indent: int | None = 2)
     temporary.replace(path)
 
 
+def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
+    """A record that makes a folder count, with a hash of its own."""
+    write_json(folder / MANIFEST, {**record, SEAL: _seal(record)})
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def file_hash(path: Path) -> str:
     """sha256 of a file."""
     digest = hashlib.sha256()
@@ -322,6 +332,8 @@ def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
         raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
     if found != expected:
         raise CorruptCheckpoint(f"{path} has format {found!r}, expected {expected!r}.")
+    if record.pop(SEAL, None) != _seal(record):
+        raise CorruptCheckpoint(f"{path} was changed after it was written; undo that, or delete {path.parent}.")
     return record
 
 
