@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from .data import DataConfig
-from .distill.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig
+from .distill.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, PostConfig
 from .teacher import TINY
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
-Stage = Literal["matrix", "align", "distill", "on_policy"]
-END_TO_END = ("distill", "on_policy")
+Stage = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
+END_TO_END: tuple[Stage, ...] = ("distill", "on_policy", "long", "post")
 """The stages that are about one plan; those before them align every head."""
 
 
@@ -124,12 +124,14 @@ class RunConfig:
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stages: tuple[Stage, ...] = ("align", "distill")
-    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads, ``on_policy`` after
-    ``distill``: it distils on the student's own text."""
+    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads, and after ``distill``
+    come ``on_policy`` (the student's own text), ``long`` (longer rows) and ``post`` (conversations)."""
     matrix: MatrixConfig = field(default_factory=MatrixConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    long: LongConfig = field(default_factory=LongConfig)
+    post: PostConfig = field(default_factory=PostConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     resume: str = "auto"
@@ -144,6 +146,18 @@ class RunConfig:
     """How many a dry run plans memory for."""
     gpu_memory: float = 80.0
     """GB (1e9 bytes) of each of them."""
+
+    def data_of(self, stage: Stage) -> DataConfig:
+        """What a stage trains on."""
+        if stage == "post":
+            return self.post.data
+        return replace(self.data, seq_len=self.long.seq_len) if stage == "long" else self.data
+
+    def teacher_of(self, stage: Stage) -> TeacherConfig:
+        """Whom a stage distils from."""
+        if stage != "post" or self.post.teacher is None:
+            return self.teacher
+        return replace(self.teacher, path=self.post.teacher, revision=None)
 
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
@@ -161,6 +175,8 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         align=small(config.align),
         distill=small(config.distill),
         on_policy=small(config.on_policy),
+        long=replace(small(config.long), seq_len=min(config.long.seq_len, 512), segment_len=256),
+        post=replace(small(config.post), teacher=None, data=DataConfig(seq_len=min(config.post.data.seq_len, 256))),
     )
 
 

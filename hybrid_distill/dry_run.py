@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .budget import cache_bytes
 from .build import empty_student
-from .config import RunConfig, to_json
+from .config import RunConfig, Stage, TeacherConfig, to_json
 from .distill.config import StageConfig
 from .memory_plan import GB, PARTS, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
 from .pipeline import make_plan
@@ -37,7 +37,7 @@ def describe(config: RunConfig) -> str:
     """
     parts = [json.dumps(to_json(config), indent=2)]
     try:
-        teacher = _shape_of_teacher(config)
+        teacher = _shape_of_teacher(config.teacher)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         parts.append(
@@ -50,13 +50,13 @@ def describe(config: RunConfig) -> str:
     return "\n\n".join(parts)
 
 
-def _shape_of_teacher(config: RunConfig) -> PreTrainedModel:
+def _shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
     """The teacher on the meta device: shapes without values."""
-    shape = load_config(config.teacher.path, config.teacher.revision)
+    shape = load_config(options.path, options.revision)
     with torch.device("meta"):
-        attention = config.teacher.attn_implementation
+        attention = options.attn_implementation
         return AutoModelForCausalLM.from_config(
-            shape, dtype=DTYPES[config.teacher.dtype], **({"attn_implementation": attention} if attention else {})
+            shape, dtype=DTYPES[options.dtype], **({"attn_implementation": attention} if attention else {})
         )
 
 
@@ -89,25 +89,29 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
     lines = [
         f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
         f"Memory of {gpus} while training (1 GB = 1e9 bytes):",
-        *(_stage_plans(config, getattr(config, name), plan) for name in config.stages),
+        *(_stage_plans(config, name, plan) for name in config.stages),
     ]
     lines.append(_cache_line(config, teacher, plan))
     return "\n".join(lines)
 
 
-def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> str:
+def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
     """A table, parts by strategies, and what to launch with; one line for a stage that cannot be run."""
+    stage: StageConfig = getattr(config, name)
+    seq_len = config.data_of(name).seq_len
     if stage.batch_size % config.gpus:
         return f"\n  {stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
-    teacher = _shape_of_teacher(config)
-    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
+    teacher, other = config.teacher, config.teacher_of(name)
+    judge = model = _shape_of_teacher(teacher)
+    student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
     try:
-        shape = stage_shape(stage, student, teacher)
-    except ValueError as error:
-        return f"\n  {stage.name}: {error}"
+        judge = model if other == teacher else _shape_of_teacher(other)
+        shape = stage_shape(stage, student, judge)
+    except (OSError, ValueError) as error:
+        return f"\n  {stage.name}: {str(error).strip().splitlines()[0]}"
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
-    length = max(config.data.seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
+    length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
     sizes: dict[str, Any] = {"world": config.gpus, "micro_batch": micro_batch, "seq_len": length}
     sizes["micro_batches"] = -(-rows // micro_batch)
     strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
@@ -116,8 +120,9 @@ def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> str:
         [memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies]
         for recompute in (stage.recompute, not stage.recompute)
     )
-    n_tokens = stage.steps * stage.batch_size * config.data.seq_len
+    n_tokens = stage.steps * stage.batch_size * seq_len
     heading = f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
+    heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
     heading += f"{', recompute' if stage.recompute else ''}; {n_tokens:,} tokens in all"
     return "\n".join(["", heading, _plans_table(plans, others), f"    {_advice(config, plans, others)}"])
 

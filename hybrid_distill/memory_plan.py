@@ -61,6 +61,8 @@ class StageShape:
     """Whether the loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does)."""
     bf16: bool
     recompute: bool
+    segment_len: int | None
+    """Tokens that recurrent heads run over at a time; the backward computes them again."""
     divisible: bool
     """Whether the weights may be divided among processes."""
 
@@ -112,7 +114,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
     """
     stage = make_stage(config, student, teacher)
     end_to_end = isinstance(stage, EndToEnd)
-    backbone: Any = text_config(teacher)
+    backbone: Any = text_config(student.model)  # a stage of its own may have a larger teacher
     target = getattr(config, "target", "mixer")
     blocks: Any = student.model.layers
     mixers = nn.ModuleList(student.mixers())
@@ -124,9 +126,10 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         target=target,
         train=getattr(config, "train", "ssm"),
         kind=getattr(config, "kind", "forward_kl"),
-        fused=getattr(config, "fused", True) and not finishes_logits(backbone),
+        fused=getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher)))),
         bf16=config.precision == "bf16",
         recompute=config.recompute,
+        segment_len=getattr(config, "segment_len", None),
         divisible=stage.divisible,
         trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
         frozen_bytes=_nbytes(p for p in stage.parameters() if not p.requires_grad),
@@ -380,9 +383,9 @@ class _Run:
     def _mixer(self, kept: int, recurrent: int) -> float:
         shape, item = self.shape, self.shape.itemsize
         trains_attention = shape.train != "ssm"
-        total = self._inputs((3 if kept and trains_attention else 0) + (5 if recurrent else 0))
+        total = self._inputs((3 if kept and trains_attention else 0) + (5 if recurrent and not self.in_segments else 0))
         if recurrent:
-            total += self._recurrence(recurrent)
+            total += self._handed_on(recurrent) if self.in_segments else self._recurrence(recurrent)
         if kept and (trains_attention or shape.stage == "distill"):
             total += self._attention(kept)
         if trains_attention:  # the output projection's input
@@ -412,6 +415,24 @@ class _Run:
         scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
         gate = 3 * x * item
         return convolution + filled * scan + gate + (x * FP32 if item != FP32 else 0)
+
+    @property
+    def in_segments(self) -> bool:
+        return self.shape.segment_len is not None and self.shape.segment_len < self.seq_len
+
+    def _handed_on(self, recurrent: int) -> float:
+        """What the segments begin from: the hidden states, where nothing else keeps them, and the states between."""
+        shape = self.shape
+        state = recurrent * shape.head_dim * shape.d_state * FP32
+        shared = shape.train != "ssm" and shape.hidden_itemsize == shape.itemsize
+        return (0 if shared else shape.width * shape.hidden_itemsize) + state / (shape.segment_len or 1)
+
+    def _segment(self) -> float:
+        """What the backward of one segment computes again, shared out over the tokens of the row."""
+        recurrent = max(recurrent for _, recurrent in self.shape.layers)
+        if not self.in_segments or not recurrent:
+            return 0
+        return (self._inputs(5) + self._recurrence(recurrent)) * (self.shape.segment_len or 1) / self.seq_len
 
     def _matrix(self, recurrent: int) -> int:
         """For every pair of tokens the decay's exponent in float64; scores, decays and the error in float32."""
@@ -444,7 +465,7 @@ class _Run:
         if shape.stage == "distill" or shape.target == "layer":
             gradients += 2 * shape.mlp_width * item
         again = max(self._layer(*layer) for layer in shape.layers) if recompute else 0
-        return gradients + again
+        return gradients + again + self._segment()
 
     def loss(self) -> int:
         """The loss over the vocabulary: at its fullest in its forward, or where its gradients are scaled."""

@@ -20,11 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
-from .config import END_TO_END, PlanConfig, RunConfig, to_json
-from .data import Batch, check_sources, open_rows, read_documents
+from .config import END_TO_END, PlanConfig, RunConfig, Stage, to_json
+from .data import Batch, check_same_vocabulary, check_sources, open_rows, read_documents
 from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.loop import train_stage
@@ -39,7 +39,7 @@ from .report import write_report
 from .restoration import greedy_restoration
 from .scoring import HeadScores, score_heads
 from .ssm_init import DEFAULT_INIT, INITS
-from .teacher import TINY, fingerprint, load_teacher
+from .teacher import TINY, fingerprint, load_teacher, longest_context, read_teacher
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,16 @@ class Run:
     def teacher(self) -> PreTrainedModel:
         return self.teacher_and_tokenizer[0]
 
+    @cached_property
+    def shape_and_tokenizer(self) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+        """The teacher's config and tokenizer, which are read without its weights."""
+        if self._given:
+            return self._given[0].config, self._given[1]
+        return read_teacher(self.config.teacher.path, self.config.teacher.revision)
+
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.teacher_and_tokenizer[1]
+        return self.shape_and_tokenizer[1]
 
     def prepare(self) -> None:
         """Make the directory, or check that it holds this run and no other; look at the processes and the data before
@@ -91,6 +98,8 @@ class Run:
         for name in self.config.stages:
             getattr(self.config, name).check_world(processes)
         check_sources(self.config.data, self.tokenizer)
+        for stage in self.config.stages:
+            self._check_stage(stage)
         path = self.out / "config.json"
         if path.exists() and self.config.resume != "never":
             before = json.loads(path.read_text())
@@ -103,6 +112,23 @@ class Run:
                 )
         self.out.mkdir(parents=True, exist_ok=True)
         on_main_process(lambda: write_json(path, to_json(self.config)))
+
+    def _check_stage(self, stage: Stage) -> None:
+        """Raises ValueError for another vocabulary, data that cannot be had, rows longer than the teacher reaches."""
+        teacher, data = self.config.teacher_of(stage), self.config.data_of(stage)
+        shape, tokenizer = self.shape_and_tokenizer
+        if teacher != self.config.teacher:
+            shape, tokenizer = read_teacher(teacher.path, teacher.revision)
+            check_same_vocabulary(self.tokenizer, tokenizer)
+        check_sources(data, tokenizer)
+        longest = longest_context(shape)
+        if longest is not None and data.seq_len > longest:
+            field = {"long": "long.seq_len", "post": "post.data.seq_len"}.get(stage, "data.seq_len")
+            raise ValueError(
+                f"{field} is {data.seq_len}, but the positions of the teacher {teacher.path!r} reach over {longest} "
+                f"tokens; use at most {longest}, or a teacher whose config scales its RoPE further (rope_parameters of "
+                "type yarn)."
+            )
 
     def scores(self) -> HeadScores:
         """Head scores: read from ``scoring.file`` or the run directory, else measured and written there."""
@@ -241,7 +267,7 @@ class Run:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
             return student
         parent = json.loads((self.out / "build.json").read_text())["weights"]
-        stages = self.config.stages
+        stages: tuple[Stage, ...] = self.config.stages
         if self.config.plan.selection == "restoration":  # the others were run below aligned/
             stages = tuple(name for name in stages if name in END_TO_END)
         for number, name in enumerate(stages, start=1):
@@ -249,12 +275,16 @@ class Run:
         unshare_weights(student)
         return student
 
-    def _run_stage(self, student: HybridForCausalLM, name: str, folder: Path, parent: str) -> StageManifest:
+    def _run_stage(self, student: HybridForCausalLM, name: Stage, folder: Path, parent: str) -> StageManifest:
         options = getattr(self.config, name)
         state = connect()
-        rows = open_rows(self.config.data, self.tokenizer, rank=state.process_index, world=state.num_processes)
-        return train_stage(
-            make_stage(options, student, self.teacher, vocab_size=len(self.tokenizer)),
+        teacher, tokenizer = self._teacher_of(name)
+        rows = open_rows(self.config.data_of(name), tokenizer, rank=state.process_index, world=state.num_processes)
+        stage = make_stage(options, student, teacher, vocab_size=len(self.tokenizer))
+        if teacher is not self.teacher:
+            self.teacher.cpu()  # makes room; `evaluate` wants it back
+        manifest = train_stage(
+            stage,
             rows,
             options,
             folder,
@@ -264,6 +294,15 @@ class Run:
             trackers=self.config.trackers,
             profile=self.config.profile,
         )
+        self.teacher.to(cast(Any, state.device))
+        return manifest
+
+    def _teacher_of(self, stage: Stage) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        options = self.config.teacher_of(stage)
+        if options == self.config.teacher:
+            return self.teacher_and_tokenizer
+        log.info("%s distils from %s: from its logits alone, for its hidden states are others", stage, options.path)
+        return load_teacher(options.path, dtype=options.dtype, attn_implementation=options.attn_implementation)
 
     def evaluate(self, student: HybridForCausalLM) -> EvalResult:
         """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json."""

@@ -33,6 +33,9 @@ class PrepareJob:
     there."""
     text_column: str = "text"
     """Where records hold their text."""
+    chat: bool = False
+    """Records are conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. They are
+    put into the tokenizer's chat template, and what the assistant says is marked."""
     workers: int = 1
     """Processes that tokenise. The result is the same for any number."""
     max_tokens: int | None = None
@@ -65,7 +68,7 @@ def prepare(job: PrepareJob) -> str:
                 job.sources,
                 tokenizer,
                 name=job.tokenizer,
-                text_column=job.text_column,
+                text_column=None if job.chat else job.text_column,
                 max_tokens=job.max_tokens,
                 shard_tokens=job.shard_tokens,
                 workers=job.workers,

@@ -478,7 +478,7 @@ def load_teacher(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
-    try:
+    with _refusal(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -491,14 +491,47 @@ def load_teacher(
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):
             raise ValueError(f"its weights lack {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
+    model.name_or_path = str(name_or_path)
+    return model.eval(), tokenizer
+
+
+def read_teacher(
+    name_or_path: str | Path, revision: str | None = None
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer: what `load_teacher` reads, and refuses, without the weights."""
+    path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
+    with _refusal(name_or_path):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return config, AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+
+
+def longest_context(config: Any) -> int | None:
+    """Tokens that a teacher's positions reach over, RoPE scaling included; None where its config does not say.
+
+    ``yarn`` and ``dynamic`` scaling reach ``factor`` times as far as the model was trained; of the other types,
+    ``max_position_embeddings`` already says what they reach.
+    """
+    shape = config.get_text_config(decoder=True)
+    longest = getattr(shape, "max_position_embeddings", None)
+    rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
+    rope = rope.get("full_attention", rope)  # some families have one for each type of layer
+    if longest is None or rope.get("rope_type", rope.get("type")) not in ("yarn", "dynamic"):
+        return longest
+    trained = rope.get("original_max_position_embeddings") or longest
+    return max(longest, int(trained * rope.get("factor", 1.0)))
+
+
+@contextmanager
+def _refusal(name_or_path: str | Path) -> Iterator[None]:
+    """Says in one line why a teacher cannot be had."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"the teacher {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder with "
             "--teacher.path PATH, or run the embedded default with `make demo`."
         ) from error
-    model.name_or_path = str(name_or_path)
-    return model.eval(), tokenizer
 
 
 def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.build import build_student, empty_student
 from hybrid_distill.cli import main
-from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.distill.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, PostConfig, StageConfig
 from hybrid_distill.distill.stages import make_stage
 from hybrid_distill.dry_run import LAUNCH, describe
 from hybrid_distill.memory_plan import (
@@ -94,6 +95,8 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig, precision: str, re
         replace(DISTILL, train="ssm"),
         replace(DISTILL, train="mixer", precision="bf16", recompute=True),
         replace(DISTILL, kind="jsd", fused=False),
+        LongConfig(segment_len=32),
+        LongConfig(segment_len=32, train="ssm", precision="bf16"),
     ],
     ids=lambda config: " ".join(str(value) for value in vars(config).values() if isinstance(value, str | bool)),
 )
@@ -289,3 +292,25 @@ def test_a_dry_run_says_which_stage_cannot_run() -> None:
 def test_launch_files_that_are_named_are_there() -> None:
     for launch in LAUNCH.values():
         assert (ROOT / launch.split()[0]).is_file()
+
+
+def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path) -> None:
+    wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    stages = {
+        "long": LongConfig(steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128),
+        "post": PostConfig(steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=str(tmp_path / "wide")),
+    }
+    run = replace(small_run(), gpus=1, stages=("distill", "long", "post"), **stages)
+    said = describe(run)
+    assert "distill: micro-batches of 2 x 256 tokens" in said
+    assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3,072 tokens in all" in said
+    assert "post: micro-batches of 2 x 192 tokens, fp32; 1,920 tokens in all" in said
+    first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
+    assert first == second and third == pytest.approx(4 * wide_parameters(tmp_path) / 1e6, rel=0.01)
+    gone = describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
+    assert "post: " in gone and str(tmp_path / "gone") in gone.partition("post: ")[2]
+
+
+def wide_parameters(folder: Path) -> int:
+    return AutoModelForCausalLM.from_pretrained(folder / "wide").num_parameters()

@@ -3,8 +3,9 @@
 A source (`documents`) is tokenised once into memory-mapped shards (`tokens`, `folder`), by one or more processes
 (`workers`). `PackedRows` cuts them into rows of ``seq_len`` tokens, so that any process can read any row of any step.
 Several documents share a row; ``seq_idx`` numbers them, and what falls into the next row begins there as a document of
-its own. `StreamingRows` does the same for data that stays on the hub, one row after the other. `DataConfig` names the
-sources, `open_rows` opens them. docs/data.md has the format of the files.
+its own. Conversations (`chat`) are rows too, masked but for what the assistant says. `StreamingRows` packs data that
+stays on the hub, one row after the other. `DataConfig` names the sources, `open_rows` opens them. docs/data.md has the
+format of the files.
 """
 
 from .config import DataConfig, check_sources, open_rows
@@ -12,7 +13,7 @@ from .documents import DataUnavailable, read_documents
 from .folder import TokenHeader, open_tokens, write_tokens
 from .rows import Batch, PackedRows, Rows
 from .streaming import StreamingRows
-from .tokens import Tokens, tokenizer_fingerprint, tokens_of
+from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
 
 __all__ = [
     "Batch",
@@ -23,6 +24,7 @@ __all__ = [
     "StreamingRows",
     "TokenHeader",
     "Tokens",
+    "check_same_vocabulary",
     "check_sources",
     "open_rows",
     "open_tokens",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from .documents import HUB, source_files
+from .chat import check_template
+from .documents import HUB, no_conversations, source_files
 from .folder import HEADER, TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
 from .rows import PackedRows
 from .streaming import StreamingRows
@@ -26,6 +27,9 @@ class DataConfig:
     """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
     streamed ones in equal parts."""
     text_column: str = "text"
+    chat: bool = False
+    """Sources hold conversations, in a column ``messages`` or in ``prompt`` and ``completion``: they are put into the
+    chat template, and the loss is on what the assistant says."""
     seq_len: int = 256
     seed: int = 0
 
@@ -41,7 +45,8 @@ class DataConfig:
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for what would stop `open_rows`, as far as names and headers tell; reads no text.
 
-    A source that is missing, hub and local sources together, a token folder of another tokenizer.
+    A source that is missing, hub and local sources together, a token folder of another tokenizer, text where
+    conversations are asked for or the other way round, conversations without a chat template.
     """
     streamed = [source.startswith(HUB) for source in config.sources]
     if any(streamed) and not all(streamed):
@@ -51,10 +56,29 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         )
     local = [source for source in config.sources if not source.startswith(HUB) and source.split(":")[0] != "tiny"]
     folders = [Path(source).expanduser() for source in local if is_token_folder(source)]
-    check_tokenizer({folder: TokenHeader.load(folder / HEADER) for folder in folders}, tokenizer)
-    for source in local:
-        if not is_token_folder(source):
-            source_files(source)
+    headers = {folder: TokenHeader.load(folder / HEADER) for folder in folders}
+    check_tokenizer(headers, tokenizer)
+    files = [file for source in local if not is_token_folder(source) for file in source_files(source)]
+    for folder, header in headers.items():
+        if header.chat != config.chat:
+            held, flag = ("conversations", "--data.chat True") if header.chat else ("plain text", "--data.chat False")
+            raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; use {flag}.")
+    if config.chat:
+        _check_conversations(config, tokenizer, files)
+
+
+def _check_conversations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, files: list[Path]) -> None:
+    plain = [source for source in config.sources if source.split(":")[0] == "tiny"]
+    plain += [str(file) for file in files if file.suffix == ".txt"]
+    if plain:
+        raise no_conversations(plain[0])
+    if config.sources[0].startswith(HUB):
+        raise ValueError(
+            f"conversations cannot be streamed ({config.sources[0]}); make them local with "
+            "`hybrid-distill prepare-data --chat --sources hf:...` and name its folder."
+        )
+    if files:
+        check_template(tokenizer)
 
 
 def open_rows(
@@ -86,7 +110,7 @@ def open_rows(
     tokens = [
         open_tokens(source, tokenizer)
         if is_token_folder(source)
-        else cached_tokens(source, tokenizer, root, config.text_column)
+        else cached_tokens(source, tokenizer, root, None if config.chat else config.text_column)
         for source in config.sources
     ]
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)

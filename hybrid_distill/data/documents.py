@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
+
+from .chat import COLUMNS as CHAT_COLUMNS
+from .chat import conversation_of
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
@@ -26,14 +29,17 @@ class DataUnavailable(ValueError):
     """A source on the hub cannot be read."""
 
 
-def read_documents(source: str, text_column: str = "text") -> Iterator[str]:
-    """Texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong."""
+def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
+    """Texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong.
+
+    Without a ``text_column``, here and below, records are conversations, and a text is one of them as JSON.
+    """
     for read in _parts(source, text_column):
         yield from read()
 
 
 def document_batches(
-    source: str, text_column: str, place: Place = None, max_characters: int = BATCH_CHARACTERS
+    source: str, text_column: str | None, place: Place = None, max_characters: int = BATCH_CHARACTERS
 ) -> Iterator[tuple[list[str], Place]]:
     """The texts of a source in batches, each with the place behind it, from ``place`` or the beginning.
 
@@ -81,8 +87,10 @@ def source_fingerprint(source: str) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def text_of(record: Any, text_column: str, place: str) -> str:
+def text_of(record: Any, text_column: str | None, place: str) -> str:
     """The text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
+    if text_column is None:
+        return conversation_of(record, place)
     text = record.get(text_column, False) if isinstance(record, dict) else False
     if text is not None and not isinstance(text, str):
         raise _no_column(place, text_column, record if isinstance(record, dict) else ())
@@ -92,9 +100,10 @@ def text_of(record: Any, text_column: str, place: str) -> str:
 # Local sources
 
 
-def _parts(source: str, text_column: str) -> list[Callable[[], Iterator[str]]]:
+def _parts(source: str, text_column: str | None) -> list[Callable[[], Iterator[str]]]:
     """What reads each file of a local source."""
     if source.split(":")[0] == "tiny":
+        _check_kind(source, text_column)
         from ..assets import corpus_documents
 
         return [lambda: iter(corpus_documents(cast(Any, source.partition(":")[2] or "train")))]
@@ -105,7 +114,7 @@ def _parts(source: str, text_column: str) -> list[Callable[[], Iterator[str]]]:
     return [partial(_read_file, file, text_column) for file in files]
 
 
-def _local_documents(source: str, text_column: str, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
+def _local_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
     """Texts with their place: the number of the file, and of documents read from it."""
     first, skip = place or (0, 0)
     for number, read in enumerate(_parts(source, text_column)):
@@ -121,8 +130,9 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
 
 
-def _read_file(path: Path, text_column: str) -> Iterator[str]:
+def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
     if path.suffix == ".txt":
+        _check_kind(str(path), text_column)
         return _read_txt(path)
     return (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column)
 
@@ -147,7 +157,7 @@ def _read_txt(path: Path) -> Iterator[str]:
     yield "".join(lines)
 
 
-def _read_jsonl(path: Path, text_column: str) -> Iterator[str]:
+def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -159,26 +169,46 @@ def _read_jsonl(path: Path, text_column: str) -> Iterator[str]:
             yield text_of(record, text_column, f"{path}, line {number}")
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
+def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
-    if text_column not in file.schema_arrow.names:
-        raise _no_column(str(path), text_column, file.schema_arrow.names)
-    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=[text_column]):
-        for text in batch.column(0).to_pylist():
-            yield text_of({text_column: text}, text_column, str(path))
+    columns = _columns(str(path), text_column, file.schema_arrow.names)
+    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns):
+        for record in batch.to_pylist():
+            yield text_of(record, text_column, str(path))
 
 
-def _read_saved_dataset(path: Path, text_column: str) -> Iterator[str]:
+def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
     from datasets import load_from_disk
 
     dataset = cast(Any, load_from_disk(str(path)))
-    if text_column not in dataset.column_names:
-        raise _no_column(str(path), text_column, dataset.column_names)
-    for batch in dataset.select_columns([text_column]).iter(_BATCH_DOCUMENTS):
-        for text in batch[text_column]:
-            yield text_of({text_column: text}, text_column, str(path))
+    columns = _columns(str(path), text_column, dataset.column_names)
+    for batch in dataset.select_columns(columns).iter(_BATCH_DOCUMENTS):
+        for values in zip(*(batch[name] for name in columns)):
+            yield text_of(dict(zip(columns, values)), text_column, str(path))
+
+
+def _columns(place: str, text_column: str | None, present: Sequence[str]) -> list[str]:
+    """What to read of a table. Raises ValueError where it has no such column."""
+    if text_column is None:
+        return [name for name in present if name in CHAT_COLUMNS] or list(present[:1])
+    if text_column not in present:
+        raise _no_column(place, text_column, present)
+    return [text_column]
+
+
+def _check_kind(place: str, text_column: str | None) -> None:
+    if text_column is None:
+        raise no_conversations(place)
+
+
+def no_conversations(place: str) -> ValueError:
+    """What to say when plain text is named where conversations are to be."""
+    return ValueError(
+        f"{place} is plain text and holds no conversations; name .jsonl or .parquet files whose records have "
+        "`messages`, or `prompt` and `completion` (of the post stage: with --post.data.sources)."
+    )
 
 
 def _no_column(place: str, text_column: str, columns: Iterable[str]) -> ValueError:
@@ -212,7 +242,7 @@ def unreachable(source: str, error: Exception) -> DataUnavailable:
     )
 
 
-def _hub_documents(source: str, text_column: str, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
+def _hub_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
     dataset = open_hub(source, _hub_revision(source))
     if place is not None:
         dataset.load_state_dict(place)

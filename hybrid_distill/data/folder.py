@@ -22,6 +22,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .chat import template_hash
 from .documents import BATCH_CHARACTERS, Place, document_batches, source_fingerprint
 from .tokens import Shard, Tokens, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
 from .workers import encoder
@@ -32,7 +33,7 @@ FORMAT = "hybrid-distill/tokens/2"
 HEADER = "tokens.json"
 PARTIAL = "tokens.partial.json"
 SHARD_TOKENS = 2**30
-_MADE_FROM = ("format", "tokenizer_fingerprint", "text_column", "max_tokens", "shard_tokens")
+_MADE_FROM = ("format", "tokenizer_fingerprint", "text_column", "chat_template", "max_tokens", "shard_tokens")
 
 
 @dataclass
@@ -59,6 +60,13 @@ class TokenHeader:
     sha256: str = ""
     """Of the ids of all shards, one after the other."""
     created: str = ""
+    chat_template: str = ""
+    """Hash of the template, of conversations; headers of plain text may be without this entry."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether the folder holds conversations."""
+        return bool(self.chat_template)
 
     @classmethod
     def load(cls, path: Path) -> TokenHeader:
@@ -67,6 +75,7 @@ class TokenHeader:
             record = json.loads(path.read_text())
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
+            record.setdefault("chat_template", "")
             header = cls(**{entry.name: record[entry.name] for entry in fields(cls)})
             counted = sum(shard["tokens"] for shard in header.shards)
             if header.dtype not in ("uint16", "uint32") or counted != header.tokens:
@@ -116,17 +125,20 @@ def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Token
     check_tokenizer({folder: header}, tokenizer)
     _check_sizes(folder, header)
     ids_dtype = np.dtype(header.dtype).newbyteorder("<")
+    types = (ids_dtype, np.dtype("<i8"), np.dtype(bool))
     shards = tuple(
-        Shard(np.memmap(ids, dtype=ids_dtype, mode="r"), np.memmap(starts, dtype="<i8", mode="r"))
-        for ids, starts in (_shard_paths(folder, number) for number in range(len(header.shards)))
+        Shard(*(np.memmap(path, dtype, "r") for path, dtype in zip(_shard_paths(folder, number, header.chat), types)))
+        for number in range(len(header.shards))
     )
-    return Tokens(shards, eos_id(tokenizer), hash_of([header.sha256]))
+    content = [header.sha256, header.chat_template] if header.chat else [header.sha256]
+    return Tokens(shards, eos_id(tokenizer), hash_of(content))
 
 
 def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError, naming the tokenizers, unless ``tokenizer`` made all of these folders."""
     own, name = tokenizer_fingerprint(tokenizer), tokenizer.name_or_path or "unnamed"
-    made_with = {header.tokenizer_fingerprint for header in headers.values()}
+    same = {tokenizer_fingerprint(tokenizer, chat=True): own}  # what a folder of conversations holds
+    made_with = {same.get(header.tokenizer_fingerprint, header.tokenizer_fingerprint) for header in headers.values()}
     listed = ", ".join(
         f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})" for folder, header in headers.items()
     )
@@ -142,12 +154,13 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
         )
 
 
-def cached_tokens(source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str) -> Tokens:
+def cached_tokens(source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None) -> Tokens:
     """Tokens of a local source, memory-mapped from the cache; tokenised first when they are not there.
 
     Safe when several processes begin together: one writes, the others wait.
     """
-    key = hash_of([FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), text_column])
+    how = template_hash(tokenizer) if text_column is None else text_column
+    key = hash_of([FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how])
     folder = root / "tokens" / key[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not (folder / HEADER).exists():
@@ -166,26 +179,28 @@ def write_tokens(
     tokenizer: PreTrainedTokenizerBase,
     *,
     name: str | None = None,
-    text_column: str = "text",
+    text_column: str | None = "text",
     max_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     workers: int = 1,
 ) -> TokenHeader:
     """Tokenise sources, one after the other, into a folder; only one process may.
 
-    A shard ends with the batch of documents in which it reaches ``shard_tokens``. With ``max_tokens``, documents are
-    taken as long as they fit. A folder that is whole is left as it is, an unfinished one is gone on with from its
-    last whole shard: the bytes are the same as in one go.
+    Without a ``text_column``, records are conversations. A shard ends with the batch of documents in which it reaches
+    ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A folder that is whole is left as it
+    is, an unfinished one is gone on with from its last whole shard: the bytes are the same as in one go.
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens.
     """
+    chat = text_column is None
     header = TokenHeader(
         format=FORMAT,
         tokenizer=name or tokenizer.name_or_path,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer, chat),
         vocabulary_size=vocabulary_size(tokenizer),
         eos_id=eos_id(tokenizer),
         dtype=id_dtype(tokenizer).name,
-        text_column=text_column,
+        text_column=text_column or "",
+        chat_template=template_hash(tokenizer) if chat else "",
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
         sources=[
@@ -202,7 +217,7 @@ def write_tokens(
     batches = _batches(sources, text_column, writer.place, min(BATCH_CHARACTERS, 4 * shard_tokens))
     start = writer.header.tokens
     with (
-        encoder(tokenizer, id_dtype(tokenizer), workers) as encoded,
+        encoder(tokenizer, id_dtype(tokenizer), workers, chat) as encoded,
         tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar,
     ):
         for shard, place in encoded(batches):
@@ -213,7 +228,7 @@ def write_tokens(
 
 
 def _batches(
-    sources: Sequence[str], text_column: str, place: tuple[int, Place], max_characters: int
+    sources: Sequence[str], text_column: str | None, place: tuple[int, Place], max_characters: int
 ) -> Iterator[tuple[list[str], tuple[int, Place]]]:
     """Batches of all sources; a place is the number of the source and the place in it."""
     first, inside = place
@@ -231,7 +246,7 @@ class _Writer:
         self.place: tuple[int, Place] = (0, None)
         self.full = False
         self._digest = hashlib.sha256()
-        self._files: tuple[BinaryIO, BinaryIO] | None = None
+        self._files: tuple[BinaryIO, ...] = ()
         self._dtype = np.dtype(header.dtype).newbyteorder("<")
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / PARTIAL).exists():
@@ -255,15 +270,17 @@ class _Writer:
             documents = self._fitting(documents, self.header.max_tokens - self.header.tokens)
         if not len(documents.ids):
             return 0
-        if self._files is None:
-            ids, starts = _shard_paths(self.folder, len(self.header.shards))
-            self._files = ids.open("wb"), starts.open("wb")
+        if not self._files:
+            paths = _shard_paths(self.folder, len(self.header.shards), self.header.chat)
+            self._files = tuple(path.open("wb") for path in paths)
             self.header.shards.append({"tokens": 0, "documents": 0})
         shard, source = self.header.shards[-1], self.header.sources[place[0]]
         content = documents.ids.astype(self._dtype, copy=False).tobytes()
         self._digest.update(content)
         self._files[0].write(content)
         self._files[1].write((documents.starts + shard["tokens"]).astype("<i8").tobytes())
+        if documents.learned is not None:
+            self._files[2].write(documents.learned.tobytes())
         for count in (shard, source):
             count["tokens"] += len(documents.ids)
             count["documents"] += len(documents.starts)
@@ -283,15 +300,16 @@ class _Writer:
             raise ValueError(
                 f"max_tokens is {self.header.max_tokens}, but the first document has {ends[0]} tokens; raise it."
             )
-        return Shard(documents.ids[: ends[n - 1] if n else 0], documents.starts[:n])
+        end = ends[n - 1] if n else 0
+        learned = None if documents.learned is None else documents.learned[:end]
+        return Shard(documents.ids[:end], documents.starts[:n], learned)
 
     def _close_shard(self) -> None:
-        if self._files is not None:
-            for file in self._files:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-        self._files = None
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._files = ()
 
     def finish(self) -> TokenHeader:
         """Write the header. Raises ValueError when a source that was read held no text."""
@@ -311,15 +329,16 @@ class _Writer:
         return self.header
 
 
-def _shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
-    return folder / f"ids-{number:05d}.bin", folder / f"starts-{number:05d}.bin"
+def _shard_paths(folder: Path, number: int, chat: bool = False) -> tuple[Path, ...]:
+    """Files of a shard, in the order of the fields of `Shard`."""
+    return tuple(folder / f"{name}-{number:05d}.bin" for name in ("ids", "starts", *(["learned"] if chat else [])))
 
 
 def _check_sizes(folder: Path, header: TokenHeader) -> None:
     """Raises ValueError naming the file that is missing, truncated or too long."""
     for number, shard in enumerate(header.shards):
-        expected = (shard["tokens"] * np.dtype(header.dtype).itemsize, shard["documents"] * 8)
-        for path, size in zip(_shard_paths(folder, number), expected):
+        expected = (shard["tokens"] * np.dtype(header.dtype).itemsize, shard["documents"] * 8, shard["tokens"])
+        for path, size in zip(_shard_paths(folder, number, header.chat), expected):
             found = path.stat().st_size if path.exists() else 0
             if found != size:
                 raise ValueError(

@@ -28,7 +28,8 @@ class Batch(TypedDict):
     seq_idx: Tensor
     """[B, L] int64: which document of its row a token belongs to, from 0, never decreasing."""
     mask: Tensor
-    """[B, L] bool: False at padding, which only the last row of a source has."""
+    """[B, L] bool: whether the loss counts what is predicted here. False at padding, which only the last row of a
+    source has, and in conversations where the next token is not the assistant's."""
 
 
 class Rows(Protocol):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .chat import encode_conversation
+
 _SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")
 _TEXTS_AT_ONCE = 1000
 
@@ -26,6 +28,8 @@ class Shard(NamedTuple):
     """[tokens] unsigned integers."""
     starts: np.ndarray
     """[documents] int64: where each document begins; 0 first."""
+    learned: np.ndarray | None = None
+    """[tokens] bool, of conversations: is the token after it the assistant's? None where every token counts."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,15 @@ class Tokens:
         begin, filled = index * seq_len, 0
         input_ids = np.full(seq_len, self.pad_id, dtype=np.int64)
         boundary = np.zeros(seq_len, dtype=np.int64)
+        mask = np.zeros(seq_len, dtype=bool)
         for number in range(int(np.searchsorted(self._ends, begin, side="right")), len(self.shards)):
             shard = self.shards[number]
             offset = begin + filled - (int(self._ends[number]) - len(shard.ids))
             piece = shard.ids[offset : offset + seq_len - filled]
             input_ids[filled : filled + len(piece)] = piece
+            mask[filled : filled + len(piece)] = (
+                True if shard.learned is None else shard.learned[offset : offset + len(piece)]
+            )
             first, last = np.searchsorted(shard.starts, (offset, offset + len(piece)))
             boundary[shard.starts[first:last] - offset + filled] = 1
             filled += len(piece)
@@ -62,7 +70,7 @@ class Tokens:
                 break
         boundary[filled:][:1] = 1
         boundary[0] = 0
-        return input_ids, boundary.cumsum(), np.arange(seq_len) < filled
+        return input_ids, boundary.cumsum(), mask
 
 
 def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -78,12 +86,20 @@ def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Token
     return Tokens(shards, eos_id(tokenizer), hash_of([digest.hexdigest()]))
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Shard:
-    """The documents that are not blank, as arrays."""
-    documents = [np.asarray(ids, dtype=dtype) for ids in encode_documents(texts, tokenizer)]
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:
+    """The documents that are not blank, as arrays; with ``chat`` they are conversations (`encode_conversation`)."""
+    if chat:
+        both = [encode_conversation(text, tokenizer) for text in texts if text]
+        documents, learned = [ids for ids, _ in both], _joined([own for _, own in both], np.dtype(bool))
+    else:
+        documents, learned = encode_documents(texts, tokenizer), None
     lengths = [len(document) for document in documents]
-    ids = np.concatenate(documents) if documents else np.empty(0, dtype)
-    return Shard(ids, np.cumsum([0, *lengths], dtype=np.int64)[:-1])
+    return Shard(_joined(documents, dtype), np.cumsum([0, *lengths], dtype=np.int64)[:-1], learned)
+
+
+def _joined(parts: Sequence[Sequence[int]], dtype: np.dtype) -> np.ndarray:
+    arrays = [np.asarray(part, dtype=dtype) for part in parts]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -114,18 +130,32 @@ def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False) -> str:
     """Hash of what decides how the tokenizer splits a text and closes a document.
 
     The class, padding and decoding do not count: versions of transformers differ in them for the same tokenizer.
+    With ``chat``, neither does what is put around a text, for the template does that: a base model and its instruct
+    model may then have the same.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         content: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
     else:
         parts = json.loads(backend.to_str())
-        content = [parts[name] for name in _SPLITS_A_TEXT]
-    return hash_of([content, tokenizer.eos_token_id])
+        content = [parts[name] for name in _SPLITS_A_TEXT if not (chat and name == "post_processor")]
+    return hash_of([content] if chat else [content, tokenizer.eos_token_id])
+
+
+def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError, naming both, unless every id is the same token: a teacher's logits mean nothing otherwise."""
+    ours, theirs = own.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        odd = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
+        names = (f"{t.name_or_path or 'unnamed'} ({hash_of(t.get_vocab())[:12]})" for t in (own, other))
+        raise ValueError(
+            f"mixed tokenizers: the run's is {' and the other teacher has '.join(names)}; they differ from token "
+            f"{odd[1]} ({odd[0]!r}) on: a teacher must have the student's vocabulary, name one of the same family."
+        )
 
 
 def hash_of(content: Any) -> str:

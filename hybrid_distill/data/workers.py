@@ -26,22 +26,24 @@ _AHEAD = 2
 Encode = Callable[[Iterable[tuple[list[str], Place]]], Iterator[tuple[Shard, Place]]]
 """Batches, each with its place, to arrays with theirs."""
 
-_job: tuple[PreTrainedTokenizerBase, np.dtype] | None = None
+_job: tuple[PreTrainedTokenizerBase, np.dtype, bool] | None = None
 
 
 @contextmanager
-def encoder(tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, workers: int) -> Iterator[Encode]:
+def encoder(
+    tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, workers: int, chat: bool = False
+) -> Iterator[Encode]:
     """What turns batches of text into arrays, in their order: the same for any number of workers.
 
     One worker is this process, in which fast tokenizers use threads. Raises OSError when a worker dies.
     Enter it before sources are opened: they may start threads, and it forks.
     """
     if workers == 1:
-        yield lambda batches: ((encode(texts, tokenizer, dtype), place) for texts, place in batches)
+        yield lambda batches: ((encode(texts, tokenizer, dtype, chat), place) for texts, place in batches)
         return
     # A fork copies no tokenizer and imports nothing again; every source is opened by this process alone.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), _begin, (tokenizer, dtype))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), _begin, (tokenizer, dtype, chat))
     try:
         pool.submit(os.getpid).result()
         yield partial(_in_order, pool, _AHEAD * workers)
@@ -66,9 +68,9 @@ def _in_order(
         yield future.result(), place
 
 
-def _begin(tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> None:
+def _begin(tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool) -> None:
     global _job
-    _job = tokenizer, dtype
+    _job = tokenizer, dtype, chat
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

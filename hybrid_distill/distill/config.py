@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..data import DataConfig
 from .losses import KINDS
 
 MAY_CHANGE = frozenset(
@@ -70,8 +73,8 @@ class StageConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{self.name}.{name} is {value!r}; it must be a whole number of at least 1.")
         for name in ("learning_rate", "clip", "spike"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be above 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be a number above 0.")
         for name in ("warmup", "decay", "weight_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be from 0 to 1.")
@@ -90,8 +93,7 @@ class StageConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: tuples become lists."""
-        record = asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
+        return json.loads(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,32 @@ class OnPolicyConfig(DistillConfig):
             raise ValueError(f"{self.name}.sampling_temperature is {self.sampling_temperature!r}; it must be above 0.")
         if self.hard_weight:
             raise ValueError(f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is no label: use 0.")
+
+
+@dataclass(frozen=True)
+class LongConfig(DistillConfig):
+    """End-to-end distillation on longer rows of the same data."""
+
+    name: str = "long"
+    seq_len: int = 8192
+    """Tokens of a row, in the place of ``data.seq_len``. The teacher must reach as far: its RoPE settings are kept."""
+    segment_len: int | None = 2048
+    """Tokens that the recurrent heads run over at a time, the state handed on: what their forward keeps for its
+    backward is of one segment, not of the row. The result is the same; empty runs whole rows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.segment_len is not None and self.segment_len < 1:
+            raise ValueError(f"{self.name}.segment_len is {self.segment_len}; it must be at least 1, or None.")
+
+
+@dataclass(frozen=True)
+class PostConfig(DistillConfig):
+    """End-to-end distillation on conversations, from a larger teacher if need be."""
+
+    name: str = "post"
+    data: DataConfig = field(default_factory=lambda: DataConfig(chat=True))
+    """The stage's own; by default conversations, of which the assistant's part is learned."""
+    teacher: str | None = None
+    """A folder, or a name on the hub, of another teacher with the same vocabulary; by default the run's. Loaded in the
+    run's ``teacher.dtype``; its chat template is the one that conversations are put into."""

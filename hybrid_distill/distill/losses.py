@@ -63,8 +63,11 @@ def hard_cross_entropy(student_MV: Tensor, labels_M: Tensor) -> Tensor:
 
 
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """The token after each token, or `IGNORE` where that token is padding or begins another document."""
-    same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, 1:] & mask_BL[:, :-1]
+    """The token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
+
+    Padding is a document of its own. The token after may be masked itself: it is then not to be gone on from.
+    """
+    same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, :-1]
     return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
 
 

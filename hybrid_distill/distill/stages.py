@@ -23,7 +23,7 @@ from ..build import share_frozen_weights, unshare_weights
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..teacher import AttentionSite, attention_sites
-from .config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig, StageConfig
+from .config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, StageConfig
 from .losses import (
     distillation_loss,
     frobenius_loss,
@@ -264,7 +264,8 @@ class EndToEnd(Stage):
 
     ``train`` is ``all``, ``mixer`` (kept and recurrent heads, output projections) or ``ssm``. ``vocab_size``
     is the tokenizer's, for models that pad their vocabulary. ``fused`` never holds the logits of all tokens, where
-    output embeddings are plain products and whole in this process (not under ZeRO-3).
+    output embeddings are plain products and whole in this process (not under ZeRO-3). ``segment_len`` is how many
+    tokens the recurrent heads run over at a time (see `SSMHeads`).
     """
 
     def __init__(
@@ -280,9 +281,11 @@ class EndToEnd(Stage):
         vocab_size: int | None = None,
         recompute: bool = False,
         fused: bool = True,
+        segment_len: int | None = None,
     ) -> None:
         super().__init__(student, teacher)
         unshare_weights(student)
+        student.set_segment_len(segment_len)
         self.fused = fused
         self.model = student
         self.hard_weight = hard_weight
@@ -432,6 +435,8 @@ def make_stage(
             names = ("share", "prompt_tokens", "new_tokens", "sampling_temperature")
             own = {name: getattr(config, name) for name in names}
             return OnPolicy(student, teacher, vocab_size=vocab_size, **own, **options)
+        if isinstance(config, LongConfig):
+            options["segment_len"] = config.segment_len
         return EndToEnd(student, teacher, vocab_size=vocab_size, **options)
     raise ValueError(
         f"{type(config).__name__} describes no stage; use AlignConfig, MatrixConfig or DistillConfig."

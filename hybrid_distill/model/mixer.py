@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
@@ -164,11 +165,15 @@ class SSMHeads(nn.Module):
 
     Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
     decay and a gate. B and C are per head.
+
+    With ``segment_len``, that many tokens are run over at a time and the states handed on. Each segment is
+    recomputed in the backward pass, so that memory is for one segment, whatever the length of the row.
     """
 
     def __init__(self, hidden_size: int, n_heads: int, head_dim: int, d_state: int, conv_width: int) -> None:
         super().__init__()
         self.impl = "auto"
+        self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
         self.x_proj = nn.Linear(hidden_size, n_heads * head_dim)
         self.b_proj = nn.Linear(hidden_size, n_heads * d_state)
@@ -199,20 +204,58 @@ class SSMHeads(nn.Module):
         cache: HybridLayerCache | None = None,
     ) -> Tensor:
         """Outputs of the recurrent heads, y_BLRP."""
-        xbc_BLC, raw = self._projections(hidden_BLD)
-        z = self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
-        if xbc_BLC.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
-            return self._step(xbc_BLC, raw, z, token_mask_BL, cache)
-        x, b, c, raw = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, cache)
-        state = None if cache is None else cache.ssm_state
-        y, state = gated_ssd_scan(x, raw, b, c, self.D, z, state_BHPN=state, seq_idx_BL=seq_idx_BL, impl=self.impl)
+        if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
+            return self._step(hidden_BLD, token_mask_BL, cache)
+        states = (None, None) if cache is None else (cache.conv_state, cache.ssm_state)
+        whole = self.segment_len is None or hidden_BLD.shape[1] <= self.segment_len
+        run = self._run if whole else self._run_in_segments
+        y_BLRP, *states = run(hidden_BLD, token_mask_BL, seq_idx_BL, *states)
         if cache is not None:
-            cache.remember(ssm_state=state)
-        return y
+            cache.remember(conv_state=states[0], ssm_state=states[1])
+        return y_BLRP
+
+    def _run(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
+        state_BRPN: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(y_BLRP, conv state, state) after some tokens, from the states before them."""
+        xbc_BLC, raw = self._projections(hidden_BLD)
+        x, b, c, raw, conv_state_BCK = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK)
+        options: dict[str, Any] = {"state_BHPN": state_BRPN, "seq_idx_BL": seq_idx_BL, "impl": self.impl}
+        y_BLRP, state_BRPN = gated_ssd_scan(x, raw, b, c, self.D, self._gate(hidden_BLD), **options)
+        return y_BLRP, conv_state_BCK, state_BRPN
+
+    def _run_in_segments(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
+        state_BRPN: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`_run`, ``segment_len`` tokens at a time. A document that begins with a segment gets no state."""
+        size = cast(int, self.segment_len)
+        ys = []
+        for number, hidden in enumerate(hidden_BLD.split(size, dim=1)):
+            begin = number * size
+            token_mask, seq_idx = (
+                None if t is None else t[:, begin : begin + size] for t in (token_mask_BL, seq_idx_BL)
+            )
+            if seq_idx_BL is not None and begin:
+                conv_state_BCK, state_BRPN = _of_document(seq_idx_BL, begin, conv_state_BCK, state_BRPN)
+            states = conv_state_BCK, state_BRPN
+            y, *states = cast(Any, checkpoint(self._run, hidden, token_mask, seq_idx, *states, use_reentrant=False))
+            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # they are slices of larger tensors
+            ys.append(y)
+        return torch.cat(ys, dim=1), conv_state_BCK, state_BRPN
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """T_BRLS, with D on the diagonal and without the gate: y = T x."""
-        x, b, c, raw = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
+        x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
         mixing = mixing_matrix(log_decay(raw), b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
@@ -221,15 +264,13 @@ class SSMHeads(nn.Module):
         xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
         return xbc_BLC, self.a_proj(hidden_BLD)
 
-    def _step(
-        self,
-        xbc_BLC: Tensor,
-        raw_BLR: Tensor,
-        z_BLRP: Tensor,
-        token_mask_BL: Tensor | None,
-        cache: HybridLayerCache,
-    ) -> Tensor:
+    def _gate(self, hidden_BLD: Tensor) -> Tensor:
+        return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
+
+    def _step(self, hidden_BLD: Tensor, token_mask_BL: Tensor | None, cache: HybridLayerCache) -> Tensor:
         """One token after those in the cache; its states are overwritten where a kernel can."""
+        xbc_BLC, raw_BLR = self._projections(hidden_BLD)
+        z_BLRP = self._gate(hidden_BLD)
         conv_state, ssm_state = cast(tuple[Tensor, Tensor], (cache.conv_state, cache.ssm_state))
         y_BRP = step_in_place(
             xbc_BLC[:, 0],
@@ -243,9 +284,10 @@ class SSMHeads(nn.Module):
             impl=self.impl,
         )
         if y_BRP is None:
-            x, b, c, raw = (t[:, 0] for t in self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, cache))
+            *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
+            x, b, c, raw = (t[:, 0] for t in parts)
             y_BRP, ssm_state = gated_ssd_step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
-            cache.remember(ssm_state=ssm_state)
+            cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BRP.unsqueeze(1)
 
     def _convolved(
@@ -254,27 +296,38 @@ class SSMHeads(nn.Module):
         raw_BLR: Tensor,
         token_mask_BL: Tensor | None,
         seq_idx_BL: Tensor | None,
-        cache: HybridLayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R]; padding adds and decays nothing."""
+        conv_state_BCK: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R], and the convolution's state.
+
+        Padding adds and decays nothing.
+        """
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             xbc_BLC = xbc_BLC * token_BL1
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
-        xbc_BLC, conv_state = causal_conv(
+        xbc_BLC, conv_state_BCK = causal_conv(
             xbc_BLC,
             self.conv_weight.to(xbc_BLC.dtype),
-            state_BCK=None if cache is None else cache.conv_state,
+            state_BCK=conv_state_BCK,
             seq_idx_BL=seq_idx_BL,
             impl=self.impl,
         )
-        if cache is not None:
-            cache.remember(conv_state=conv_state)
         sizes = [self.n_heads * size for size in (self.head_dim, self.d_state, self.d_state)]
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
         if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
             x = x * token_BL1.unsqueeze(-1)
-        return x, b, c, raw_BLR
+        return x, b, c, raw_BLR, conv_state_BCK
+
+
+def _of_document(
+    seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any
+) -> tuple[Tensor, Tensor]:
+    """What the states before token ``begin`` hold of its own document."""
+    n_past = conv_state_BCK.shape[-1]
+    own_BK = F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:] == seq_idx_BL[:, begin : begin + 1]
+    continues_B = seq_idx_BL[:, begin - 1] == seq_idx_BL[:, begin]
+    return conv_state_BCK * own_BK.unsqueeze(1), state_BRPN * continues_B[:, None, None, None]
 
 
 class HybridMixer(nn.Module):

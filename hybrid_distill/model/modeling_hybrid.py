@@ -64,6 +64,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """The mixer of each layer."""
         return [layer.self_attn for layer in self.model.layers]
 
+    def set_segment_len(self, segment_len: int | None) -> None:
+        """Let recurrent heads run over so many tokens at a time (`SSMHeads`); None is a row at once."""
+        for mixer in self.mixers():
+            if mixer.ssm is not None:
+                mixer.ssm.segment_len = segment_len
+
     def set_ssm_implementation(self, impl: str) -> None:
         """Choose how recurrent heads are computed (`ssd.IMPLEMENTATIONS`). Raises as `ssd_scan` does."""
         check_implementation(impl)
