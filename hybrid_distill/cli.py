@@ -1,4 +1,4 @@
-"""The command line: ``hybrid-distill score | memory | run | demo | evaluate | export | verify | report``; recipes."""
+"""The command line: ``hybrid-distill score | memory | run | demo | sweep | evaluate | export | ...``, and recipes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from .pipeline import Run, run
 from .prepare import PrepareJob, prepare
 from .report import write_report
 from .score import ScoreJob, compare_files, run_score, table
+from .sweep import SweepFailed, SweepJob, sweep
+from .sweep import status as sweep_status
 from .teacher import TINY
 
 app = tyro.extras.SubcommandApp()
@@ -112,6 +114,27 @@ def demo(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
     )
     print(f"report: {comparison.compare(base, students) / 'report.md'}")
+
+
+@app.command(name="sweep")
+def sweep_command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # noqa: B008
+    """Heads kept x selection x state size x seed: every cell a run, alignments shared, results in OUT/results.csv.
+
+    Goes on where it was stopped. --status OUT says how far a sweep is.
+    """
+    if job.status is not None:
+        print(sweep_status(job.status))
+        return
+    run_sweep(job)
+
+
+def run_sweep(job: SweepJob) -> None:
+    """What the command does, and the ``main`` of a recipe for sweeps; exit status 1 when cells have failed."""
+    try:
+        sweep(job, _load_recipe(job.recipe))
+    except SweepFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 @app.command

@@ -8,14 +8,13 @@ student starts from the same recurrent heads and differs in its plan alone::
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import PlanConfig, RunConfig
 from .distill.checkpoint import write_json
-from .pipeline import Run, on_main_process
+from .pipeline import Run, on_main_process, run_beside
 from .report import write_report
 
 PROBE_LIKE = "tiny:probe_like"
@@ -104,12 +103,6 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
         stages=("distill",),
         data=data,
     )
-    run = Run(config, shared.teacher_and_tokenizer)
-    run.prepare()
-    (config.out / "teacher").mkdir(exist_ok=True)
-    shutil.copy(shared.out / "teacher" / "evaluation.json", config.out / "teacher" / "evaluation.json")
-    kept = run.plan()
-    trained = run.train(kept)
-    run.evaluate(trained)
+    run, trained, kept = run_beside(shared, config)
     if config.export and student.name == EXPORTED:
         run.export(trained, kept)

@@ -138,6 +138,8 @@ class RunConfig:
     """``auto`` goes on where the run directory stopped, ``never`` refuses one that exists."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
+    group: str = ""
+    """What trackers file the run under; a sweep puts its own name here."""
     profile: bool = False
     """Write a trace of a few steps of each stage, stages/*/trace-<process>.json."""
     dry_run: bool = False
@@ -188,9 +190,14 @@ def to_json(config: Any) -> dict[str, Any]:
 def from_json(path: Path) -> RunConfig:
     """Read a run's config.json. Raises ValueError for a file that is none."""
     try:
-        return _rebuilt(RunConfig, json.loads(path.read_text()))
+        return from_record(json.loads(path.read_text()))
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
+
+
+def from_record(record: dict[str, Any]) -> RunConfig:
+    """What `to_json` made of a run's config, as one again."""
+    return _rebuilt(RunConfig, record)
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:

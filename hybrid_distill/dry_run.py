@@ -37,7 +37,7 @@ def describe(config: RunConfig) -> str:
     """
     parts = [json.dumps(to_json(config), indent=2)]
     try:
-        teacher = _shape_of_teacher(config.teacher)
+        teacher = shape_of_teacher(config.teacher)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         parts.append(
@@ -50,7 +50,7 @@ def describe(config: RunConfig) -> str:
     return "\n\n".join(parts)
 
 
-def _shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
+def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
     """The teacher on the meta device: shapes without values."""
     shape = load_config(options.path, options.revision)
     with torch.device("meta"):
@@ -102,10 +102,10 @@ def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
     if stage.batch_size % config.gpus:
         return f"\n  {stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
     teacher, other = config.teacher, config.teacher_of(name)
-    judge = model = _shape_of_teacher(teacher)
+    judge = model = shape_of_teacher(teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
     try:
-        judge = model if other == teacher else _shape_of_teacher(other)
+        judge = model if other == teacher else shape_of_teacher(other)
         shape = stage_shape(stage, student, judge)
     except (OSError, ValueError) as error:
         return f"\n  {stage.name}: {str(error).strip().splitlines()[0]}"

@@ -56,6 +56,15 @@ class EvalResult:
         """JSON values; sizes and lengths become strings there."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
+    def figures(self) -> dict[str, float]:
+        """Every number that was measured, by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
+        flat: dict[str, float] = {}
+        for name in ("kv_choice", "kv_generation"):
+            flat |= {f"{name}_{n_pairs}": value for n_pairs, value in getattr(self, name).items()}
+        single = ("knowledge", "perplexity", "top1_agreement", "kl_to_teacher", "conv_state_bytes")
+        flat |= {name: value for name in single if (value := getattr(self, name)) is not None}
+        return flat | {f"cache_bytes_{length}": size for length, size in self.cache_bytes.items()}
+
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> EvalResult:
         """What `to_dict` gave. Raises ValueError for anything else."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
@@ -29,6 +30,7 @@ from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.loop import train_stage
 from .distill.stages import make_stage
+from .distill.tracking import TrackedRun, log_figures
 from .evaluate import EvalResult, evaluate
 from .export import GateReport, export_checkpoint, origin
 from .model.modeling_hybrid import HybridForCausalLM
@@ -43,7 +45,7 @@ from .teacher import TINY, fingerprint, load_teacher, longest_context, read_teac
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("out", "resume", "trackers", "profile", "dry_run", "gpus", "gpu_memory", "export")
+MAY_CHANGE = ("out", "resume", "trackers", "group", "profile", "dry_run", "gpus", "gpu_memory", "export")
 """Fields of a config in which a continued run may differ from its directory's config.json."""
 CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -263,7 +265,7 @@ class Run:
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
         """Build the student and take it through its stages; finished stages are loaded instead."""
         student = self.build(plan)
-        if plan.k == plan.n_layers * plan.n_heads:
+        if plan.keeps_all:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
             return student
         parent = json.loads((self.out / "build.json").read_text())["weights"]
@@ -271,11 +273,15 @@ class Run:
         if self.config.plan.selection == "restoration":  # the others were run below aligned/
             stages = tuple(name for name in stages if name in END_TO_END)
         for number, name in enumerate(stages, start=1):
-            parent = self._run_stage(student, name, self.out / "stages" / f"{number}-{name}", parent).weights
+            folder = self.out / "stages" / f"{number}-{name}"
+            steps_before = sum(getattr(self.config, earlier).steps for earlier in stages[: number - 1])
+            parent = self._run_stage(student, name, folder, parent, steps_before).weights
         unshare_weights(student)
         return student
 
-    def _run_stage(self, student: HybridForCausalLM, name: Stage, folder: Path, parent: str) -> StageManifest:
+    def _run_stage(
+        self, student: HybridForCausalLM, name: Stage, folder: Path, parent: str, steps_before: int
+    ) -> StageManifest:
         options = getattr(self.config, name)
         state = connect()
         teacher, tokenizer = self._teacher_of(name)
@@ -292,6 +298,7 @@ class Run:
             parent_hash=parent,
             resume=self.config.resume,
             trackers=self.config.trackers,
+            tracked=self._tracked(steps_before),
             profile=self.config.profile,
         )
         self.teacher.to(cast(Any, state.device))
@@ -304,10 +311,22 @@ class Run:
         log.info("%s distils from %s: from its logits alone, for its hidden states are others", stage, options.path)
         return load_teacher(options.path, dtype=options.dtype, attn_implementation=options.attn_implementation)
 
+    def _tracked(self, first_step: int) -> TrackedRun:
+        return TrackedRun(self.out, self.config.name, self.config.group, first_step)
+
     def evaluate(self, student: HybridForCausalLM) -> EvalResult:
-        """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json."""
+        """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json.
+
+        What is measured now, not read, goes to the trackers too.
+        """
         self.evaluate_teacher()
-        return self._evaluated(student, self.out / "evaluation.json")
+        path = self.out / "evaluation.json"
+        is_new = not path.exists()
+        result = self._evaluated(student, path)
+        if is_new and self.config.trackers:
+            steps = sum(getattr(self.config, name).steps for name in self.config.stages)
+            log_figures(self.config.trackers, self._tracked(steps), result.figures())
+        return result
 
     def evaluate_teacher(self) -> EvalResult:
         return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json")
@@ -372,6 +391,8 @@ class Run:
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
         """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""
         plan = HeadPlan.load(self.out / "plan.json")
+        if plan.keeps_all:
+            return self.build(plan), plan
         return self._loaded_student(plan, self.last_stage()), plan
 
 
@@ -389,6 +410,30 @@ def run(config: RunConfig) -> Path:
         this.export(student, plan)
     on_main_process(lambda: write_report(this.out))
     return this.out
+
+
+def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, HeadPlan]:
+    """Train and measure a student in a run of its own; the teacher's evaluation is that of ``shared``, which has it.
+
+    With every head kept, the student is the teacher, and so are its figures.
+    """
+    this = Run(config, shared.teacher_and_tokenizer)
+    this.prepare()
+    measured = shared.out / "teacher" / "evaluation.json"
+
+    def copy_to(path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        shutil.copy(measured, temporary)
+        temporary.replace(path)
+
+    on_main_process(lambda: copy_to(this.out / "teacher" / "evaluation.json"))
+    plan = this.plan()
+    student = this.train(plan)
+    if plan.keeps_all:
+        on_main_process(lambda: copy_to(this.out / "evaluation.json"))
+    this.evaluate(student)
+    return this, student, plan
 
 
 def make_plan(options: PlanConfig, teacher: Any, scores: Callable[[], Any], *, fingerprinted: bool = True) -> HeadPlan:

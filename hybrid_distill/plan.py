@@ -93,6 +93,11 @@ class HeadPlan:
         """Number of kept heads."""
         return len(self.kept)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every head stays: the student then is the teacher."""
+        return self.k == self.n_layers * self.n_heads
+
     def kept_in(self, layer: int) -> tuple[int, ...]:
         """Kept query heads of a layer, ascending."""
         return tuple(h.head for h in self.kept if h.layer == layer)

@@ -99,7 +99,7 @@ def test_a_damaged_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(weights.name) in refusal(capsys, small_run(out))
 
 
-@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b"])
+@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b", "sweep_llama_1b"])
 def test_a_dry_run_prints_the_config_and_starts_nothing(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

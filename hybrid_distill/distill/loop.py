@@ -33,6 +33,7 @@ from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .rng import rng_state, seed_all, set_rng_state
 from .stages import EndToEnd, Stage
 from .strategy import Replicated, Strategy
+from .tracking import TrackedRun
 
 __all__ = [
     "AlignConfig",
@@ -76,6 +77,7 @@ def train_stage(
     parent_hash: str = "",
     resume: str = "auto",
     trackers: Sequence[str] = (),
+    tracked: TrackedRun | None = None,
     processes: int | None = None,
     progress: bool = True,
     profile: bool = False,
@@ -86,7 +88,8 @@ def train_stage(
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
     `checkpoint.weights_hash` that the student must have when the stage begins (empty: any).
     ``resume`` is ``auto`` (go on from the newest intact checkpoint, if there is one), ``never`` (begin again)
-    or a checkpoint's folder. ``processes`` is how many must run, if not what the launcher announced. ``profile``
+    or a checkpoint's folder. ``tracked`` says what ``trackers`` call the stage's run, which by default is one of its
+    own in ``out_dir``. ``processes`` is how many must run, if not what the launcher announced. ``profile``
     writes a trace of a few steps, ``trace-<process>.json``.
 
     Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
@@ -94,7 +97,8 @@ def train_stage(
     finite or far above the usual, and Interrupted, after saving, on SIGINT, SIGTERM or SIGUSR1.
     """
     out = Path(out_dir)
-    accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=out)
+    tracked = tracked or TrackedRun(out, config.name)
+    accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=tracked.folder)
     _check_precision(stage, config)
     parent = checkpoint.weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
@@ -110,9 +114,9 @@ def train_stage(
     if manifest is not None:
         identity.check(asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
-    run = _Run(stage, rows, config, out, accelerator, identity, checkpoints)
+    run = _Run(stage, rows, config, out, accelerator, identity, checkpoints, tracked)
     try:
-        run.begin(_snapshot(accelerator, checkpoints, resume), trackers)
+        run.begin(_snapshot(accelerator, checkpoints, resume))
         run.train(progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
         return run.finish()
     finally:
@@ -162,14 +166,16 @@ class _Run:
         accelerator: Accelerator,
         identity: _Identity,
         checkpoints: Checkpoints,
+        tracked: TrackedRun,
     ) -> None:
         self.stage, self.rows, self.config, self.out = stage, rows, config, out
         self.accelerator, self.identity, self.checkpoints = accelerator, identity, checkpoints
+        self.tracked = tracked
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.watch = Watch(config)
 
-    def begin(self, snapshot: Snapshot | None, trackers: Sequence[str]) -> None:
+    def begin(self, snapshot: Snapshot | None) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
         config = self.config
         config.check_world(self.world)
@@ -192,10 +198,7 @@ class _Run:
             self.out.mkdir(parents=True, exist_ok=True)
             self.checkpoints.clear(after=self.step)
             _cut_metrics(self.out / METRICS, self.step)
-        if trackers:
-            self.accelerator.init_trackers(
-                "hybrid-distill", config={"stage": config.name, "out": str(self.out)}
-            )
+        self.tracked.start(self.accelerator, {"stage": config.name, "out": str(self.out), **config.to_dict()})
 
     def train(self, progress: bool, trace: Path | None = None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted and SaveFailed."""
@@ -295,7 +298,7 @@ class _Run:
                 file.write(json.dumps(metrics) + "\n")
         if self.accelerator.trackers and "skipped" not in metrics:
             flat = {name: value for name, value in metrics.items() if name not in ("step", "per_layer")}
-            self.accelerator.log({**flat, **metrics["per_layer"]}, step=metrics["step"])
+            self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
         """A checkpoint of this moment; every process takes part and the main one writes."""

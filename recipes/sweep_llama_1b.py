@@ -1,0 +1,38 @@
+"""Llama-3.2-1B by heads kept and state size: the published grid (arXiv 2602.11374).
+
+hybrid-distill sweep --recipe recipes/sweep_llama_1b.py --out runs/sweep_llama_1b --cluster slurm --jobs 8
+python recipes/sweep_llama_1b.py --status runs/sweep_llama_1b
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from hybrid_llama_1b import config as llama_1b
+
+from hybrid_distill.cli import main as command
+from hybrid_distill.config import RunConfig
+
+
+def config() -> RunConfig:
+    """A tenth of the published tokens. Heads are aligned one by one, so that all plans can share them."""
+    base = llama_1b()
+    return replace(
+        base,
+        name="sweep-llama-1b",
+        align=replace(base.align, target="head", steps=base.align.steps // 10),
+        distill=replace(base.distill, steps=base.distill.steps // 10),
+    )
+
+
+def grid() -> dict[str, Any]:
+    """Whole layers have 32 heads: add ``--heads ...,32,64,128`` to compare with them (``--selection top,layers``)."""
+    return {"heads": "0,5,10,20,30,40,all", "d_state": "4,8,16,32,64", "seeds": 1, "selection": "top"}
+
+
+def main() -> None:
+    command(["sweep", "--recipe", __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
