@@ -86,10 +86,11 @@ def _seconds_left(sweep: Sweep, outcomes: dict[str, Outcome], done: dict[str, in
         return sum(outcomes[task.name].seconds for task in finished) / steps if steps else 0.0
 
     every = list(sweep.tasks.values())
-    kinds = [[task for task in every if (task.cell is None) == shared] for shared in (True, False)]
     overall, seconds = seconds_a_step(every), 0.0
-    for tasks in kinds:
-        left = sum(task.steps - done[task.name] for task in tasks if outcomes[task.name].state not in ("done", "failed"))
+    for is_cell in (False, True):
+        tasks = [task for task in every if (task.cell is not None) == is_cell]
+        unfinished = [task for task in tasks if outcomes[task.name].state not in ("done", "failed")]
+        left = sum(task.steps - done[task.name] for task in unfinished)
         seconds += left * (seconds_a_step(tasks) or overall)
     return seconds
 
