@@ -312,7 +312,7 @@ class Run:
         return load_teacher(options.path, dtype=options.dtype, attn_implementation=options.attn_implementation)
 
     def _tracked(self, first_step: int) -> TrackedRun:
-        return TrackedRun(self.out, self.config.name, self.config.group, first_step)
+        return TrackedRun(self.out, self.config.name, self.config.group, first_step, to_json(self.config))
 
     def evaluate(self, student: HybridForCausalLM) -> EvalResult:
         """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json.

@@ -308,10 +308,11 @@ def test_trackers_are_told_the_group(tracker: str, tmp_path: Path) -> None:
     accelerator: Any = SimpleNamespace(
         log_with=[tracker], init_trackers=lambda project, init_kwargs: told.update(init_kwargs[tracker])
     )
-    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep").start(accelerator, {"steps": 3})
+    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", config={"seed": 3}).start(accelerator)
+    assert told["config"] == {"seed": 3}
     assert told["group"] == "my-sweep" and told["name"].startswith("top4-n16-s0") and told["resume"] == "allow"
     first = dict(told)
-    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", first_step=5).start(accelerator, {"steps": 3})
+    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", 5, {"seed": 3}).start(accelerator)
     assert told == first, "a later stage, or a resumed one, must find the same run"
 
 

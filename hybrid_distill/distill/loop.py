@@ -97,7 +97,7 @@ def train_stage(
     finite or far above the usual, and Interrupted, after saving, on SIGINT, SIGTERM or SIGUSR1.
     """
     out = Path(out_dir)
-    tracked = tracked or TrackedRun(out, config.name)
+    tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())
     accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=tracked.folder)
     _check_precision(stage, config)
     parent = checkpoint.weights_hash(stage.student)
@@ -198,7 +198,7 @@ class _Run:
             self.out.mkdir(parents=True, exist_ok=True)
             self.checkpoints.clear(after=self.step)
             _cut_metrics(self.out / METRICS, self.step)
-        self.tracked.start(self.accelerator, {"stage": config.name, "out": str(self.out), **config.to_dict()})
+        self.tracked.start(self.accelerator)
 
     def train(self, progress: bool, trace: Path | None = None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted and SaveFailed."""

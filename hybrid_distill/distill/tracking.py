@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,20 @@ class TrackedRun:
     group: str = ""
     first_step: int = 0
     """Steps of the stages before this one."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What trackers list beside the run, and can sort runs by."""
 
     @property
     def id(self) -> str:
         """The same for every stage and every start of a run."""
         return hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
 
-    def start(self, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
+    def start(self, accelerator: Accelerator) -> None:
         """Begin, or take up again, the run in each tracker that the accelerator has."""
         if not accelerator.log_with:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        options = {"group": self.group or None, "config": dict(config), "resume": "allow"}
+        options = {"group": self.group or None, "config": dict(self.config), "resume": "allow"}
         # tensorboard would make of a config one more run, named by the time. trackio knows runs by name alone.
         kwargs = {
             "wandb": {**options, "name": self.name, "id": self.id, "dir": str(self.folder)},
@@ -55,7 +57,7 @@ class TrackedRun:
 def log_figures(trackers: Sequence[str], tracked: TrackedRun, figures: Mapping[str, float]) -> None:
     """Add what was measured at the end to a run whose stages are over."""
     accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
-    tracked.start(accelerator, {})
+    tracked.start(accelerator)
     tracked.log(accelerator, "evaluation", figures, 0)
     for tracker in accelerator.trackers:
         tracker.finish()
