@@ -72,7 +72,7 @@ def test_cells_that_are_equal_are_one_cell() -> None:
         (["--options", "timeout_min=5"], "--cluster"),
         (["--cluster", "local", "--options", "timeout_min"], "NAME=VALUE"),
         (["--set", "distill.steps"], "NAME=VALUE"),
-        (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "--set teacher.path"),
+        (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "no/such"),
         (["--trackers", "mlflow"], "mlflow"),
         (["--recipe", "README.md"], "no recipe"),
         (["--status", "/no/such/sweep"], "no sweep"),

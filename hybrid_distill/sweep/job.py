@@ -79,7 +79,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
     base = _base(job, recipe)
     check_trackers(base.trackers)
     grid = _grid(job, recipe, base)
-    shape = _shape(base)
+    shape = HeadPlan.none(shape_of_teacher(base))
     cells = grid.cells(shape)
     workers = _workers(job)
     with alone_in(job.out):
@@ -109,17 +109,6 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
     flags = [word for name, value in _pairs("set", job.set) for word in (f"--{name}", value)]
     base = tyro.cli(RunConfig, default=recipe.config(), args=flags)
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
-
-
-def _shape(base: RunConfig) -> HeadPlan:
-    """How many layers and heads the teacher has, from its config alone."""
-    try:
-        return HeadPlan.none(shape_of_teacher(base))
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"the teacher's config cannot be had ({reason}); give a local folder with --set teacher.path=PATH."
-        ) from error
 
 
 def _grid(job: SweepJob, recipe: Any, base: RunConfig) -> Grid:
