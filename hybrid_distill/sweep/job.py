@@ -79,7 +79,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
     base = _base(job, recipe)
     check_trackers(base.trackers)
     grid = _grid(job, recipe, base)
-    shape = HeadPlan.none(shape_of_teacher(base))
+    shape = HeadPlan.none(shape_of_teacher(base.teacher))
     cells = grid.cells(shape)
     workers = _workers(job)
     with alone_in(job.out):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig
+from ..data import DataConfig
 from ..pipeline import Run
 from .record import Sweep, alignment_name
 
@@ -45,12 +46,17 @@ def aligned_stage(sweep: Sweep, seed: int, d_state: int) -> Path:
 def seeded(sweep: Sweep, seed: int) -> RunConfig:
     """The recipe with another seed: of what is drawn in training, of the prompts and of the order of the data."""
     base = sweep.base
+
+    def reordered(data: DataConfig) -> DataConfig:
+        return replace(data, seed=data.seed + seed - base.seed)
+
     return replace(
         base,
         name=f"shared-s{seed}",
         out=sweep.out / "shared" / f"s{seed}",
         seed=seed,
-        data=replace(base.data, seed=base.data.seed + seed - base.seed),
+        data=reordered(base.data),
+        post=replace(base.post, data=reordered(base.post.data)),
         group=sweep.out.name,
         export=False,
     )
