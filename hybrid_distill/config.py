@@ -31,6 +31,10 @@ class TeacherConfig:
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
 
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ValueError(f"teacher.path is {self.path!r}; name a local folder, a model on the hub, or tiny.")
+
 
 @dataclass(frozen=True)
 class ScoringConfig:
@@ -190,7 +194,10 @@ def to_json(config: Any) -> dict[str, Any]:
 def from_json(path: Path) -> RunConfig:
     """Read a run's config.json. Raises ValueError for a file that is none."""
     try:
-        return from_record(json.loads(path.read_text()))
+        record = json.loads(path.read_text())
+        if "teacher" not in record:  # it would be the embedded one, without a word
+            raise ValueError("it names no teacher")
+        return from_record(record)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
 

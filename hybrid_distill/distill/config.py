@@ -171,6 +171,8 @@ class LongConfig(DistillConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.seq_len < 2:
+            raise ValueError(f"{self.name}.seq_len is {self.seq_len}; a row needs at least 2 tokens.")
         if self.segment_len is not None and self.segment_len < 1:
             raise ValueError(f"{self.name}.segment_len is {self.segment_len}; it must be at least 1, or None.")
 
@@ -185,3 +187,8 @@ class PostConfig(DistillConfig):
     teacher: str | None = None
     """A folder, or a name on the hub, of another teacher with the same vocabulary; by default the run's. Loaded in the
     run's ``teacher.dtype``; its chat template is the one that conversations are put into."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is not None and not self.teacher.strip():
+            raise ValueError(f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out.")
