@@ -10,7 +10,7 @@ from pathlib import Path
 from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.distill.config import AlignConfig, DistillConfig
+from hybrid_distill.distill.config import AlignConfig, DistillConfig, LongConfig, PostConfig
 
 
 def config() -> RunConfig:
@@ -44,6 +44,24 @@ def config() -> RunConfig:
             micro_batch_size=4,
             learning_rate=1e-5,
             precision="bf16",
+        ),
+        long=LongConfig(  # run with --stages align distill long
+            steps=1_000_000_000 // tokens_per_step,
+            batch_size=32,
+            micro_batch_size=1,
+            learning_rate=1e-5,
+            precision="bf16",
+            recompute=True,
+            seq_len=8192,
+            segment_len=2048,
+        ),
+        post=PostConfig(  # run with --stages align distill post, on what prepare-data --chat has written
+            steps=8_000_000_000 // tokens_per_step,
+            batch_size=128,
+            micro_batch_size=4,
+            learning_rate=1e-6,
+            precision="bf16",
+            data=DataConfig(sources=("tokens/math-chat", "tokens/chat"), weights=(0.5, 0.5), chat=True, seq_len=2048),
         ),
         evaluation=EvaluationConfig(n_pairs=(10, 20, 30, 50), n_examples=1000),
     )

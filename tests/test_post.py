@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, TeacherConfig, from_json
-from hybrid_distill.data import DataConfig, check_same_vocabulary, check_sources, open_rows, write_tokens
+from hybrid_distill.data import DataConfig, PackedRows, check_same_vocabulary, check_sources, open_rows, write_tokens
 from hybrid_distill.data.chat import encode_conversation
 from hybrid_distill.data.documents import read_documents
 from hybrid_distill.distill.config import PostConfig
@@ -98,6 +98,7 @@ def test_a_record_that_is_no_conversation_is_named(tmp_path, record):
 def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     tokenizer, source = chat_tokenizer(), conversations(tmp_path / "chat.jsonl")
     rows = open_rows(DataConfig((str(source),), chat=True, seq_len=16), tokenizer, cache_dir=tmp_path)
+    assert isinstance(rows, PackedRows)
     expected = [encode_conversation(document, tokenizer) for document in read_documents(str(source), None)]
     batch = rows.batch(0, rows.rows_per_epoch)
     found = {
@@ -106,10 +107,10 @@ def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     stream = [pair for ids, learned in expected for pair in zip(ids, learned)]
     stream += [(tokenizer.eos_token_id, False)] * (-len(stream) % 16)
     assert found == {tuple(stream[begin : begin + 16]) for begin in range(0, len(stream), 16)}
-    begins = batch["input_ids"][:, 1:] == tokenizer.convert_tokens_to_ids("<user>")
-    assert torch.equal(batch["seq_idx"].diff(dim=1) == 1, begins | (batch["input_ids"][:, 1:] == 1) & (
-        batch["input_ids"][:, :-1] != 1
-    ))
+    before, after = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+    begins = after == tokenizer.convert_tokens_to_ids("<user>")
+    padding = (after == tokenizer.eos_token_id) & (before != tokenizer.eos_token_id)
+    assert torch.equal(batch["seq_idx"].diff(dim=1) == 1, torch.logical_or(begins, padding))
 
 
 def test_any_number_of_workers_and_a_limit_write_the_same_masks(tmp_path):

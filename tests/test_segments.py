@@ -16,6 +16,7 @@ from hybrid_distill.build import build_student
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.distill.config import DistillConfig, LongConfig
+from hybrid_distill.distill.loop import train_stage
 from hybrid_distill.distill.stages import make_stage
 from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
 from hybrid_distill.pipeline import Run
@@ -42,12 +43,10 @@ def random_heads() -> SSMHeads:
 
 def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows) -> list[torch.Tensor]:
     heads.segment_len = segment_len
-    heads.zero_grad()
-    hidden = hidden.clone().requires_grad_()
-    y = heads(hidden, *rows)
+    inputs = [hidden.clone().requires_grad_(), *heads.parameters()]
+    y = heads(inputs[0], *rows)
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-    (y * weight).sum().backward()
-    return [y.detach(), hidden.grad, *(p.grad.clone() for p in heads.parameters())]
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), inputs)]
 
 
 @pytest.mark.parametrize("segment_len", [1, 2, 4, 5, 8, 22])
@@ -62,8 +61,8 @@ def test_values_and_gradients_are_those_of_whole_rows(rows, segment_len):
 def test_gradients_pass_through_the_states_between_segments():
     heads, hidden = random_heads(), torch.randn(1, L, D, dtype=torch.float64, requires_grad=True)
     heads.segment_len = 4
-    heads(hidden)[:, -1].sum().backward()
-    assert (hidden.grad[0, :4] != 0).all(), "the first segment is in the last token's past"
+    (gradient,) = torch.autograd.grad(heads(hidden)[:, -1].sum(), hidden)
+    assert (gradient[0, :4] != 0).all(), "the first segment is in the last token's past"
 
 
 @torch.no_grad()
@@ -92,10 +91,9 @@ def test_the_long_stage_is_end_to_end_distillation_in_segments(recompute):
 
 def test_the_next_stage_runs_whole_rows_again():
     student, teacher = small_models()
-    make_stage(LongConfig(segment_len=7), student, teacher)
-    assert student.mixers()[0].ssm.segment_len == 7
-    make_stage(DistillConfig(), student, teacher)
-    assert student.mixers()[0].ssm.segment_len is None
+    for config, expected in ((LongConfig(segment_len=7), 7), (DistillConfig(), None)):
+        make_stage(config, student, teacher)
+        assert {mixer.ssm.segment_len for mixer in student.mixers() if mixer.ssm is not None} == {expected}
 
 
 def bytes_over_inputs(length: int, segment_len: int | None) -> tuple[int, int]:
@@ -135,11 +133,10 @@ def long_run(tmp_path, seq_len: int, **changes) -> RunConfig:
 def test_rows_of_the_same_data_at_their_own_length(tmp_path, monkeypatch):
     run = Run(long_run(tmp_path, 320, data=DataConfig(seq_len=64)))
     lengths = []
-    train = run._run_stage.__globals__["train_stage"]
 
     def watched(stage, rows, *args, **options):
         lengths.append(rows.batch(0, 1)["input_ids"].shape[1])
-        return train(stage, rows, *args, progress=False, **options)
+        return train_stage(stage, rows, *args, progress=False, **options)
 
     monkeypatch.setattr("hybrid_distill.pipeline.train_stage", watched)
     run.prepare()
