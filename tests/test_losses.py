@@ -121,7 +121,7 @@ def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits)
     expected = distillation_loss(student, teacher)
     torch.testing.assert_close(distillation_loss(wide_student, wide_teacher, vocab_size=V), expected)
     torch.testing.assert_close(distillation_loss(wide_student, teacher), expected)
-    with pytest.raises(ValueError, match=r"vocab_size is 14; the student has 16 logits and the teacher 13"):
+    with pytest.raises(ValueError, match=r"vocab_size is 14; the student has 16 logits and the teacher has 13"):
         distillation_loss(wide_student, wide_teacher, vocab_size=14)
 
 

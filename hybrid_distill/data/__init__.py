@@ -11,7 +11,8 @@ format of the files.
 from .config import DataConfig, check_sources, open_rows
 from .documents import DataUnavailable, read_documents
 from .folder import TokenHeader, open_tokens, write_tokens
-from .rows import Batch, PackedRows, Rows
+from .logits import LogitFolder, LogitHeader, TaughtRows, open_logits
+from .rows import Batch, PackedRows, Rows, TaughtBatch
 from .streaming import StreamingRows
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
 
@@ -19,13 +20,18 @@ __all__ = [
     "Batch",
     "DataConfig",
     "DataUnavailable",
+    "LogitFolder",
+    "LogitHeader",
     "PackedRows",
     "Rows",
     "StreamingRows",
+    "TaughtBatch",
+    "TaughtRows",
     "TokenHeader",
     "Tokens",
     "check_same_vocabulary",
     "check_sources",
+    "open_logits",
     "open_rows",
     "open_tokens",
     "read_documents",

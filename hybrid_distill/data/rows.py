@@ -32,6 +32,15 @@ class Batch(TypedDict):
     source has, and in conversations where the next token is not the assistant's."""
 
 
+class TaughtBatch(Batch):
+    """A batch that brings along what the teacher says of it, read from disk (`logits`)."""
+
+    teacher_ids_BLK: Tensor
+    """int64: the teacher's K likeliest next tokens, ascending."""
+    teacher_log_probs_BLK: Tensor
+    """float32."""
+
+
 class Rows(Protocol):
     """Where a training loop takes its batches from."""
 
@@ -62,8 +71,13 @@ class PackedRows:
         total = sum(self._n_rows)
         self._shares = [max(1, round(total * w / sum(weights))) for w in weights] or self._n_rows
         self._ends = np.cumsum(self._shares)
+        self._row_ends = np.cumsum(self._n_rows)
+        self.is_plain_epoch = not weights
+        """Whether an epoch holds every row once."""
         prints = [tokens.fingerprint for tokens in self.sources]
         self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
+        self.text_fingerprint = hash_of(prints)
+        """Of the tokens alone, whatever the length and the order of rows."""
 
     @classmethod
     def from_texts(
@@ -78,6 +92,11 @@ class PackedRows:
         return int(self._ends[-1])
 
     @property
+    def n_rows(self) -> int:
+        """Rows of all sources."""
+        return int(self._row_ends[-1])
+
+    @property
     def n_tokens(self) -> int:
         """Tokens of all sources."""
         return sum(len(tokens) for tokens in self.sources)
@@ -87,13 +106,27 @@ class PackedRows:
 
         Raises ValueError for a ``batch_size`` that ``world`` does not divide.
         """
+        return self.read(self.step_row_ids(step, batch_size, rank, world))
+
+    def step_row_ids(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """The numbers of the rows that `batch` returns."""
         share = rows_of_each(batch_size, world)
-        first = step * batch_size + rank * share
-        columns = zip(*(self._row(index) for index in range(first, first + share)))
+        return self.row_ids(step * batch_size + rank * share, share)
+
+    def row_ids(self, first: int, n: int) -> np.ndarray:
+        """Which rows come at places ``first ... first + n - 1``, [n] int64: numbers from 0 over all sources.
+
+        A row's number depends on the sources and ``seq_len`` alone, not on seed or weights.
+        """
+        return np.array([self._row_id(place) for place in range(first, first + n)], dtype=np.int64)
+
+    def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
+        """The rows of these numbers."""
+        columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
         input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
 
-    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _row_id(self, index: int) -> int:
         epoch, place = divmod(index, self.rows_per_epoch)
         place = shuffled(place, self.rows_per_epoch, self.seed, 0, epoch)
         number = int(np.searchsorted(self._ends, place, side="right"))
@@ -101,6 +134,11 @@ class PackedRows:
         n_rows = self._n_rows[number]
         own_epoch, own_place = divmod(epoch * self._shares[number] + place - begin, n_rows)
         row = shuffled(own_place, n_rows, self.seed, number + 1, own_epoch)
+        return int(self._row_ends[number]) - n_rows + row
+
+    def _row(self, row_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        number = int(np.searchsorted(self._row_ends, row_id, side="right"))
+        row = row_id - (int(self._row_ends[number]) - self._n_rows[number])
         return self.sources[number].row(row, self.seq_len)
 
     def state_dict(self) -> dict[str, Any]:

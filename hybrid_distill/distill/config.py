@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..data import DataConfig
@@ -91,9 +92,14 @@ class StageConfig:
                 f"use a multiple of {processes}."
             )
 
+    @property
+    def rows_read(self) -> int:
+        """Rows that the stage reads, from the first of the data's order."""
+        return self.steps * self.batch_size
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: tuples become lists."""
-        return json.loads(json.dumps(asdict(self)))
+        """For JSON: tuples become lists, paths strings."""
+        return json.loads(json.dumps(asdict(self), default=str))
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class DistillConfig(StageConfig):
     train: Literal["all", "mixer", "ssm"] = "all"
     fused: bool = True
     """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""
+    teacher_logits: Path | None = None
+    """A folder that ``hybrid-distill cache-logits`` has written for this run: the stage reads what the teacher says
+    there, and there is no teacher in memory."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,11 @@ class OnPolicyConfig(DistillConfig):
                 raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be at least 1.")
         if not self.sampling_temperature > 0:
             raise ValueError(f"{self.name}.sampling_temperature is {self.sampling_temperature!r}; it must be above 0.")
+        if self.teacher_logits is not None:
+            raise ValueError(
+                f"{self.name}.teacher_logits is {self.teacher_logits}; what a student will write is on no disk: "
+                "leave it out."
+            )
         if self.hard_weight:
             raise ValueError(f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is no label: use 0.")
 

@@ -190,7 +190,9 @@ class _Run:
         self.strategy = _spread(self.stage, config, self.accelerator)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.flops = flops_per_token(
-            self.stage.student, self.stage.teacher, teacher_forced=not isinstance(self.stage, EndToEnd)
+            self.stage.student,
+            self.stage.teacher if self.stage.has_teacher else None,
+            teacher_forced=not isinstance(self.stage, EndToEnd),
         )
         if snapshot is not None:
             self._restore(snapshot)
@@ -389,9 +391,10 @@ def _clear(out: Path, checkpoints: Checkpoints) -> None:
 
 
 def _check_precision(stage: Stage, config: StageConfig) -> None:
-    if config.precision == "fp32" and stage.teacher.dtype != torch.float32:
+    dtype = (stage.teacher if stage.has_teacher else stage.student).dtype
+    if config.precision == "fp32" and dtype != torch.float32:
         raise ValueError(
-            f"{config.name}.precision is 'fp32' and the teacher is {stage.teacher.dtype}; load it with "
+            f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
             "--teacher.dtype float32, or use precision bf16."
         )
 
@@ -411,15 +414,14 @@ def _cut_metrics(path: Path, step: int) -> None:
 
 
 def _cut(batch: Batch, size: int) -> list[Batch]:
-    parts = (tensor.split(size) for tensor in (batch["input_ids"], batch["seq_idx"], batch["mask"]))
-    return [{"input_ids": ids, "seq_idx": seq_idx, "mask": mask} for ids, seq_idx, mask in zip(*parts)]
+    tensors = cast(dict[str, Tensor], batch)
+    parts = zip(*(tensor.split(size) for tensor in tensors.values()))
+    return [cast(Batch, dict(zip(tensors, part))) for part in parts]
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    ids, seq_idx, mask = (
-        batch[name].to(device, non_blocking=True) for name in ("input_ids", "seq_idx", "mask")
-    )
-    return {"input_ids": ids, "seq_idx": seq_idx, "mask": mask}
+    tensors = cast(dict[str, Tensor], batch)
+    return cast(Batch, {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 @contextmanager

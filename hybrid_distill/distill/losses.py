@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,21 @@ IGNORE = -100
 CHUNK_LOGITS = 2**26
 """Logits turned into float32 at the same time (256 MiB). A chunk is as many tokens as fit; where there are
 several chunks, each is recomputed in the backward pass."""
+
+
+SMALLEST_TAIL = torch.finfo(torch.float32).eps
+"""What a teacher's top K leave over, at least: less is the rounding of their sum."""
+
+
+class TopK(NamedTuple):
+    """A teacher as the ids, distinct, and log-probabilities of its K likeliest tokens.
+
+    The log-probabilities are over the real vocabulary and at the temperature of the loss. What they leave over is the
+    probability of one more outcome, "any other token", for teacher and student alike.
+    """
+
+    ids_BLK: Tensor
+    log_probs_BLK: Tensor
 
 
 def forward_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
@@ -73,7 +88,7 @@ def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor)
 
 def distillation_loss(
     student_logits_BLV: Tensor,
-    teacher_logits_BLV: Tensor,
+    teacher: Tensor | TopK,
     mask_BL: Tensor | None = None,
     *,
     kind: str = "forward_kl",
@@ -86,16 +101,19 @@ def distillation_loss(
 ) -> Tensor:
     """``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
 
-    The temperature T divides the logits of both sides; T^2 keeps the gradient's size (arXiv 1503.02531). The
-    hard part has temperature 1 and is a mean over the tokens that have a label. ``vocab_size`` is the number
-    of real tokens: entries beyond it are padding, which teacher and student may have in different amounts. By
-    default it is the smaller of the two widths. Logits become float32 ``chunk_size`` tokens at a time.
+    ``teacher`` is its logits, [B, L, V], or a `TopK`. The temperature T divides the logits of both sides; T^2 keeps the
+    gradient's size (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the tokens that have a label.
+    ``vocab_size`` is the number of real tokens: entries beyond it are padding, which teacher and student may have in
+    different amounts. By default it is the smaller of the two widths. Logits become float32 ``chunk_size`` tokens at a
+    time.
 
     Raises ValueError for an option out of range, or hard labels asked for and not given.
     """
     _check_options(kind, temperature, hard_weight, labels_BL)
-    n_real = _real_vocabulary(student_logits_BLV, teacher_logits_BLV, vocab_size)
+    known = teacher if isinstance(teacher, TopK) else (teacher,)
+    n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
     divergence = _divergence(kind, beta)
+    compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TopK) else _tokens
     shape = student_logits_BLV.shape[:-1]
     mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
@@ -103,17 +121,16 @@ def distillation_loss(
     soft_scale = (1.0 - hard_weight) * temperature**2 / _count(mask_BL)
     hard_scale = hard_weight / _count(labels_BL != IGNORE)
 
-    def chunk_loss(student_MV: Tensor, teacher_MV: Tensor, mask_M: Tensor, labels_M: Tensor) -> Tensor:
-        student_MV, teacher_MV = (_real_logits(x, mask_M, n_real) for x in (student_MV, teacher_MV))
-        tempered = ((x / temperature).log_softmax(-1) for x in (student_MV, teacher_MV))
-        loss = soft_scale * divergence(*tempered).where(mask_M, 0.0).sum()
+    def chunk_loss(mask_M: Tensor, labels_M: Tensor, student_MV: Tensor, *known_MX: Tensor) -> Tensor:
+        student_MV, *theirs = (_real(x, mask_M, n_real) for x in (student_MV, *known_MX))
+        loss = soft_scale * divergence(*compared(student_MV, *theirs, temperature)).where(mask_M, 0.0).sum()
         if hard_weight:
             loss = loss + hard_scale * hard_cross_entropy(student_MV.log_softmax(-1), labels_M).sum()
         return loss
 
-    logits = (student_logits_BLV.flatten(0, -2), teacher_logits_BLV.flatten(0, -2))
+    of_tokens = (mask_BL.flatten(), labels_BL.flatten(), *(x.flatten(0, -2) for x in (student_logits_BLV, *known)))
     size = chunk_size or max(1, CHUNK_LOGITS // n_real)
-    chunks = list(zip(*(x.split(size) for x in (*logits, mask_BL.flatten(), labels_BL.flatten()))))
+    chunks = list(zip(*(x.split(size) for x in of_tokens)))
     if len(chunks) == 1:
         return chunk_loss(*chunks[0])
     return torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
@@ -136,6 +153,15 @@ def fused_distillation_loss(
 
     teacher = loss.TeacherHead(teacher_hidden_BLE, teacher_head_WE)
     return loss.distillation_loss(student_hidden_BLD, student_head_VD, teacher, mask_BL, **options)
+
+
+def fused_top_k_loss(
+    student_hidden_BLD: Tensor, student_head_VD: Tensor, teacher: TopK, mask_BL: Tensor | None = None, **options: Any
+) -> Tensor:
+    """`fused_distillation_loss` with a teacher that is known at its likeliest tokens."""
+    from hybrid_kernels import loss
+
+    return loss.distillation_loss(student_hidden_BLD, student_head_VD, loss.TeacherTopK(*teacher), mask_BL, **options)
 
 
 def l2_norm_loss(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -171,14 +197,15 @@ def masked_mean(x: Tensor, mask_BL: Tensor | None) -> Tensor:
     return per_token.where(mask_BL, 0.0).sum() / _count(mask_BL)
 
 
-def _real_vocabulary(student_BLV: Tensor, teacher_BLV: Tensor, vocab_size: int | None) -> int:
-    widths = student_BLV.shape[-1], teacher_BLV.shape[-1]
-    n_real = min(widths) if vocab_size is None else vocab_size
-    if not 0 < n_real <= min(widths):
-        raise ValueError(
-            f"vocab_size is {n_real}; the student has {widths[0]} logits and the teacher {widths[1]}, "
-            f"so it must be from 1 to {min(widths)}."
-        )
+def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TopK, vocab_size: int | None) -> int:
+    widths = {"the student": student_BLV.shape[-1]}
+    if not isinstance(teacher, TopK):
+        widths["the teacher"] = teacher.shape[-1]
+    narrowest = min(widths.values())
+    n_real = narrowest if vocab_size is None else vocab_size
+    if not 0 < n_real <= narrowest:
+        have = " and ".join(f"{name} has {width} logits" for name, width in widths.items())
+        raise ValueError(f"vocab_size is {n_real}; {have}, so it must be from 1 to {narrowest}.")
     return n_real
 
 
@@ -188,9 +215,29 @@ def _divergence(kind: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
     return {"forward_kl": forward_kl, "reverse_kl": reverse_kl}[kind]
 
 
-def _real_logits(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
-    """Real vocabulary in float32; what padding tokens hold, be it NaN, reaches neither value nor gradient."""
-    return _wide(x_MV[:, :n_real]).masked_fill(~mask_M[:, None], 0.0)
+def _tokens(student_MV: Tensor, teacher_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all tokens, the student's and the teacher's."""
+    return (student_MV / temperature).log_softmax(-1), (teacher_MV / temperature).log_softmax(-1)
+
+
+def _outcomes(
+    student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The same of the teacher's K tokens and of "any other", which is left out if K is the whole vocabulary."""
+    log_q_MV = (student_MV / temperature).log_softmax(-1)
+    log_q_MK = log_q_MV.gather(1, ids_MK)
+    if ids_MK.shape[1] == student_MV.shape[1]:
+        return log_q_MK, log_probs_MK
+    rest_M1 = log_q_MV.scatter(1, ids_MK, -math.inf).logsumexp(-1, keepdim=True)
+    tail_M1 = (1.0 - log_probs_MK.exp().sum(-1, keepdim=True)).clamp_min(SMALLEST_TAIL).log()
+    return torch.cat([log_q_MK, rest_M1], -1), torch.cat([log_probs_MK, tail_M1], -1)
+
+
+def _real(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
+    """Real vocabulary in float32, ids as they are; what padding tokens hold, be it NaN, reaches neither value nor
+    gradient."""
+    x_MV = x_MV[:, :n_real]
+    return (_wide(x_MV) if x_MV.is_floating_point() else x_MV).masked_fill(~mask_M[:, None], 0)
 
 
 def _root(square: Tensor) -> Tensor:

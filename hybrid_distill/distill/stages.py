@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..build import share_frozen_weights, unshare_weights
-from ..data import Batch
+from ..data import Batch, TaughtBatch
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..teacher import AttentionSite, attention_sites
 from .config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, StageConfig
 from .losses import (
+    TopK,
     distillation_loss,
     frobenius_loss,
     fused_distillation_loss,
+    fused_top_k_loss,
     l2_norm_loss,
     next_token_labels,
     normalised_mse,
@@ -57,13 +59,19 @@ class Stage(nn.Module, ABC):
     entry = "forward"
     """The method by which `parts` are called."""
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None) -> None:
         super().__init__()
-        self._models = (student, teacher.eval())  # a tuple: neither becomes a submodule
+        # A tuple: neither becomes a submodule.
+        self._models: tuple[Any, ...] = (student,) if teacher is None else (student, teacher.eval())
 
     @property
     def student(self) -> HybridForCausalLM:
         return self._models[0]
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a teacher in memory; without one, batches bring along what it says."""
+        return len(self._models) > 1
 
     @property
     def teacher(self) -> PreTrainedModel:
@@ -90,8 +98,8 @@ class Stage(nn.Module, ABC):
     def _train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
         if not chosen:
             raise ValueError("the student has nothing to train: its plan keeps every head.")
-        self.teacher.requires_grad_(False)
-        self.student.requires_grad_(False)
+        for model in self._models:
+            model.requires_grad_(False)
         for parameter in chosen.values():
             parameter.requires_grad_(True)
             parameter.data = parameter.data.float()
@@ -266,12 +274,15 @@ class EndToEnd(Stage):
     is the tokenizer's, for models that pad their vocabulary. ``fused`` never holds the logits of all tokens, where
     output embeddings are plain products and whole in this process (not under ZeRO-3). ``segment_len`` is how many
     tokens the recurrent heads run over at a time (see `SSMHeads`).
+
+    Without a teacher, each batch must be a `TaughtBatch`: the loss is then over the teacher's likeliest tokens and "any
+    other". What was stored is for one ``temperature`` and ``vocab_size``, which must be these.
     """
 
     def __init__(
         self,
         student: HybridForCausalLM,
-        teacher: PreTrainedModel,
+        teacher: PreTrainedModel | None,
         *,
         kind: str = "forward_kl",
         temperature: float = 1.0,
@@ -303,17 +314,38 @@ class EndToEnd(Stage):
         options = dict(self._options)
         if self.hard_weight:
             options |= {"hard_weight": self.hard_weight, "labels_BL": next_token_labels(input_ids, seq_idx, mask)}
-        with torch.no_grad():
-            packed = packed_inputs(seq_idx, self.teacher.dtype, self.teacher.config)
-            theirs_BLE = self.teacher.base_model(input_ids=input_ids, use_cache=False, **packed)[0]
+        theirs = teacher_hidden(self.teacher, batch) if self.has_teacher else _top_k(batch)
         ours_BLD = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False)[0]
-        ours, theirs = (_OutputEmbedding.of(model) for model in self._models)
+        compare: Any = self._to_top_k if isinstance(theirs, TopK) else self._to_teacher
+        return StageLoss(compare(ours_BLD, theirs, mask, options), {})
+
+    def _to_teacher(self, ours_BLD: Tensor, theirs_BLE: Tensor, mask_BL: Tensor, options: dict[str, Any]) -> Tensor:
+        ours, theirs = (OutputEmbedding.of(model) for model in self._models)
         if self.fused and ours.is_product and theirs.is_product:
             inputs = ours_BLD, ours.module.weight, theirs_BLE, theirs.module.weight
-            return StageLoss(fused_distillation_loss(*inputs, mask, **options), {})
+            return fused_distillation_loss(*inputs, mask_BL, **options)
         with torch.no_grad():
             teacher_logits_BLV = theirs(theirs_BLE)
-        return StageLoss(distillation_loss(ours(ours_BLD), teacher_logits_BLV, mask, **options), {})
+        return distillation_loss(ours(ours_BLD), teacher_logits_BLV, mask_BL, **options)
+
+    def _to_top_k(self, ours_BLD: Tensor, theirs: TopK, mask_BL: Tensor, options: dict[str, Any]) -> Tensor:
+        ours = OutputEmbedding.of(self.model)
+        if self.fused and ours.is_product:
+            return fused_top_k_loss(ours_BLD, ours.module.weight, theirs, mask_BL, **options)
+        return distillation_loss(ours(ours_BLD), theirs, mask_BL, **options)
+
+
+@torch.no_grad()
+def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
+    """The teacher's last hidden states, [B, L, E], every document of a row by itself."""
+    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
+    return teacher.base_model(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+
+
+def _top_k(batch: Batch) -> TopK:
+    assert "teacher_ids_BLK" in batch, "without a teacher, rows are data.logits.TaughtRows"
+    taught = cast(TaughtBatch, batch)
+    return TopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
 
 
 class OnPolicy(EndToEnd):
@@ -382,14 +414,14 @@ class OnPolicy(EndToEnd):
             model.train(training)
 
 
-class _OutputEmbedding(NamedTuple):
+class OutputEmbedding(NamedTuple):
     """What turns a model's last hidden states into logits."""
 
     module: Any
     config: Any
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _OutputEmbedding:
+    def of(cls, model: PreTrainedModel) -> OutputEmbedding:
         return cls(model.get_output_embeddings(), model.base_model.config)
 
     def __call__(self, hidden_BLD: Tensor) -> Tensor:
@@ -410,11 +442,18 @@ class _OutputEmbedding(NamedTuple):
 def make_stage(
     config: StageConfig,
     student: HybridForCausalLM,
-    teacher: PreTrainedModel,
+    teacher: PreTrainedModel | None,
     *,
     vocab_size: int | None = None,
 ) -> Stage:
-    """The stage that a config describes."""
+    """The stage that a config describes; one with ``teacher_logits`` leaves the teacher alone.
+
+    Raises ValueError where there is no teacher and the stage needs one.
+    """
+    if isinstance(config, DistillConfig) and config.teacher_logits is not None:
+        return EndToEnd(student, None, vocab_size=vocab_size, **_end_to_end_options(config))
+    if teacher is None:
+        raise ValueError(f"{config.name} needs the teacher; only end-to-end distillation has teacher_logits on disk.")
     if isinstance(config, AlignConfig):
         return LayerAlignment(
             student,
@@ -427,20 +466,21 @@ def make_stage(
     if isinstance(config, MatrixConfig):
         return MatrixAlignment(student, teacher, recompute=config.recompute)
     if isinstance(config, DistillConfig):
-        options: dict[str, Any] = {
-            name: getattr(config, name)
-            for name in ("kind", "temperature", "beta", "hard_weight", "train", "recompute", "fused")
-        }
+        options = _end_to_end_options(config)
         if isinstance(config, OnPolicyConfig):
             names = ("share", "prompt_tokens", "new_tokens", "sampling_temperature")
             own = {name: getattr(config, name) for name in names}
             return OnPolicy(student, teacher, vocab_size=vocab_size, **own, **options)
-        if isinstance(config, LongConfig):
-            options["segment_len"] = config.segment_len
         return EndToEnd(student, teacher, vocab_size=vocab_size, **options)
     raise ValueError(
         f"{type(config).__name__} describes no stage; use AlignConfig, MatrixConfig or DistillConfig."
     )
+
+
+def _end_to_end_options(config: DistillConfig) -> dict[str, Any]:
+    names = ("kind", "temperature", "beta", "hard_weight", "train", "recompute", "fused")
+    options = {name: getattr(config, name) for name in names}
+    return options | ({"segment_len": config.segment_len} if isinstance(config, LongConfig) else {})
 
 
 def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
