@@ -127,7 +127,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     if abs(values["ours"] / values["plain"] - 1) > tolerance:
         raise SystemExit(f"{case.named()}: the losses differ, nothing was timed: {values}")
 
-    flops = flops_per_token(stage.student, stage.teacher, teacher_forced=not isinstance(stage, EndToEnd))
+    flops = flops_per_token(stage.student, stage.teachers, teacher_forced=not isinstance(stage, EndToEnd))
     tokens = batch["input_ids"].numel()
     record: dict[str, Any] = {"case": case.named(), "rows": case.rows, "tokens": tokens, "losses": values}
     seconds: dict[str, list[float]] = {name: [] for name in losses}

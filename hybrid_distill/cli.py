@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 
 from . import compare as comparison
+from .cache_logits import CacheJob, cache_logits
 from .config import RunConfig, from_json, on_embedded_teacher
 from .distill.accelerator import WorldError, connect, disconnect
 from .distill.loop import Diverged, Interrupted
@@ -60,6 +61,17 @@ def _asks_for_tiny(argv: Sequence[str]) -> bool:
 @app.command(name="run")
 def run_command(recipe: tyro.conf.Positional[Path], /) -> None:
     """Run a recipe, a Python file with config(). Flags after it override its fields; --help there lists them."""
+    raise AssertionError("dispatched by main, because the recipe's own flags follow")
+
+
+@app.command(name="cache-logits")
+def cache_logits_command(recipe: tyro.conf.Positional[Path], /) -> None:
+    """Write down what the teacher says of a recipe's rows, so that its distillation needs no teacher in memory.
+
+    Takes the flags of the run, of which --distill.teacher-logits names the folder, and a few of its own; --help after
+    the recipe lists them. Goes on where it was stopped. ``accelerate launch -m hybrid_distill cache-logits ...`` shares
+    the rows between processes.
+    """
     raise AssertionError("dispatched by main, because the recipe's own flags follow")
 
 
@@ -168,8 +180,9 @@ def report(path: tyro.conf.Positional[Path], /) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``hybrid-distill``."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-"):
-        _exit_cleanly(lambda: _run_recipe_file(Path(argv[1]), argv[2:]))
+    of_recipes = {"run": _run_recipe_file, "cache-logits": _cache_recipe_file}
+    if argv[:1] and argv[0] in of_recipes and len(argv) > 1 and not argv[1].startswith("-"):
+        _exit_cleanly(lambda: of_recipes[argv[0]](Path(argv[1]), argv[2:]))
         return
     _exit_cleanly(lambda: app.cli(prog="hybrid-distill", args=argv, description=__doc__))
 
@@ -190,6 +203,14 @@ def _load_recipe(path: Path) -> Any:
 def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
     run_recipe(recipe.config(), argv, recipe.__doc__)
+
+
+def _cache_recipe_file(path: Path, argv: Sequence[str]) -> None:
+    recipe = _load_recipe(path)
+    default = on_embedded_teacher(recipe.config()) if _asks_for_tiny(argv) else recipe.config()
+    line = cache_logits(tyro.cli(CacheJob, default=CacheJob(default), args=argv, description=CacheJob.__doc__))
+    if connect().is_main_process:
+        print(line)
 
 
 def _exit_cleanly(action: Callable[[], Any]) -> None:

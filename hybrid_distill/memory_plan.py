@@ -133,7 +133,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         divisible=stage.divisible,
         trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
         frozen_bytes=_nbytes(p for p in stage.parameters() if not p.requires_grad),
-        teacher_bytes=_nbytes(teacher.parameters()) if stage.has_teacher else 0,
+        teacher_bytes=sum(_nbytes(model.parameters()) for model in stage.teachers),
         largest_layer_bytes=max(_nbytes(layer.parameters()) for layer in held),
         trained_matrices=_float32_matrices(computed, trained=True),
         frozen_matrices=_float32_matrices(computed, trained=False),

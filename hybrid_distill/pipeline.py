@@ -12,6 +12,7 @@ A run whose plan is made by restoration has ``aligned/`` besides, a run of its o
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import shutil
@@ -21,13 +22,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
 from .config import END_TO_END, PlanConfig, RunConfig, Stage, to_json
-from .data import Batch, check_same_vocabulary, check_sources, open_rows, read_documents
+from .data import (
+    Batch,
+    Rows,
+    TaughtRows,
+    check_same_vocabulary,
+    check_sources,
+    open_logits,
+    open_rows,
+    read_documents,
+)
 from .distill.accelerator import connect
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
+from .distill.config import DistillConfig
 from .distill.loop import train_stage
 from .distill.stages import make_stage
 from .distill.tracking import TrackedRun, log_figures
@@ -93,8 +105,8 @@ class Run:
         """Make the directory, or check that it holds this run and no other; look at the processes and the data before
         anything is spent.
 
-        Raises ValueError naming the fields that differ, or what is wrong with a source; for a batch that the processes
-        cannot share, before the teacher is loaded.
+        Raises ValueError naming the fields that differ, or what is wrong with a source or the teacher's logits; for a
+        batch that the processes cannot share, before the teacher is loaded.
         """
         processes = connect().num_processes
         for name in self.config.stages:
@@ -102,6 +114,8 @@ class Run:
         check_sources(self.config.data, self.tokenizer)
         for stage in self.config.stages:
             self._check_stage(stage)
+            if self._logits(stage) is not None:
+                self._rows(stage, self._tokenizer_of(stage))
         path = self.out / "config.json"
         if path.exists() and self.config.resume != "never":
             before = json.loads(path.read_text())
@@ -283,11 +297,15 @@ class Run:
         self, student: HybridForCausalLM, name: Stage, folder: Path, parent: str, steps_before: int
     ) -> StageManifest:
         options = getattr(self.config, name)
-        state = connect()
-        teacher, tokenizer = self._teacher_of(name)
-        rows = open_rows(self.config.data_of(name), tokenizer, rank=state.process_index, world=state.num_processes)
+        state, from_disk = connect(), self._logits(name) is not None
+        if from_disk:
+            rows, teacher = self._rows(name, self._tokenizer_of(name)), None
+            self._release_teacher(student)
+        else:
+            teacher, tokenizer = self.teacher_of(name)
+            rows = self._rows(name, tokenizer)
         stage = make_stage(options, student, teacher, vocab_size=len(self.tokenizer))
-        if teacher is not self.teacher:
+        if teacher is not None and teacher is not self.teacher:
             self.teacher.cpu()  # makes room; `evaluate` wants it back
         manifest = train_stage(
             stage,
@@ -301,15 +319,56 @@ class Run:
             tracked=self._tracked(steps_before),
             profile=self.config.profile,
         )
-        self.teacher.to(cast(Any, state.device))
+        if not from_disk:
+            self.teacher.to(cast(Any, state.device))
         return manifest
 
-    def _teacher_of(self, stage: Stage) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def teacher_of(self, stage: Stage) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Whom a stage distils from, and whose chat template it uses."""
         options = self.config.teacher_of(stage)
         if options == self.config.teacher:
             return self.teacher_and_tokenizer
         log.info("%s distils from %s: from its logits alone, for its hidden states are others", stage, options.path)
         return load_teacher(options.path, dtype=options.dtype, attn_implementation=options.attn_implementation)
+
+    def _tokenizer_of(self, stage: Stage) -> PreTrainedTokenizerBase:
+        """The tokenizer of `teacher_of`, without the weights."""
+        options = self.config.teacher_of(stage)
+        same = options == self.config.teacher
+        return self.tokenizer if same else read_teacher(options.path, options.revision)[1]
+
+    def _logits(self, stage: Stage) -> Path | None:
+        """Where a stage reads what the teacher says, if not from the teacher."""
+        return getattr(getattr(self.config, stage), "teacher_logits", None)
+
+    def _rows(self, stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        """What a stage reads; with the teacher's logits, if it takes them from disk, once they are found to fit."""
+        state, folder = connect(), self._logits(stage)
+        rows = open_rows(self.config.data_of(stage), tokenizer, rank=state.process_index, world=state.num_processes)
+        if folder is None:
+            return rows
+        logits, options = open_logits(folder), cast(DistillConfig, getattr(self.config, stage))
+        teacher = self.config.teacher_of(stage)
+        logits.check(
+            rows,
+            tokenizer,
+            fingerprint(self.teacher) if teacher == self.config.teacher else teacher.path,
+            vocab_size=len(self.tokenizer),
+            places=options.rows_read,
+            temperature=options.temperature,
+        )
+        return TaughtRows(rows, logits)
+
+    def _release_teacher(self, student: HybridForCausalLM) -> None:
+        """No second model in memory. Who asks for the teacher later loads it again; one that was handed over is still
+        its owner's, and goes to the CPU."""
+        unshare_weights(student)
+        if self._given is not None:
+            nn.Module.to(self._given[0], "cpu")
+            return
+        for name in ("teacher_and_tokenizer", "aligned"):
+            self.__dict__.pop(name, None)
+        gc.collect()
 
     def _tracked(self, first_step: int) -> TrackedRun:
         return TrackedRun(self.out, self.config.name, self.config.group, first_step, to_json(self.config))
@@ -319,6 +378,7 @@ class Run:
 
         What is measured now, not read, goes to the trackers too.
         """
+        self.teacher.to(cast(Any, student.device))  # it may have been loaded again after the stages
         self.evaluate_teacher()
         path = self.out / "evaluation.json"
         is_new = not path.exists()

@@ -16,8 +16,8 @@ LAYERS = (
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots"),
-    ("config", "pipeline", "compare", "prepare", "sweep", "memory_plan", "memory_table")
-    + ("dry_run", "score", "cli", "__main__"),
+    ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep")
+    + ("memory_plan", "memory_table", "dry_run", "score", "cli", "__main__"),
 )
 LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}
 OPTIONAL = {

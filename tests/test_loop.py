@@ -432,7 +432,7 @@ def test_operations_of_a_step_follow_from_the_weights():
     n_tokens = batch["input_ids"].numel()
     with FlopCounterMode(display=False) as counter:
         stage(batch).total.backward()
-    ours = flops_per_token(student, teacher, teacher_forced=False) * n_tokens
+    ours = flops_per_token(student, [teacher], teacher_forced=False) * n_tokens
     assert ours <= counter.get_total_flops() < 1.5 * ours  # it also counts attention and the recurrence
 
 

@@ -194,17 +194,24 @@ class LogitFolder:
         return record
 
     def check(
-        self, rows: Rows, tokenizer: PreTrainedTokenizerBase, teacher: str, *, places: int, temperature: float
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        teacher: str,
+        *,
+        vocab_size: int,
+        places: int,
+        temperature: float,
     ) -> None:
         """Raises ValueError unless these are a teacher's logits of the first ``places`` rows of ``rows``.
 
-        ``teacher`` is its `teacher.fingerprint`.
+        ``teacher`` is its `teacher.fingerprint`, or its name where the weights are not at hand.
         """
         header, rows = self.header, numbered(rows)
         made_by = f"{header.teacher} ({header.teacher_fingerprint})"
-        own_tokenizer = tokenizer_fingerprint(tokenizer), len(tokenizer)
+        own_tokenizer = tokenizer_fingerprint(tokenizer), vocab_size
         is_part = header.rows != rows.n_rows
-        if header.teacher_fingerprint != teacher:
+        if teacher not in (header.teacher_fingerprint, header.teacher):
             problem = f"are those of another teacher, {made_by}; the run's is {teacher}"
         elif (header.tokenizer_fingerprint, header.vocabulary_size) != own_tokenizer:
             problem = f"were made with another tokenizer (of {header.vocabulary_size:,} tokens) than the run's"

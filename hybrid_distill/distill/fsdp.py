@@ -31,7 +31,8 @@ class Fsdp2(Strategy):
             raise ValueError(f"{config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
         self.model = self._stage = divided_stage(stage, process_mesh(accelerator))
-        nn.Module.to(self._stage.teacher, accelerator.device)
+        for teacher in self._stage.teachers:
+            nn.Module.to(teacher, accelerator.device)
         self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self._stage, config)))
 
     def weights(self) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def process_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     """A copy of a stage with the student's weights divided; ``stage`` and the teacher are left as they are."""
-    copied = _copied(stage, owned=stage.student.parameters(), left_alone=[stage.teacher])
+    copied = _copied(stage, owned=stage.student.parameters(), left_alone=stage.teachers)
     for part in copied.parts():
         fully_shard(part, mesh=mesh)
         if copied.entry != "forward":

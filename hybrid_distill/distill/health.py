@@ -99,13 +99,13 @@ class Meter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def flops_per_token(student: nn.Module, teacher: nn.Module | None, *, teacher_forced: bool) -> float:
+def flops_per_token(student: nn.Module, teachers: Sequence[nn.Module], *, teacher_forced: bool) -> float:
     """Operations of the matrix products of one training step, per token: 2 a weight forward, 2 for the gradient of its
     input, 2 for its own where it is trained. Attention, scans and recomputation are not counted.
 
     ``teacher_forced`` stages run only the mixers of the student beside the teacher; a stage without one, the student.
     """
-    forward = 0 if teacher is None else 2 * sum(p.numel() for p in _matrices(teacher))
+    forward = 2 * sum(p.numel() for teacher in teachers for p in _matrices(teacher))
     student_part: Sequence[nn.Module] = student.mixers() if teacher_forced else [student]  # type: ignore[operator]
     weights = [p for module in student_part for p in _matrices(module)]
     return forward + sum((6 if p.requires_grad else 4) * p.numel() for p in weights)

@@ -190,9 +190,7 @@ class _Run:
         self.strategy = _spread(self.stage, config, self.accelerator)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.flops = flops_per_token(
-            self.stage.student,
-            self.stage.teacher if self.stage.has_teacher else None,
-            teacher_forced=not isinstance(self.stage, EndToEnd),
+            self.stage.student, self.stage.teachers, teacher_forced=not isinstance(self.stage, EndToEnd)
         )
         if snapshot is not None:
             self._restore(snapshot)
@@ -391,7 +389,7 @@ def _clear(out: Path, checkpoints: Checkpoints) -> None:
 
 
 def _check_precision(stage: Stage, config: StageConfig) -> None:
-    dtype = (stage.teacher if stage.has_teacher else stage.student).dtype
+    dtype = next(iter(stage.teachers), stage.student).dtype
     if config.precision == "fp32" and dtype != torch.float32:
         raise ValueError(
             f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "

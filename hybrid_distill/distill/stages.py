@@ -69,9 +69,9 @@ class Stage(nn.Module, ABC):
         return self._models[0]
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether there is a teacher in memory; without one, batches bring along what it says."""
-        return len(self._models) > 1
+    def teachers(self) -> tuple[PreTrainedModel, ...]:
+        """The teacher, or nothing where there is none in memory: batches then bring along what it says."""
+        return self._models[1:]
 
     @property
     def teacher(self) -> PreTrainedModel:
@@ -314,7 +314,7 @@ class EndToEnd(Stage):
         options = dict(self._options)
         if self.hard_weight:
             options |= {"hard_weight": self.hard_weight, "labels_BL": next_token_labels(input_ids, seq_idx, mask)}
-        theirs = teacher_hidden(self.teacher, batch) if self.has_teacher else _top_k(batch)
+        theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
         ours_BLD = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False)[0]
         compare: Any = self._to_top_k if isinstance(theirs, TopK) else self._to_teacher
         return StageLoss(compare(ours_BLD, theirs, mask, options), {})
