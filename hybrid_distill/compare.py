@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import PlanConfig, RunConfig
+from .distill.accelerator import on_main_process
 from .distill.checkpoint import write_json
-from .pipeline import Run, on_main_process, run_beside
+from .pipeline import Run, run_beside
 from .report import write_report
 
 PROBE_LIKE = "tiny:probe_like"

@@ -37,7 +37,7 @@ from .data import (
     open_rows,
     read_documents,
 )
-from .distill.accelerator import connect
+from .distill.accelerator import connect, on_main_process
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
 from .distill.config import DistillConfig
 from .distill.loop import train_stage
@@ -517,11 +517,3 @@ def make_plan(options: PlanConfig, teacher: Any, scores: Callable[[], Any], *, f
     }
     plan = make[options.selection]()
     return dataclasses.replace(plan, teacher=fingerprint(teacher)) if fingerprinted else plan
-
-
-def on_main_process(action: Callable[[], Any]) -> None:
-    """Do something once per run, whatever the number of processes; the others wait until it is done."""
-    state = connect()
-    if state.is_main_process:
-        action()
-    state.wait_for_everyone()

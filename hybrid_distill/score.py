@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .data import read_documents
-from .distill.accelerator import connect
+from .distill.accelerator import connect, on_main_process
 from .plan import HeadId
 from .probes import Probe
 from .probes.checks import check_answerable
@@ -86,21 +86,15 @@ def run_score(job: ScoreJob) -> HeadScores:
 
     Under ``accelerate launch`` processes share the work; all of them return the scores.
     """
-    state = connect()
-    device: Any = state.device
+    device: Any = connect().device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model, tokenizer = load_teacher(job.model, dtype=dtype)
     model.to(device)
-    if state.is_main_process:
-        job.out.parent.mkdir(parents=True, exist_ok=True)
-    state.wait_for_everyone()
+    on_main_process(lambda: job.out.parent.mkdir(parents=True, exist_ok=True))
     names = [name.strip() for name in job.probe.split(",")]
     parts = [_score(job, model, tokenizer, name, several=len(names) > 1) for name in names]
     scores = parts[0] if len(parts) == 1 else combine_scores(parts, job.combine)
-    if state.is_main_process:
-        scores.save(job.out)
-        _draw(scores, job)
-    state.wait_for_everyone()
+    on_main_process(lambda: (scores.save(job.out), _draw(scores, job)))
     return scores
 
 

@@ -22,7 +22,7 @@ from training import (
 )
 
 from hybrid_distill.distill import checkpoint, loop
-from hybrid_distill.distill.accelerator import WorldError, check_trackers, make_accelerator
+from hybrid_distill.distill.accelerator import WorldError, _name_gloo_interface, check_trackers, make_accelerator
 from hybrid_distill.distill.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
 from hybrid_distill.distill.health import PROFILED, WINDOW, Watch, flops_per_token
 from hybrid_distill.distill.loop import Diverged, Interrupted, StageParentError, train_stage
@@ -534,6 +534,29 @@ def one_process(**kwargs):
 def test_a_number_of_processes_that_was_asked_for_is_checked():
     with pytest.raises(WorldError, match="the configuration asks for 4 processes and 1 run together"):
         make_accelerator(processes=4)
+
+
+SEVERAL_MACHINES = {
+    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "GLOO_SOCKET_IFNAME": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "lo"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, ""),
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ],
+    ids=["leads to machine 0", "unknown machine", "one machine", "named already"],
+)
+def test_gloo_is_told_the_interface_on_several_machines(monkeypatch, changes, expected):
+    for name, value in {**SEVERAL_MACHINES, **changes}.items():
+        monkeypatch.setenv(name, value)
+    _name_gloo_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
 
 
 def test_a_step_costs_little_beside_its_maths(tmp_path):

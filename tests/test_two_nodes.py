@@ -1,4 +1,7 @@
-"""Two machines, each a network namespace with an address of its own: they train, fail and go on together."""
+"""Two machines, each a network namespace with an address of its own: they train, fail and go on together.
+
+Launched, this file is also the program in which the main process takes its time, and then fails.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+
+from hybrid_distill.distill.accelerator import connect, on_main_process
 
 pytestmark = pytest.mark.launched
 
@@ -44,10 +52,10 @@ def machines() -> Iterator[list[str]]:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def launch(machines: list[str], config: str, *arguments: object) -> list[int]:
-    """Run `training.py` with one process on each machine; the exit status of each.
+def launch(machines: list[str], config: str, *arguments: object, program: Path = PROGRAM) -> list[int]:
+    """Run `training.py`, or another program, with one process on each machine; the exit status of each.
 
-    The second machine may take its time, the first has a minute to notice that it ended.
+    When one of them has ended, the other has a minute to notice.
     """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
@@ -57,16 +65,26 @@ def launch(machines: list[str], config: str, *arguments: object) -> list[int]:
     processes = []
     try:
         for rank, name in enumerate(machines):
-            command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(PROGRAM), *map(str, arguments)]
+            command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(program), *map(str, arguments)]
             own = environment | {"NODE_RANK": str(rank)}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=own, start_new_session=True))
-        processes[1].wait(timeout=300)
-        processes[0].wait(timeout=60)
+        wait_for_the_first(processes)
+        for process in processes:
+            process.wait(timeout=60)
         return [process.returncode for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_the_first(processes: list[subprocess.Popen[bytes]]) -> None:
+    """To end, within five minutes."""
+    for _ in range(6000):
+        if any(process.poll() is not None for process in processes):
+            return
+        time.sleep(0.05)
+    raise AssertionError("neither machine ends")
 
 
 def losses(folder: Path) -> list[tuple[int, float, int]]:
@@ -86,3 +104,29 @@ def test_a_machine_that_fails_ends_the_other_and_both_go_on_exactly(machines: li
     assert losses(cut / "align") == losses(whole / "align"), "to the last bit"
     files = [out / "align" / "model.safetensors" for out in (cut, whole)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_other_machine_waits_for_a_main_process_at_work_and_not_for_one_that_failed(
+    machines: list[str], tmp_path: Path
+) -> None:
+    assert all(launch(machines, "", tmp_path, program=Path(__file__)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 is back", "1 is back"]
+
+
+def main() -> None:
+    """Work on the main process for longer than a collective may take; then fail there."""
+    out = Path(sys.argv[1])
+    state = connect()
+    # Not a public name; what a GPU run meets after 10 minutes is met after five seconds.
+    torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=5))
+    on_main_process(lambda: time.sleep(8))
+    (out / f"{state.process_index} is back").touch()
+
+    def fail() -> None:
+        raise ValueError("the main process is broken")
+
+    on_main_process(fail)
+
+
+if __name__ == "__main__":
+    main()

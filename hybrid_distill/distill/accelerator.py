@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import netrc
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +16,7 @@ from typing import Any, cast
 import psutil
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, PartialState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -86,6 +88,39 @@ def connect() -> PartialState:
     """
     make_accelerator()
     return PartialState()
+
+
+def on_main_process(action: Callable[[], Any]) -> None:
+    """Do something once, whatever the number of processes; the others wait until it is done, however long it takes.
+
+    In a collective they would give up a main process that evaluates or exports: NCCL after 10 minutes, and again after
+    every restart. So they ask the store by which all found each other. When the main process fails, its launcher ends
+    and takes the store along, which is an error.
+    """
+    if not is_initialized():
+        connect()
+    state = PartialState()
+    if state.num_processes == 1:
+        action()
+        return
+    store, done = torch.distributed.distributed_c10d._get_default_store(), f"hybrid-distill/done-{next(_actions)}"
+    if state.is_main_process:
+        action()
+        store.set(done, "")
+    else:
+        _wait_for(lambda: store.check([done]))
+    state.wait_for_everyone()
+
+
+_actions = itertools.count()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    """Ask often at first, later once a second."""
+    pause = 0.001
+    while not condition():
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
 
 
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> int:
@@ -202,7 +237,7 @@ def _name_gloo_interface() -> None:
     fails and the other waits for half an hour.
     """
     machines = int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if not machines or "GLOO_SOCKET_IFNAME" in os.environ:
+    if not machines or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     try:
         main = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)[0]

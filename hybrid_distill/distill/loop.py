@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ..data import Batch, Rows
 from . import checkpoint
-from .accelerator import is_deepspeed, is_fsdp2, make_accelerator, set_batch
+from .accelerator import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
 from .health import Meter, Watch, flops_per_token, profiler
@@ -109,7 +109,7 @@ def train_stage(
     identity = _Identity(parent, rows.fingerprint, seed, config)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
-        _on_main(accelerator, lambda: _clear(out, checkpoints))
+        on_main_process(lambda: _clear(out, checkpoints))
     manifest = StageManifest.read(out)
     if manifest is not None:
         identity.check(asdict(manifest), out)
@@ -311,7 +311,7 @@ class _Run:
             "watch": self.watch.state_dict(),
             "processes": processes,
         }
-        _on_main(self.accelerator, lambda: self.checkpoints.save(self.step, tensors, state))
+        on_main_process(lambda: self.checkpoints.save(self.step, tensors, state))
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -336,7 +336,7 @@ class _Run:
             )  # fmt: skip
             self.checkpoints.clear()
 
-        _on_main(self.accelerator, write)
+        on_main_process(write)
         manifest = StageManifest.read(self.out)
         assert manifest is not None
         return manifest
@@ -373,13 +373,6 @@ def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -
     if accelerator.num_processes > 1:
         broadcast_object_list(chosen)
     return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
-
-
-def _on_main(accelerator: Accelerator, action: Callable[[], Any]) -> None:
-    """Run something on the main process while the others wait."""
-    if accelerator.is_main_process:
-        action()
-    accelerator.wait_for_everyone()
 
 
 def _clear(out: Path, checkpoints: Checkpoints) -> None:
