@@ -13,9 +13,9 @@ from dataclasses import replace
 from filelock import FileLock, Timeout
 
 from ..config import PlanConfig, RunConfig
-from ..distill.accelerator import connect
+from ..distill.accelerator import connect, on_main_process
 from ..distill.loop import Interrupted
-from ..pipeline import on_main_process, run_beside
+from ..pipeline import run_beside
 from ..scoring import HeadScores
 from .grid import ALL, Cell
 from .record import Outcome, Sweep, Task
