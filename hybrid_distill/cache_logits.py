@@ -39,11 +39,11 @@ from .data.logits import (
     start_folder,
     write_whole,
 )
-from .distill.accelerator import connect
+from .distill.accelerator import connect, on_main_process
 from .distill.config import DistillConfig
 from .distill.losses import CHUNK_LOGITS
 from .distill.stages import OutputEmbedding, make_stage, teacher_hidden
-from .pipeline import Run, on_main_process
+from .pipeline import Run
 from .teacher import fingerprint
 
 log = logging.getLogger(__name__)
