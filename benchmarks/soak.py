@@ -1,0 +1,377 @@
+"""Does a run survive `kill -9`? Twenty kills of one run; after each the same command is started again.
+
+    python benchmarks/soak.py       # 14 minutes on two busy cores; writes benchmarks/results/soak.json
+
+The run is a small one of two stages on the embedded teacher, with a checkpoint every second step. Kills come while the
+program starts, at any moment of a step, while a checkpoint is being written (seen by its temporary folder) and while a
+stage's result is written. Thrice something else is wrong before the next start: the newest checkpoint is cut short, its
+manifest was edited, the disk is full (a tmpfs; left out where it may not be mounted).
+
+An uninterrupted run is the measure. After every start the metrics and the rows that were read are compared with its
+own, to the last bit; rows are known by the hash of their tokens, written down when the training takes them. In the end
+weights and records must be the same, and every row must have been trained on once.
+
+Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from provenance import versions
+
+RESULTS = Path(__file__).parent / "results" / "soak.json"
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+ROWS = "rows.jsonl"
+STAGES = ("1-align", "2-distill")
+TIMINGS = ("tokens_per_s", "data_wait", "memory_bytes", "seconds")
+"""What the metrics say of the machine and not of the training."""
+STEPS, BATCH_SIZE = 60, 2
+DISK_MB, LEFT_KB = 256, 200
+PATIENCE_S = 600.0
+
+
+class Kill(NamedTuple):
+    """When a process is killed: at a moment of this kind, after it has read so many batches."""
+
+    at: str
+    after: int
+    delay: float
+    """Seconds from that moment."""
+
+
+def kills(seed: int) -> list[Kill]:
+    """Ten in each stage, the last of them while the result is written."""
+    draw = random.Random(seed)
+    plan = []
+    for _ in STAGES:
+        kinds = ["start", *["step"] * 4, *["checkpoint"] * 4]
+        draw.shuffle(kinds)
+        longest = {"start": 8.0, "step": 0.3, "checkpoint": 0.02, "result": 0.02}
+        plan += [
+            Kill(kind, 0 if kind == "start" else draw.randint(1, 5), draw.uniform(0, longest[kind]))
+            for kind in [*kinds, "result"]
+        ]
+    return plan
+
+
+# The program that is killed.
+
+
+@dataclass
+class NotedRows:
+    """Rows that write down what is read from them: which step, by which process, the hash of every row."""
+
+    rows: Any
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.rows.fingerprint
+
+    def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
+        batch = self.rows.batch(step, batch_size, rank, world)
+        hashes = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch["input_ids"]]
+        with self.path.open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "step": step, "rows": hashes}) + "\n")
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.load_state_dict(state)
+
+
+def train(out: Path) -> None:
+    """The run, as any recipe would start it, on noted rows."""
+    from hybrid_distill import pipeline
+    from hybrid_distill.cli import run_recipe
+    from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
+    from hybrid_distill.distill.config import AlignConfig, DistillConfig
+    from hybrid_distill.distill.loop import train_stage
+
+    def noting(stage: Any, rows: Any, config: Any, folder: Path, **options: Any) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        return train_stage(stage, NotedRows(rows, folder / ROWS), config, folder, progress=False, **options)
+
+    pipeline.train_stage = noting
+    often: Any = {
+        "steps": STEPS, "batch_size": BATCH_SIZE, "micro_batch_size": BATCH_SIZE, "checkpoint_every": 2, "log_every": 1,
+    }  # fmt: skip
+    config = RunConfig(
+        out=out,
+        scoring=ScoringConfig(n_control_texts=2),
+        plan=PlanConfig("random", k=3),
+        student=StudentConfig(d_state=4, init="teacher"),
+        align=AlignConfig(**often, target="head", learning_rate=3e-3),
+        distill=DistillConfig(**often, learning_rate=5e-4),
+        evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
+        export=False,
+    )
+    run_recipe(config, [])
+
+
+# What it left.
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Those of a JSON-lines file; a last line that was cut by a kill is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
+    """Without `TIMINGS`."""
+    found = lines(out / "stages" / stage / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in found]
+
+
+def evaluation(out: Path) -> dict[str, Any]:
+    """Without its date."""
+    record = json.loads((out / "evaluation.json").read_text())
+    del record["provenance"]["date"]
+    return record
+
+
+def rows_read(out: Path, stage: str) -> list[dict[str, Any]]:
+    return lines(out / "stages" / stage / ROWS)
+
+
+def batches_read(out: Path) -> int:
+    """By all processes so far."""
+    return sum(path.read_bytes().count(b"\n") for path in out.glob(f"stages/*/{ROWS}"))
+
+
+def half_written(out: Path) -> bool:
+    """Whether a killed process left a checkpoint or a result that it had begun."""
+    return any(out.glob("stages/*/checkpoints/.step-*.tmp")) or any(out.glob("stages/*/.*.tmp"))
+
+
+def agrees(out: Path, reference: Path) -> bool:
+    """Whether all that was logged and read so far is what the uninterrupted run logged and read."""
+    for stage in STAGES:
+        found, expected = metrics(out, stage), metrics(reference, stage)
+        if found != expected[: len(found)]:
+            return False
+        rows_of = {line["step"]: line["rows"] for line in rows_read(reference, stage)}
+        if any(line["rows"] != rows_of[line["step"]] for line in rows_read(out, stage)):
+            return False
+    return True
+
+
+def account(out: Path, reference: Path) -> dict[str, Any]:
+    """The finished run beside the uninterrupted one."""
+    trained = [row for stage in STAGES for row in rows_trained_on(out, stage)]
+    expected = [row for stage in STAGES for line in rows_read(reference, stage) for row in line["rows"]]
+    files = [Path("stages", stage, name) for stage in STAGES for name in ("model.safetensors", "manifest.json")]
+    return {
+        "metrics_equal": all(metrics(out, stage) == metrics(reference, stage) for stage in STAGES),
+        "steps_contiguous": all(
+            [line["step"] for line in metrics(out, stage)] == list(range(1, STEPS + 1)) for stage in STAGES
+        ),
+        "files_equal": all((out / name).read_bytes() == (reference / name).read_bytes() for name in files),
+        "evaluation_equal": evaluation(out) == evaluation(reference),
+        "rows_equal": trained == expected,
+        "rows_trained_on": len(trained),
+        "rows_twice_in_a_stage": sum(STEPS * BATCH_SIZE - len(set(rows_trained_on(out, stage))) for stage in STAGES),
+        "tokens": sum(metrics(out, stage)[-1]["tokens"] for stage in STAGES),
+        "batches_read_again": batches_read(out) - batches_read(reference),
+    }
+
+
+def rows_trained_on(out: Path, stage: str) -> list[str]:
+    """In the order of the steps; what was read after the last checkpoint of a killed process counts when read again."""
+    last = {line["step"]: line["rows"] for line in rows_read(out, stage)}
+    return [row for step in sorted(last) for row in last[step]]
+
+
+# The soak.
+
+
+class Soak:
+    """One run, killed again and again."""
+
+    def __init__(self, out: Path, reference: Path) -> None:
+        self.out, self.reference = out, reference
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--train", str(self.out)]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def killed(self, kill: Kill, n_stage: int) -> dict[str, Any]:
+        """Start the run and kill it; what was seen. Raises RuntimeError when it ends before."""
+        before = batches_read(self.out)
+        process = self.start()
+        for moment in self._moments(kill, n_stage, before):
+            if process.poll() is not None:
+                raise RuntimeError(f"the run ended by itself, before {kill}:\n{process.communicate()[1][-2000:]}")
+            if moment:
+                break
+            time.sleep(0.002)
+        time.sleep(kill.delay)
+        process.kill()
+        said = process.communicate()[1]
+        own = [line["step"] for stage in STAGES for line in rows_read(self.out, stage) if line["pid"] == process.pid]
+        return {
+            "killed_at": kill.at,
+            "went_on_from_step": own[0] if own else None,
+            "batches_read": len(own),
+            "left_half_written": half_written(self.out),
+            "exact": agrees(self.out, self.reference),
+            "warned": "Going on from step-" in said,
+        }
+
+    def _moments(self, kill: Kill, n_stage: int, before: int) -> Iterator[bool]:
+        """Whether the moment has come, asked again and again."""
+        if kill.at == "start":
+            yield True
+        while batches_read(self.out) - before < kill.after:
+            yield False
+        if kill.at == "step":
+            yield True
+        folder = self.out / "stages" / STAGES[n_stage]
+        signs = {
+            "checkpoint": lambda: any(self.out.glob("stages/*/checkpoints/.step-*.tmp")),
+            "result": lambda: any((folder / name).exists() for name in (".model.safetensors.tmp", "manifest.json")),
+        }
+        while True:
+            yield signs[kill.at]()
+
+    def finished(self) -> int:
+        """Run it to its end; the exit status."""
+        process = self.start()
+        self.said = process.communicate(timeout=PATIENCE_S)[1]
+        return process.returncode
+
+
+def whole_checkpoints(out: Path) -> list[Path]:
+    """Those that a start would find, oldest first."""
+    return sorted(path.parent for path in out.glob("stages/*/checkpoints/step-*/manifest.json"))
+
+
+def cut_short(out: Path) -> None:
+    path = whole_checkpoints(out)[-1] / "optimizer.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def edit_manifest(out: Path) -> None:
+    path = whole_checkpoints(out)[-1] / "manifest.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "step": record["step"] - 1}))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A tmpfs at this folder; False where it may not be mounted."""
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and not subprocess.run(["mount", *options], check=False).returncode
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def with_a_full_disk(soak: Soak, disk: Path) -> dict[str, Any]:
+    """One start on a disk that is filled up but for `LEFT_KB`."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - LEFT_KB * 1024)
+    status = soak.finished()
+    filler.unlink()
+    said = soak.said.strip().splitlines()[-1]
+    return {"status": status, "said": said.replace(str(soak.out), "OUT"), "exact": agrees(soak.out, soak.reference)}
+
+
+def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any]:
+    """Kill, damage, go on, and account for it all."""
+    soak = Soak(disk / "run", reference)
+    damages = {"newest checkpoint cut short": cut_short, "its manifest edited": edit_manifest}
+    starts, faults, damaged = [], {}, None
+    for number, kill in enumerate(kills(seed)):
+        seen = soak.killed(kill, number // 10)
+        starts.append(seen)
+        print(f"{number + 1:2}", seen, flush=True)
+        if damaged and kill.at != "start":
+            faults[damaged] = {"previous_checkpoint_used": seen["warned"], "exact": seen["exact"]}
+            damaged = None
+        elif damages and not damaged and 3 <= number % 10 < 9 and len(whole_checkpoints(soak.out)) >= 2:
+            damaged, damage = damages.popitem()
+            damage(soak.out)
+        if full and number == 13:
+            faults["disk full"] = with_a_full_disk(soak, disk)
+            print("disk full", faults["disk full"], flush=True)
+    status = soak.finished()
+    return {
+        "kills": len(starts),
+        "resumes_exact": sum(seen["exact"] for seen in starts[1:]) + (not status and agrees(soak.out, reference)),
+        "kills_in_the_middle_of_writing": sum(seen["left_half_written"] for seen in starts),
+        "faults": faults,
+        **account(soak.out, reference),
+        "starts": starts,
+    }
+
+
+def passed(record: dict[str, Any]) -> bool:
+    """Whether nothing was lost."""
+    faults = record["faults"].values()
+    equal = all(value for name, value in record.items() if name.endswith(("_equal", "_contiguous")))
+    met = all(f["exact"] and (f.get("previous_checkpoint_used") or f.get("status") == 2) for f in faults)
+    return equal and met and record["resumes_exact"] == record["kills"] and not record["rows_twice_in_a_stage"]
+
+
+def main() -> None:
+    """Run the reference, then the soak; print and write what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", type=Path, metavar="OUT", help="be the program that is killed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.train is not None:
+        train(options.train)
+        return
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        whole = Soak(work / "whole", work / "whole")
+        if whole.finished():
+            sys.exit(f"the uninterrupted run failed:\n{whole.said}")
+        with small_disk(work / "disk") as full:
+            found = soak_on(work / "disk", work / "whole", options.seed, full)
+    record = {
+        "what": "one run killed with SIGKILL again and again, beside the uninterrupted one",
+        "run": f"align and distill, {STEPS} steps of {BATCH_SIZE} rows each, a checkpoint every 2 steps",
+        "seed": options.seed,
+        "device": f"{platform.machine()} CPU, 1 thread",
+        "versions": versions(PACKAGES),
+        "date": datetime.date.today().isoformat(),
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        **found,
+    }
+    options.results.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"{record['resumes_exact']} of {record['kills']} resumes exact; {options.results}")
+    sys.exit(not passed(record))
+
+
+if __name__ == "__main__":
+    main()
