@@ -128,7 +128,7 @@ def recorded(environment: dict[str, str], name: str) -> list[str]:
 def test_bash_reads_a_script(path: Path) -> None:
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", path], check=True)
-    if shellcheck := shutil.which("shellcheck"):
+    if shellcheck := shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
         subprocess.run([shellcheck, path], check=True)
 
 
