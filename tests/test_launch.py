@@ -154,3 +154,16 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(tmp_pa
     done = launch(launcher, tmp_path)
     assert done.returncode != 0 and "WorldError: several processes were asked for" in done.stderr
     assert not (tmp_path / "align").exists()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_segments_are_computed_again_with_divided_weights(tmp_path, strategy):
+    config = small_config("long", steps=4, micro_batch_size=2)
+    torch.set_num_threads(1)
+    stage = make_stage(config, *sure_models(), vocab_size=99)
+    train_stage(stage, small_rows(), config, tmp_path / "alone", progress=False)
+    launcher = launcher_of(strategy, tmp_path)
+    done = launch(launcher, tmp_path, "--stages", "long", "--steps", 4, "--micro-batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "long") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert_same_weights(tmp_path / "long", tmp_path / "alone")

@@ -26,7 +26,7 @@ from hybrid_distill.build import build_student
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import PackedRows
 from hybrid_distill.distill.accelerator import connect
-from hybrid_distill.distill.config import OnPolicyConfig
+from hybrid_distill.distill.config import LongConfig, OnPolicyConfig
 from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
 from hybrid_distill.distill.stages import Stage, make_stage
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
@@ -98,7 +98,9 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     }  # fmt: skip
     if name == "on_policy":
         settings |= {"prompt_tokens": 8, "new_tokens": 6}
-    classes = {"align": AlignConfig, "distill": DistillConfig, "on_policy": OnPolicyConfig}
+    if name == "long":
+        settings |= {"segment_len": 6}
+    classes = {"align": AlignConfig, "distill": DistillConfig, "on_policy": OnPolicyConfig, "long": LongConfig}
     return classes[name](**{**settings, **changes})
 
 
