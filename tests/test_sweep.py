@@ -205,7 +205,7 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, m
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.sweep.running.POLL", 0.0)
-    ends = {"n8-s0": Outcome("failed", "it diverged"), "top2-n4-s0": Outcome("running")}
+    ends = {"n8-s0": Outcome("failed", "it diverged"), "top2-n4-s0": Outcome("stopped")}
     this, _, _ = scripted(tmp_path, ends)
     outcomes = {name: this.outcome(task) for name, task in this.tasks.items()}
     failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"}

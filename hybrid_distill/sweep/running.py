@@ -243,9 +243,9 @@ def _startable(sweep: Sweep, pending: Mapping[str, Task], running: Mapping[str, 
 
 
 def _check_outcome(sweep: Sweep, task: Task, job: Job) -> None:
-    """A task that ended without saying how has failed."""
+    """A task that ended without a result has failed, also one that somebody else has stopped."""
     outcome = sweep.outcome(task)
-    if outcome.state in ("waiting", "running"):
+    if outcome.state not in ("done", "failed"):
         error = f"it {job.ended()} without a result; see {sweep.log_path(task)}."
         sweep.note(task, replace(outcome, state="failed", error=error))
 

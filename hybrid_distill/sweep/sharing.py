@@ -29,6 +29,7 @@ def alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
     return Run(
         replace(
             config,
+            name=f"shared-{alignment_name(seed, d_state)}",
             out=sweep.out / "shared" / alignment_name(seed, d_state),
             student=replace(config.student, d_state=d_state),
             scoring=replace(config.scoring, file=scores),
