@@ -1,11 +1,12 @@
 """One alignment for all plans, or one for each: what that saves, and whether the students are the same.
 
-    python benchmarks/sweep_sharing.py        # writes benchmarks/results/sweep_sharing.json; 10 minutes of one core
+    python benchmarks/sweep_sharing.py           # writes benchmarks/results/sweep_sharing.json; 12 minutes of one core
+    python benchmarks/sweep_sharing.py steps     # a part of it alone: students, heads or steps
 
 A small sweep of the embedded teacher is run with its alignments shared, and each of its cells once more as an
 independent run, which scores, aligns and evaluates the teacher itself. Compared are CPU seconds and the finished
 students, beside the spread between seeds. Then recurrent heads are aligned for one plan and for none: with clipping,
-which ties all heads by the norm of their gradients, and without, where nothing does.
+which ties all heads by the norm of their gradients, and without, where nothing does. Last, what a step costs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import datetime
 import json
 import platform
 import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,7 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "sweep_sharing.json"
 HEADS, D_STATE, SEEDS = "0,2,6", 16, 2
 FIGURES = ("kv_choice_8", "perplexity", "kl_to_teacher")
 CLIPS = {"clip 1": 1.0, "no clipping": 1e9}
-ALIGN, DISTILL = 60, 24
+ALIGN, DISTILL, TIMED = 60, 24, 8
 
 
 def config() -> RunConfig:
@@ -62,17 +64,22 @@ def config() -> RunConfig:
 def main() -> None:
     """Print what was found, write the JSON."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        record = {
-            "what": "CPU seconds and figures of students with a shared alignment and as independent runs",
+    record: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in sys.argv[1:] or PARTS:
+        record[name] = {
+            **PARTS[name](),
             "device": f"{platform.machine()} CPU, 1 thread",
             "date": datetime.date.today().isoformat(),
             "versions": versions(("torch", "transformers")),
-            **_students(Path(folder)),
-            "heads": _heads(),
         }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
+        print(name, json.dumps(record[name], indent=1))
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def students() -> dict[str, Any]:
+    """CPU seconds and figures of students with a shared alignment and as independent runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _students(Path(folder))
 
 
 def _students(folder: Path) -> dict[str, Any]:
@@ -128,7 +135,7 @@ def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[st
     return {"between_ways": round(sum(ways) / len(ways), 4), "between_seeds": round(sum(seeds) / len(seeds), 4)}
 
 
-def _heads() -> dict[str, Any]:
+def heads() -> dict[str, Any]:
     """How far apart a recurrent head ends that was aligned beside kept heads and without, relative to its way."""
     base = config()
     run = Run(base)
@@ -163,11 +170,31 @@ def _recurrent(run: Run, plan: HeadPlan, some: HeadPlan, align: AlignConfig | No
     return found
 
 
+def steps() -> dict[str, Any]:
+    """CPU seconds of a step, by state size: alignment of all heads, distillation of a student with 4."""
+    base = config()
+    run = Run(base)
+    rows = open_rows(base.data, run.tokenizer)
+    plans = {"align": HeadPlan.none(run.teacher), "distill": HeadPlan.random(run.teacher, 4, seed=0)}
+    found: dict[str, Any] = {}
+    for d_state in (4, 16, 64):
+        for name, plan in plans.items():
+            student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
+            options = replace(getattr(base, name), steps=TIMED)
+            stage = make_stage(options, student, run.teacher, vocab_size=len(run.tokenizer))
+            with tempfile.TemporaryDirectory() as out:
+                _, seconds = _timed(lambda: train_stage(stage, rows, options, out, progress=False))  # noqa: B023
+            found.setdefault(name, {})[str(d_state)] = round(seconds / TIMED, 3)
+    return {"cpu_seconds_a_step": found}
+
+
 def _timed(action: Callable[[], Any]) -> tuple[Any, float]:
     """(what it returns, CPU seconds of this process)."""
     begun = time.process_time()
     return action(), time.process_time() - begun
 
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"students": students, "heads": heads, "steps": steps}
 
 if __name__ == "__main__":
     main()
