@@ -136,6 +136,9 @@ class RunConfig:
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     long: LongConfig = field(default_factory=LongConfig)
     post: PostConfig = field(default_factory=PostConfig)
+    teacher_sharding: Literal["replicated", "sharded"] = "replicated"
+    """``sharded``: while a stage trains, each process holds a share of the teacher's decoder layers, whatever the launch
+    file does with the student. Scoring and evaluation still need a whole teacher."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     resume: str = "auto"
@@ -152,6 +155,13 @@ class RunConfig:
     """How many a dry run plans memory for."""
     gpu_memory: float = 80.0
     """GB (1e9 bytes) of each of them."""
+
+    def __post_init__(self) -> None:
+        if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
+            raise ValueError(
+                "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "
+                "'sharded'; use --align.target mixer or head, or --teacher-sharding replicated."
+            )
 
     def data_of(self, stage: Stage) -> DataConfig:
         """What a stage trains on."""

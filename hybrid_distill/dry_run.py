@@ -114,6 +114,7 @@ def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
     sizes: dict[str, Any] = {"world": config.gpus, "micro_batch": micro_batch, "seq_len": length}
     sizes["micro_batches"] = -(-rows // micro_batch)
+    sizes["teacher_sharding"] = config.teacher_sharding
     strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
     strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
     plans, others = (

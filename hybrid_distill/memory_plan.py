@@ -30,7 +30,7 @@ from .distill.losses import CHUNK_LOGITS as UNFUSED_CHUNK_LOGITS
 from .distill.stages import EndToEnd, MatrixAlignment, make_stage
 from .model.modeling_hybrid import HybridForCausalLM, finishes_logits
 from .model.ssd import CHUNK_SIZE, LARGEST_IN_KERNELS
-from .teacher import text_config
+from .teacher import decoder_blocks, text_config
 
 GB = 1e9
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -71,6 +71,8 @@ class StageShape:
     frozen_bytes: int
     """Of parameters that the stage holds beside them; those shared with the teacher are the teacher's."""
     teacher_bytes: int
+    teacher_layer_bytes: int
+    """Of the largest decoder layer of the teacher."""
     largest_layer_bytes: int
     """Of the parameters that the stage holds, those of one layer."""
     trained_matrices: int
@@ -134,6 +136,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
         frozen_bytes=_nbytes(p for p in stage.parameters() if not p.requires_grad),
         teacher_bytes=sum(_nbytes(model.parameters()) for model in stage.teachers),
+        teacher_layer_bytes=max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher)),
         largest_layer_bytes=max(_nbytes(layer.parameters()) for layer in held),
         trained_matrices=_float32_matrices(computed, trained=True),
         frozen_matrices=_float32_matrices(computed, trained=False),
@@ -220,11 +223,12 @@ def memory_plan(
     micro_batches: int = 2,
     reduce_bucket: int = REDUCE_BUCKET,
     device: str = "cuda",
+    teacher_sharding: str = "replicated",
 ) -> MemoryPlan:
     """The bytes of one of ``world`` processes, each with ``micro_batch`` rows of ``seq_len`` tokens at a time.
 
     ``recompute`` overrides the stage's own. ``micro_batches`` is how many make a step, in one process, and
-    ``reduce_bucket`` the elements of DeepSpeed's. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`, or
+    ``reduce_bucket`` the elements of DeepSpeed's. ``teacher_sharding`` is the run's. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`, or
     ``cpu``, with plain torch.
 
     Raises ValueError for an unknown strategy or device, and numbers below 1.
@@ -240,12 +244,20 @@ def memory_plan(
         micro_batch=micro_batch,
         recompute=recompute,
         **_divided(shape, strategy, world, micro_batches, reduce_bucket * FP32),
-        teacher=shape.teacher_bytes,
+        teacher=_teacher(shape, world if teacher_sharding == "sharded" else 1),
         activations=run.kept_for_recompute() if recompute else run.kept(),
         bf16_copies=run.copies(recompute),
         loss=loss,
         workspace=max(0, run.work(recompute) - loss),
     )
+
+
+def _teacher(shape: StageShape, parts: int) -> int:
+    """Bytes of the teacher in one process. Of a divided one also the layer that runs, and the one put together next."""
+    if parts == 1:
+        return shape.teacher_bytes
+    layers = len(shape.kept) * shape.teacher_layer_bytes
+    return shape.teacher_bytes - layers + -(-layers // parts) + 2 * shape.teacher_layer_bytes
 
 
 def recommend(plans: Sequence[MemoryPlan], budget_bytes: float) -> MemoryPlan:

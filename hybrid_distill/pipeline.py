@@ -57,7 +57,9 @@ from .teacher import TINY, fingerprint, load_teacher, longest_context, read_teac
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("out", "resume", "trackers", "group", "profile", "dry_run", "gpus", "gpu_memory", "export")
+MAY_CHANGE = (
+    "out", "resume", "trackers", "group", "profile", "dry_run", "gpus", "gpu_memory", "export", "teacher_sharding",
+)  # fmt: skip
 """Fields of a config in which a continued run may differ from its directory's config.json."""
 CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -318,6 +320,7 @@ class Run:
             trackers=self.config.trackers,
             tracked=self._tracked(steps_before),
             profile=self.config.profile,
+            teacher_sharding=self.config.teacher_sharding,
         )
         if not from_disk:
             self.teacher.to(cast(Any, state.device))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training import StoppingRows, free_port, small_config, small_rows, sure_models
+from transformers import PreTrainedModel
 
 from hybrid_distill.distill.checkpoint import load_stage
 from hybrid_distill.distill.loop import Interrupted, train_stage
@@ -135,6 +136,38 @@ def test_a_run_moves_from_one_process_to_two_and_back(alone, tmp_path, strategy)
     on_one_process(stop_at=-1)
     assert losses(out) == pytest.approx(losses(alone / "distill"), rel=1e-4)
     assert_same_weights(out, alone / "distill")
+
+
+def assert_each_held_half(out: Path, teacher: PreTrainedModel) -> None:
+    """Of the teacher's decoder layers; all of its embeddings and last norm. Once for each stage."""
+    layers = sum(p.nbytes for p in teacher.model.layers.parameters())
+    expected = sum(p.nbytes for p in teacher.parameters()) - layers // 2
+    for rank in range(2):
+        assert json.loads((out / f"teacher-{rank}.json").read_text()) == [expected, expected]
+
+
+def test_a_sharded_teacher_gives_the_curves_of_a_replicated_one(alone, tmp_path):
+    done = launch(DDP, tmp_path, *CURVES, "--teacher-sharding", "sharded")
+    assert done.returncode == 0, done.stderr
+    assert_same_curves(tmp_path, alone)
+    assert_each_held_half(tmp_path, sure_models()[1])
+
+
+def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path):
+    options = "--steps", 8, "--micro-batch-size", 2, "--precision", "bf16", "--recompute"
+    both = ("--stages", "align", "distill", "--teacher-sharding", "sharded")
+    done = launch(FSDP_2, tmp_path / "two", *both, *options)
+    assert done.returncode == 0, done.stderr
+    student, teacher = sure_models("bf16")
+    for name in ("align", "distill"):
+        config = small_config(name, steps=8, micro_batch_size=2, precision="bf16", recompute=True)
+        stage = make_stage(config, student, teacher, vocab_size=99)
+        train_stage(stage, small_rows(), config, tmp_path / name, progress=False)
+        assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / name), rel=2e-3)
+        tensors = load_file(tmp_path / "two" / name / "model.safetensors")
+        trained = {tensor for tensor in tensors if name == "distill" or ".ssm." in tensor}
+        assert trained == {tensor for tensor in tensors if tensors[tensor].dtype == torch.float32}
+    assert_each_held_half(tmp_path / "two", teacher)
 
 
 def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp, tmp_path):

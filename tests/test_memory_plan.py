@@ -201,6 +201,13 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert len({plan.teacher for plan in plans.values()}) == 1, "every process has a whole teacher"
 
 
+def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
+    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how).teacher for how in ("replicated", "sharded"))
+    layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
+    assert whole == 16 * layer + embedding
+    assert sharded == 16 * layer // 8 + embedding + 2 * layer
+
+
 def test_alignment_holds_one_copy_of_what_it_shares_with_the_teacher() -> None:
     shape = big_shape(LLAMA_1B, replace(ALIGN, precision="bf16"))
     mixers = shape.trained * FP32 + shape.frozen_bytes

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor, nn
-from training import small_models, small_rows
+from training import small_models, small_rows, small_run
 
 from hybrid_distill.build import build_student
 from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.distill.fsdp import with_divided_teacher
 from hybrid_distill.distill.losses import distillation_loss
 from hybrid_distill.distill.stages import EndToEnd, LayerAlignment, MatrixAlignment, OnPolicy, make_stage
 from hybrid_distill.model.modeling_hybrid import packed_inputs
@@ -378,3 +381,11 @@ def test_what_the_student_wrote_is_judged_as_if_alone():
 def test_without_own_text_it_is_end_to_end(batch):
     stage, _ = own_text(share=0.0)
     assert torch.equal(stage(batch).total, EndToEnd.loss(stage, batch).total)
+
+
+def test_a_stage_that_runs_the_teachers_weights_refuses_a_sharded_teacher(tmp_path):
+    stage = LayerAlignment(*small_models(), target="layer")
+    with pytest.raises(ValueError, match="the teacher cannot be sharded; use target 'mixer' or 'head'"):
+        with_divided_teacher(stage, Mock())
+    with pytest.raises(ValueError, match=r"align\.target is 'layer'.* use --align.target mixer or head, or --teacher-sh"):
+        small_run(tmp_path, align=AlignConfig(target="layer"), teacher_sharding="sharded")

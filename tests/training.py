@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 if __name__ == "__main__":
@@ -25,6 +27,7 @@ from conftest import make_family_model
 from hybrid_distill.build import build_student
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import PackedRows
+from hybrid_distill.distill import fsdp
 from hybrid_distill.distill.accelerator import connect
 from hybrid_distill.distill.config import LongConfig, OnPolicyConfig
 from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
@@ -80,9 +83,13 @@ def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTr
     return student, teacher
 
 
-def sure_models() -> tuple[HybridForCausalLM, PreTrainedModel]:
-    """`small_models` whose teacher is sure of its tokens: a loss that is far above the rounding of its terms."""
-    return small_models(initializer_range=0.1)
+def sure_models(precision: str = "fp32") -> tuple[HybridForCausalLM, PreTrainedModel]:
+    """`small_models` whose teacher is sure of its tokens: a loss that is far above the rounding of its terms.
+
+    With ``bf16`` all weights are, until a stage makes those it trains float32.
+    """
+    models = small_models(initializer_range=0.1)
+    return models if precision == "fp32" else (models[0].bfloat16(), models[1].bfloat16())
 
 
 def small_stage(config: StageConfig, **overrides: Any) -> Stage:
@@ -135,6 +142,22 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def record_divided_teachers(path: Path) -> None:
+    """Write down how many bytes of parameters this process holds of every teacher that is divided from now on."""
+    divide = fsdp.with_divided_teacher
+    found: list[int] = []
+
+    def recording(*args: Any) -> Stage:
+        stage = divide(*args)
+        held: list[Any] = list(stage.teacher.parameters())
+        found.append(sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+        return stage
+
+    fsdp.with_divided_teacher = recording
+
+
 def main() -> None:
     """Train stages under a launcher."""
     parser = argparse.ArgumentParser()
@@ -145,18 +168,25 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--teacher-sharding", default="replicated")
     parser.add_argument("--signal", type=int, default=signal.SIGTERM)
     args = parser.parse_args()
     state = connect()
     is_last = state.process_index == state.num_processes - 1
-    student, teacher = sure_models()
+    record_divided_teachers(args.out / f"teacher-{state.process_index}.json")
+    student, teacher = sure_models(args.precision)
     for name in args.stages:
-        config = small_config(name, steps=args.steps, micro_batch_size=args.micro_batch_size)
+        changes = {name: getattr(args, name) for name in ("steps", "micro_batch_size", "precision", "recompute")}
+        config = small_config(name, **changes)
         rows = StoppingRows(
             small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
         )
         stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, rows, config, args.out / name, progress=False)
+        train_stage(
+            stage, rows, config, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""FSDP2, torch's `fully_shard`: weights, gradients and optimiser states divided among the processes, tensor by tensor.
+"""FSDP2, torch's `fully_shard`: tensors divided among the processes. Of the student: weights, gradients and optimiser
+states (`Fsdp2`). Of the teacher, whatever the student's strategy: weights (`with_divided_teacher`).
 
 torch has no way back from `fully_shard`. So a copy of the stage is divided, modules without their weights' storage; the
 stage that was handed over keeps its own whole weights, where they are, and gets the trained ones at the end.
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ..teacher import decoder_blocks
 from .config import StageConfig
 from .optimizer import STATE, load_trainable_tensors, optimizer_tensors, trainable
 from .stages import Stage
@@ -65,7 +67,8 @@ def process_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     """A copy of a stage with the student's weights divided; ``stage`` and the teacher are left as they are."""
-    copied = _copied(stage, owned=stage.student.parameters(), left_alone=stage.teachers)
+    shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
+    copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
     for part in copied.parts():
         fully_shard(part, mesh=mesh)
         if copied.entry != "forward":
@@ -74,12 +77,37 @@ def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     return copied
 
 
+def with_divided_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """A copy of a stage, with the same student, in which every process holds a share of the teacher's decoder layers.
+
+    A layer is put together while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
+    to the CPU, and with it the weights that it shares with the student: of those the stage runs none. Raises ValueError
+    for a stage that does.
+    """
+    if not stage.teacher_divisible:
+        raise ValueError(
+            "this stage runs the teacher's own weights in the student, so the teacher cannot be sharded; "
+            "use target 'mixer' or 'head', or --teacher-sharding replicated."
+        )
+    nn.Module.to(stage.teacher, "cpu")
+    copied = _copied(stage, owned=stage.teacher.parameters(), left_alone=[stage.student])
+    copied.teacher_is_divided = True
+    blocks = [block for _, block in decoder_blocks(copied.teacher)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    outside = set(copied.teacher.parameters()) - inside
+    fully_shard(copied.teacher.base_model, mesh=mesh, ignored_params=outside)
+    return copied
+
+
 def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
     """The stage once more, but for what is ``left_alone``. ``owned`` are new parameters over the same storage."""
-    known: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
+    known: dict[int, Any] = {}
     for module in left_alone:
         known |= {id(part): part for part in module.modules()}
         known |= {id(p): p for p in module.parameters()}
+    known |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
     return copy.deepcopy(stage, known)
 
 

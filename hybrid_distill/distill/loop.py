@@ -81,6 +81,7 @@ def train_stage(
     processes: int | None = None,
     progress: bool = True,
     profile: bool = False,
+    teacher_sharding: str = "replicated",
 ) -> StageManifest:
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
@@ -90,7 +91,8 @@ def train_stage(
     ``resume`` is ``auto`` (go on from the newest intact checkpoint, if there is one), ``never`` (begin again)
     or a checkpoint's folder. ``tracked`` says what ``trackers`` call the stage's run, which by default is one of its
     own in ``out_dir``. ``processes`` is how many must run, if not what the launcher announced. ``profile``
-    writes a trace of a few steps, ``trace-<process>.json``.
+    writes a trace of a few steps, ``trace-<process>.json``. ``teacher_sharding`` is ``replicated``, or ``sharded``:
+    each process holds a share of the teacher while the stage runs (`fsdp.with_divided_teacher`).
 
     Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
     CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that is not
@@ -116,7 +118,7 @@ def train_stage(
         return checkpoint.load_stage(out, stage.student)
     run = _Run(stage, rows, config, out, accelerator, identity, checkpoints, tracked)
     try:
-        run.begin(_snapshot(accelerator, checkpoints, resume))
+        run.begin(_snapshot(accelerator, checkpoints, resume), teacher_sharding)
         run.train(progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
         return run.finish()
     finally:
@@ -175,7 +177,7 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.watch = Watch(config)
 
-    def begin(self, snapshot: Snapshot | None) -> None:
+    def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
         config = self.config
         config.check_world(self.world)
@@ -187,7 +189,7 @@ class _Run:
         self.stage.bf16 = config.precision == "bf16"
         share = config.batch_size // self.world
         set_batch(self.accelerator, rows=share, micro_batch_size=config.micro_batch_size, clip=config.clip)
-        self.strategy = _spread(self.stage, config, self.accelerator)
+        self.strategy = _spread(self.stage, config, self.accelerator, teacher_sharding)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.flops = flops_per_token(
             self.stage.student, self.stage.teachers, teacher_forced=not isinstance(self.stage, EndToEnd)
@@ -327,11 +329,12 @@ class _Run:
     def finish(self) -> StageManifest:
         """Write the result; the checkpoints have done their duty."""
         self.strategy.give_back()
-        self.stage.student.eval()
+        student: Any = self.stage.student.eval()
+        student.to(student.device)  # all of it: beside a divided teacher only what ran may have been moved
 
         def write() -> None:
             checkpoint.save_stage(
-                self.out, self.stage.student, name=self.config.name, steps=self.config.steps,
+                self.out, student, name=self.config.name, steps=self.config.steps,
                 **self.identity.to_dict(),
             )  # fmt: skip
             self.checkpoints.clear()
@@ -349,8 +352,12 @@ class _Run:
             self.accelerator.free_memory()
 
 
-def _spread(stage: Stage, config: StageConfig, accelerator: Accelerator) -> Strategy:
-    """The strategy that the launch file chose."""
+def _spread(stage: Stage, config: StageConfig, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
+    """The student by the strategy that the launch file chose, the teacher as asked for."""
+    if teacher_sharding == "sharded" and accelerator.num_processes > 1:
+        from .fsdp import process_mesh, with_divided_teacher
+
+        stage = with_divided_teacher(stage, process_mesh(accelerator))
     if is_deepspeed(accelerator):
         from .zero import Zero
 

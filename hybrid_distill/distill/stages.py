@@ -58,6 +58,9 @@ class Stage(nn.Module, ABC):
     """Whether ZeRO-3 and FSDP2 may divide the weights: they put them together only around calls of ``forward``."""
     entry = "forward"
     """The method by which `parts` are called."""
+    teacher_divisible = True
+    """Whether `fsdp.with_divided_teacher` may be used: not where the student runs weights of the teacher."""
+    teacher_is_divided = False
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None) -> None:
         super().__init__()
@@ -91,8 +94,10 @@ class Stage(nn.Module, ABC):
         """Modules of the student, one a layer, that run one after the other: FSDP2 puts together one at a time."""
 
     def place(self, device: torch.device) -> None:
-        """Move student and teacher to a device; frozen weights that they share stay shared."""
-        for model in self._models:
+        """Move student and teacher to a device; frozen weights that they share stay shared. Beside a divided teacher,
+        what the stage does not run of the student stays where it is.
+        """
+        for model in (self, self.teacher) if self.teacher_is_divided else self._models:
             nn.Module.to(model, device)
 
     def _train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
@@ -216,6 +221,7 @@ class LayerAlignment(_TeacherForced):
             )
         self.target, self._compare = target, LAYER_LOSSES[loss]
         self.entry = "heads" if target == "head" else "forward"
+        self.teacher_divisible = target != "layer"
         self._train_only(mixer_parameters(student, train))
 
     def _watched(self, site: AttentionSite) -> nn.Module:
