@@ -137,8 +137,8 @@ class RunConfig:
     long: LongConfig = field(default_factory=LongConfig)
     post: PostConfig = field(default_factory=PostConfig)
     teacher_sharding: Literal["replicated", "sharded"] = "replicated"
-    """``sharded``: while a stage trains, each process holds a share of the teacher's decoder layers, whatever the launch
-    file does with the student. Scoring and evaluation still need a whole teacher."""
+    """``sharded``: while a stage trains, each process holds a share of the teacher's decoder layers, whatever the
+    launch file does with the student. Scoring and evaluation still need a whole teacher."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     resume: str = "auto"

@@ -228,8 +228,8 @@ def memory_plan(
     """The bytes of one of ``world`` processes, each with ``micro_batch`` rows of ``seq_len`` tokens at a time.
 
     ``recompute`` overrides the stage's own. ``micro_batches`` is how many make a step, in one process, and
-    ``reduce_bucket`` the elements of DeepSpeed's. ``teacher_sharding`` is the run's. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`, or
-    ``cpu``, with plain torch.
+    ``reduce_bucket`` the elements of DeepSpeed's. ``teacher_sharding`` is the run's. ``device`` is ``cuda``, with
+    the kernels of `hybrid_kernels`, or ``cpu``, with plain torch.
 
     Raises ValueError for an unknown strategy or device, and numbers below 1.
     """

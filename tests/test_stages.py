@@ -387,5 +387,5 @@ def test_a_stage_that_runs_the_teachers_weights_refuses_a_sharded_teacher(tmp_pa
     stage = LayerAlignment(*small_models(), target="layer")
     with pytest.raises(ValueError, match="the teacher cannot be sharded; use target 'mixer' or 'head'"):
         with_divided_teacher(stage, Mock())
-    with pytest.raises(ValueError, match=r"align\.target is 'layer'.* use --align.target mixer or head, or --teacher-sh"):
+    with pytest.raises(ValueError, match=r"align\.target is 'layer'.* use --align.target mixer or head, or --teach"):
         small_run(tmp_path, align=AlignConfig(target="layer"), teacher_sharding="sharded")
