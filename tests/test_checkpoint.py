@@ -20,6 +20,7 @@ from hybrid_distill.distill import checkpoint
 from hybrid_distill.distill.checkpoint import (
     Checkpoints,
     CorruptCheckpoint,
+    Divided,
     SaveFailed,
     StageManifest,
     load_stage,
@@ -114,6 +115,27 @@ def full_disk(real: Callable, after_bytes: int = 1000) -> Callable:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     return save_file
+
+
+def test_what_is_written_tensor_by_tensor_is_what_safetensors_reads(tmp_path):
+    """Odd sizes of narrow types before wide ones, in the order of the dictionary; one tensor at a time is whole."""
+    kinds = (torch.int8, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.float64)
+    content = {f"{i}": torch.arange(2 * i + 1).to(kind) for i, kind in enumerate(kinds)}
+    content |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "rows": torch.randn(4, 3).t()}
+    asked = []
+
+    def whole() -> torch.Tensor:
+        asked.append("divided")
+        return torch.full((3, 2), 7.0)
+
+    divided = Divided((3, 2), whole)
+    checkpoint.save_file({**content, "divided": divided}, tmp_path / "a.safetensors")
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == {*content, "divided"} and asked == ["divided"]
+    for name, tensor in {**content, "divided": torch.full((3, 2), 7.0)}.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    checkpoint.put_together({"weights": {**content, "divided": divided}})
+    assert asked == ["divided"] * 2
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints(checkpoints, monkeypatch):

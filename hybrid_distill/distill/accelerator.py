@@ -90,8 +90,9 @@ def connect() -> PartialState:
     return PartialState()
 
 
-def on_main_process(action: Callable[[], Any]) -> None:
+def on_main_process(action: Callable[[], Any], others: Callable[[], Any] = lambda: None) -> None:
     """Do something once, whatever the number of processes; the others wait until it is done, however long it takes.
+    ``others`` is their part in it, if they have one.
 
     In a collective they would give up a main process that evaluates or exports: NCCL after 10 minutes, and again after
     every restart. So they ask the store by which all found each other. When the main process fails, its launcher ends
@@ -108,6 +109,7 @@ def on_main_process(action: Callable[[], Any]) -> None:
         action()
         store.set(done, "")
     else:
+        others()
         _wait_for(lambda: store.check([done]))
     state.wait_for_everyone()
 

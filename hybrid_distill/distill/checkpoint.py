@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 FORMAT = "hybrid-distill/checkpoint/2"
@@ -29,8 +30,54 @@ SEAL = "seal"
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
 
-Tensors = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by file name, then by tensor name."""
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What safetensors calls them."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A tensor that is spread over the processes, so large that all of them need not be whole at once."""
+
+    shape: tuple[int, ...]
+    whole: Callable[[], Tensor]
+    """Put it together; every process must call this, tensor by tensor in the same order."""
+    dtype: torch.dtype = torch.float32
+
+
+Content = Mapping[str, Tensor | Divided]
+"""What a file holds, by name."""
+Tensors = Mapping[str, Content]
+"""By file name, without suffix."""
+
+
+def put_together(tensors: Tensors) -> None:
+    """Take part, in a process that writes nothing, in what `Checkpoints.save` does in the one that writes."""
+    for content in tensors.values():
+        for tensor in in_file_order(content).values():
+            if isinstance(tensor, Divided):
+                tensor.whole()
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, framework="pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class CorruptCheckpoint(ValueError):
@@ -46,7 +93,7 @@ class Snapshot:
     """A checkpoint read back."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Mapping[str, Tensor]]
     state: dict[str, Any]
 
 
@@ -157,7 +204,7 @@ def load(folder: str | Path, *, verified: bool = False) -> Snapshot:
     manifest = _read_manifest(folder, FORMAT) if verified else verify(folder)
     files = [folder / name for name in manifest["files"] if name.endswith(".safetensors")]
     state = json.loads((folder / STATE).read_text())
-    return Snapshot(manifest["step"], {file.stem: load_file(file) for file in files}, state)
+    return Snapshot(manifest["step"], {file.stem: TensorFile(file) for file in files}, state)
 
 
 @dataclass(frozen=True)
@@ -317,9 +364,34 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_file(content: Content, path: Path) -> None:
+    """Write a safetensors file, with one divided tensor put together at a time.
+
+    The format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes one after the other.
+    """
+    ordered = in_file_order(content)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8, as readers want
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered.values():
+            whole = tensor.whole() if isinstance(tensor, Divided) else tensor
+            file.write(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def in_file_order(content: Content) -> Content:
+    """Wide types first, so that every tensor begins at a multiple of its own."""
+    return dict(sorted(content.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _write_tensors(path: Path, content: Content) -> None:
     """Write a safetensors file through to the disk."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    save_file(content, path)
     _sync(path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ..teacher import decoder_blocks
+from .checkpoint import Content, Divided
 from .config import StageConfig
-from .optimizer import STATE, load_trainable_tensors, optimizer_tensors, trainable
+from .optimizer import STATE, optimizer_tensors, trainable
 from .stages import Stage
 from .strategy import Strategy, stage_adamw
 
@@ -37,11 +39,11 @@ class Fsdp2(Strategy):
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self._stage, config)))
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: _whole(parameter) for name, parameter in trainable(self._stage).items()}
+    def weights(self) -> Content:
+        return _divided(trainable(self._stage))
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        return {name: _whole(t) for name, t in optimizer_tensors(self._stage, self.optimizer).items()}
+    def optimizer_tensors(self) -> Content:
+        return _divided(optimizer_tensors(self._stage, self.optimizer))
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.optimizer.optimizer.state
@@ -55,7 +57,10 @@ class Fsdp2(Strategy):
         return float(_whole(norm))
 
     def give_back(self) -> None:
-        load_trainable_tensors(self._whole, self.weights())
+        with torch.no_grad():
+            targets = trainable(self._whole)
+            for name, parameter in trainable(self._stage).items():
+                targets[name].copy_(_whole(parameter))
         del self.model, self._stage, self.optimizer
         self._whole.place(self._device)
 
@@ -109,6 +114,10 @@ def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable
         known |= {id(p): p for p in module.parameters()}
     known |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
     return copy.deepcopy(stage, known)
+
+
+def _divided(tensors: Mapping[str, Tensor]) -> Content:
+    return {name: Divided(tuple(tensor.shape), partial(_whole, tensor)) for name, tensor in tensors.items()}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -313,7 +313,9 @@ class _Run:
             "watch": self.watch.state_dict(),
             "processes": processes,
         }
-        on_main_process(lambda: self.checkpoints.save(self.step, tensors, state))
+        on_main_process(
+            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.put_together(tensors)
+        )
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:

@@ -1,7 +1,7 @@
 """How a stage is spread over the processes that train it. The loop knows this interface alone.
 
 Checkpoints hold whole float32 tensors under the parameters' names, whatever the strategy, so that a run can go on with
-another number of processes or another strategy.
+another number of processes or another strategy. They are put together, written and read one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import AdamW
 
+from .checkpoint import Content
 from .config import StageConfig
 from .optimizer import load_optimizer_tensors, make_adamw, optimizer_tensors, trainable
 from .stages import Stage
@@ -27,12 +28,12 @@ class Strategy(ABC):
     optimizer: Any
 
     @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """Trained parameters, whole, in float32."""
+    def weights(self) -> Content:
+        """Trained parameters, in float32."""
 
     @abstractmethod
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state, whole, as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
+    def optimizer_tensors(self) -> Content:
+        """AdamW's state, as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
 
     @abstractmethod
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
@@ -61,10 +62,10 @@ class Replicated(Strategy):
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage, config))
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Content:
         return {name: parameter.detach() for name, parameter in trainable(self._stage).items()}
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Content:
         return optimizer_tensors(self._stage, self.optimizer)
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:

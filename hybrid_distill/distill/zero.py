@@ -5,7 +5,8 @@ Every process must call each of these functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .accelerator import build_whole_models
+from .checkpoint import Content, Divided
 from .config import StageConfig
 from .optimizer import trainable
 from .stages import Stage
@@ -37,10 +39,10 @@ class Zero(Strategy):
         if is_divided(stage) and not stage.divisible:
             raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Content:
         return whole_trainable(self._stage)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Content:
         return whole_optimizer(self._stage, self.optimizer)
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
@@ -55,24 +57,26 @@ class Zero(Strategy):
         release(self._stage, self.model)
 
 
-def whole_trainable(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters, whole, in float32, on the CPU."""
+def whole_trainable(module: nn.Module) -> dict[str, Divided]:
+    """Trainable parameters, in float32."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: _cpu(safe_get_full_fp32_param(p)) for name, p in trainable(module).items()}
+    parameters = trainable(module).items()
+    return {name: Divided(_shape(p), partial(_got, safe_get_full_fp32_param, p)) for name, p in parameters}
 
 
-def whole_optimizer(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The same tensors as `optimizer_tensors`, whole, on the CPU."""
+def whole_optimizer(module: nn.Module, optimizer: Any) -> Content:
+    """The same tensors as `optimizer_tensors`."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     _link_states(optimizer)
     step = next(state["step"] for state in optimizer.optimizer.optimizer.state.values() if "step" in state)
-    tensors = {}
+    tensors: dict[str, Tensor | Divided] = {}
     for name, parameter in trainable(module).items():
         tensors[f"step/{name}"] = torch.tensor(float(step))
         for key in MOMENTS:
-            tensors[f"{key}/{name}"] = _cpu(safe_get_full_optimizer_state(parameter, key))
+            whole = partial(_got, safe_get_full_optimizer_state, parameter, key)
+            tensors[f"{key}/{name}"] = Divided(_shape(parameter), whole)
     return tensors
 
 
@@ -80,7 +84,7 @@ def load_optimizer(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tens
     """Give every process its part of the tensors of `whole_optimizer`."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    step = next(value for name, value in tensors.items() if name.startswith("step/"))
+    step = tensors[next(name for name in tensors if name.startswith("step/"))]
     for flat in _flat_partitions(optimizer.optimizer):
         state = optimizer.optimizer.optimizer.state[flat]
         state |= {key: torch.zeros_like(flat) for key in MOMENTS}
@@ -115,7 +119,7 @@ def release(module: nn.Module, engine: Any) -> None:
     """Take a module back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
     from deepspeed import zero
 
-    whole = whole_trainable(module)
+    whole = {name: tensor.whole().cpu() for name, tensor in whole_trainable(module).items()}
     for name, parameter in module.named_parameters():
         if name not in whole:
             with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -158,9 +162,15 @@ def _set_part(parameter: Any, value: Tensor, key: str) -> None:
     part[: mine.numel()].copy_(mine)
 
 
-def _cpu(tensor: Tensor | None) -> Tensor:
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """Of the whole parameter; ZeRO-3 leaves none of it in place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _got(getter: Callable[..., Tensor | None], *args: Any) -> Tensor:
+    tensor = getter(*args)
     if tensor is None:
         raise RuntimeError(
             "DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3."
         )
-    return tensor.detach().cpu()
+    return tensor.detach()
