@@ -322,7 +322,7 @@ class Run:
             profile=self.config.profile,
             teacher_sharding=self.config.teacher_sharding,
         )
-        if not from_disk:
+        if not from_disk and self.config.teacher_sharding == "replicated":
             self.teacher.to(cast(Any, state.device))
         return manifest
 

@@ -356,7 +356,7 @@ class _Run:
 
 def _spread(stage: Stage, config: StageConfig, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
     """The student by the strategy that the launch file chose, the teacher as asked for."""
-    if teacher_sharding == "sharded" and accelerator.num_processes > 1:
+    if teacher_sharding == "sharded" and stage.teachers and accelerator.num_processes > 1:
         from .fsdp import process_mesh, with_divided_teacher
 
         stage = with_divided_teacher(stage, process_mesh(accelerator))
