@@ -200,3 +200,28 @@ def test_segments_are_computed_again_with_divided_weights(tmp_path, strategy):
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "long") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
     assert_same_weights(tmp_path / "long", tmp_path / "alone")
+
+
+CONNECTED = """
+import time
+from hybrid_distill.distill.accelerator import make_accelerator
+
+make_accelerator()
+print("up", flush=True)
+time.sleep(30)
+print("still there")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_a_killed_launcher_leaves_no_process_that_trains():
+    """A shell stands in for the launcher, a process that sleeps for one that trains."""
+    started = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    launcher = subprocess.Popen(
+        ["bash", "-c", f"{sys.executable} -c '{CONNECTED}' & wait"],
+        env={**os.environ, **started, "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert launcher.stdout is not None and launcher.stdout.readline() == b"up\n"
+    launcher.kill()
+    assert launcher.stdout.read() == b"", "it lived on"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
 import netrc
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Settings of accelerate's FSDP: two that a user would miss, and one that loads empty teachers (the default!)."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _SUPPORTED = (
     DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.DEEPSPEED,
@@ -47,6 +51,7 @@ def make_accelerator(
     """
     check_trackers(trackers)
     _check_environment()
+    _die_with_launcher()
     with_deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
@@ -230,6 +235,12 @@ def _check_world(accelerator: Accelerator, processes: int | None) -> None:
     found = int(cast(torch.Tensor, accelerator.reduce(torch.ones((), device=accelerator.device))))
     if found != accelerator.num_processes:
         raise WorldError(f"{accelerator.num_processes} processes were started and {found} are connected.")
+
+
+def _die_with_launcher() -> None:
+    """A launcher that is killed with SIGKILL leaves its processes, which would write beside those of the next start."""
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _name_gloo_interface() -> None:
