@@ -29,6 +29,7 @@ from .report import write_report
 from .score import ScoreJob, compare_files, run_score, table
 from .sweep import SweepFailed, SweepJob, sweep
 from .sweep import status as sweep_status
+from .sweep_report import CONTEXT, RecommendJob, is_sweep, recommend, write_sweep_report
 from .teacher import TINY
 
 app = tyro.extras.SubcommandApp()
@@ -142,10 +143,14 @@ def sweep_command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None
 
 def run_sweep(job: SweepJob) -> None:
     """What the command does, and the ``main`` of a recipe for sweeps; exit status 1 when cells have failed."""
+    failed: SweepFailed | None = None
     try:
         sweep(job, _load_recipe(job.recipe))
     except SweepFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        failed = error
+    print(f"report: {write_sweep_report(job.out)}")
+    if failed is not None:
+        print(f"error: {failed}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -172,9 +177,30 @@ def verify(path: tyro.conf.Positional[Path], /) -> None:
 
 
 @app.command
-def report(path: tyro.conf.Positional[Path], /) -> None:
-    """Write PATH/report.md anew from the results in a run's or a comparison's directory."""
-    print(f"report: {write_report(path)}")
+def report(path: tyro.conf.Positional[Path], /, context: int = CONTEXT, to: Path | None = None) -> None:
+    """Write PATH/report.md anew from the results in the directory of a run, a comparison or a sweep.
+
+    Args:
+        path: The directory. A sweep need not be finished.
+        context: Of a sweep: tokens at which memory is compared.
+        to: Of a sweep: where report.md, its figures, report.html and results.csv go, instead of PATH.
+    """
+    if is_sweep(path):
+        print(f"report: {write_sweep_report(path, context=context, to=to)}")
+    elif to is not None:
+        raise ValueError(f"--to is for the report of a sweep, and {path} has no results.csv; leave it out.")
+    else:
+        print(f"report: {write_report(path)}")
+
+
+@app.command(name="recommend")
+def recommend_command(
+    path: tyro.conf.Positional[Path],
+    /,
+    job: tyro.conf.OmitArgPrefixes[RecommendJob],
+) -> None:
+    """The best student of the sweep in PATH under a budget of cache memory, measured and predicted."""
+    print(recommend(path, job))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

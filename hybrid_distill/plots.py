@@ -63,6 +63,7 @@ _RC: dict[Any, Any] = {
     "lines.linewidth": 2.0,
     "lines.markersize": 5.5,
     "lines.solid_capstyle": "round",
+    "svg.hashsalt": "hybrid-distill",  # the same figure is the same file
 }
 
 
@@ -80,8 +81,10 @@ class Series:
 
 
 @contextmanager
-def _figure(rows: int, columns: int, size: tuple[float, float], path: Path, **layout: Any) -> Iterator[Any]:
-    """A grid of axes (2D array) in the project's style, saved to ``path`` on exit."""
+def canvas(
+    rows: int, columns: int, size: tuple[float, float], path: Path | Sequence[Path], **layout: Any
+) -> Iterator[Any]:
+    """A grid of axes (2D array) in the project's style, saved to ``path``, or to each of them, on exit."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -90,7 +93,8 @@ def _figure(rows: int, columns: int, size: tuple[float, float], path: Path, **la
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure.subplots(rows, columns, squeeze=False, **layout)
-        figure.savefig(path)
+        for file in [path] if isinstance(path, Path) else path:
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def look(selection: str) -> tuple[str, str]:
@@ -101,14 +105,14 @@ def look(selection: str) -> tuple[str, str]:
 def retrieval_curves(series: Sequence[Series], path: Path) -> None:
     """Accuracy of KV retrieval by generation (0..1) against the number of pairs in the dictionary."""
     sizes = sorted({int(x) for line in series for x in line.x})
-    with _figure(1, 1, (7.4, 4.4), path) as grid:
+    with canvas(1, 1, (7.4, 4.4), path) as grid:
         axes = grid[0, 0]
         axes.set_xscale("log", base=2)
         for line in series:
             _draw(axes, line, scale=100)
         axes.plot(sizes, [100 / n for n in sizes], color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
         labels = [(100 * line.y[-1], line.label, look(line.selection)[0]) for line in series if not line.faint]
-        _end_labels(axes, [*labels, (100 / sizes[-1], "chance (1 / pairs)", GREY)], low=0, high=104)
+        end_labels(axes, [*labels, (100 / sizes[-1], "chance (1 / pairs)", GREY)], low=0, high=104)
         axes.set_xticks(sizes, [str(n) for n in sizes])
         axes.minorticks_off()
         axes.set_ylim(0, 104)
@@ -137,7 +141,7 @@ def head_scores(
     if control_LH is not None:
         panels.append(([list(row) for row in control_LH], "Control: plain text", "nats per token", GREEN, "{:.2f}"))
     size = (len(panels) * (n_heads * cell + 1.3), n_layers * cell + (1.3 if kept else 1.05))
-    with _figure(1, len(panels), size, path) as grid:
+    with canvas(1, len(panels), size, path) as grid:
         for axes, (values_LH, title, unit, hue, number) in zip(grid[0], panels, strict=True):
             _heat_map(axes, values_LH, kept, hue=hue, number=number if n_heads <= 16 else "", unit=unit)
             axes.set_title(title)
@@ -168,7 +172,7 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
         panels.append(("Control: plain text", "nats per token", GREEN, 1, _with_interval(scores, "control", ranking)))
     n_kept = len(ranking) if k is None else min(k, len(ranking))
     size = (2.9 * len(panels) + 0.6, 0.21 * len(ranking) + 1.5)
-    with _figure(1, len(panels), size, path, sharey=True) as grid:
+    with canvas(1, len(panels), size, path, sharey=True) as grid:
         for axes, (title, unit, hue, scale, entries) in zip(grid[0], panels, strict=True):
             _bars(axes, [[scale * x for x in entry] for entry in entries], n_kept, hue)
             axes.set_title(title)
@@ -218,7 +222,7 @@ def layer_losses(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]
     columns = min(math.ceil(math.sqrt(len(panels))), 3)
     rows = math.ceil(len(panels) / columns)
     n_layers = max(len(layers) for layers in panels.values())
-    with _figure(rows, columns, (3.5 * columns + 0.9, 2.7 * rows + 0.5), path, sharex=True, sharey=True) as grid:
+    with canvas(rows, columns, (3.5 * columns + 0.9, 2.7 * rows + 0.5), path, sharex=True, sharey=True) as grid:
         all_ends = []
         for axes, (student, layers) in zip(grid.flat, panels.items(), strict=False):
             ends = []
@@ -232,7 +236,7 @@ def layer_losses(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]
             all_ends.append((axes, ends))
         _log_ticks(grid[0, 0])
         for axes, ends in all_ends if n_layers <= 8 else []:
-            _end_labels(axes, [(y, f"layer {layer}", colour) for y, layer, colour in ends], size=7.5)
+            end_labels(axes, [(y, f"layer {layer}", colour) for y, layer, colour in ends], size=7.5)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
         for axes in grid.flat[max(len(panels) - columns, 0) : len(panels)]:
@@ -245,7 +249,7 @@ def layer_losses(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]
 
 def training_losses(series: Sequence[Series], path: Path) -> None:
     """Loss of the distillation stage against step, one line a student."""
-    with _figure(1, 1, (7.4, 3.8), path) as grid:
+    with canvas(1, 1, (7.4, 3.8), path) as grid:
         axes = grid[0, 0]
         labels = []
         for line in series:
@@ -255,7 +259,7 @@ def training_losses(series: Sequence[Series], path: Path) -> None:
             axes.plot(line.x, smooth, color=colour, linestyle="--" if line.dashed else "-")
             labels.append((smooth[-1], line.label, colour))
         _log_ticks(axes)
-        _end_labels(axes, labels)
+        end_labels(axes, labels)
         axes.set_xlabel("optimiser step")
         axes.set_title("Distillation loss (running mean; faint: every logged step)")
 
@@ -264,12 +268,12 @@ def cache_curves(series: Sequence[Series], path: Path) -> None:
     """Bytes of the cache of one sequence against its length; straight lines through the measured lengths."""
     largest = max(max(line.y) for line in series)
     unit, divisor = ("MB", 1e6) if largest >= 1e6 else ("kB", 1e3)
-    with _figure(1, 1, (7.4, 4.0), path) as grid:
+    with canvas(1, 1, (7.4, 4.0), path) as grid:
         axes = grid[0, 0]
         for line in series:
             _draw(axes, line, scale=1 / divisor)
         labels = [(line.y[-1] / divisor, line.label, look(line.selection)[0]) for line in series]
-        _end_labels(axes, labels, low=0, high=1.06 * largest / divisor)
+        end_labels(axes, labels, low=0, high=1.06 * largest / divisor)
         axes.set_ylim(0, 1.06 * largest / divisor)
         axes.set_xlim(left=0)
         lengths = sorted({int(x) for line in series for x in line.x})
@@ -292,7 +296,7 @@ def _draw(axes: Axes, line: Series, *, scale: float) -> None:
         axes.errorbar(line.x, y, yerr=error, fmt="none", ecolor=colour, elinewidth=1.2, capsize=2, alpha=0.8)
 
 
-def _end_labels(
+def end_labels(
     axes: Axes,
     labels: Sequence[tuple[float, str, Any]],
     *,

@@ -82,8 +82,12 @@ def _cell(row: Row, column: Column) -> str:
 def _change(row: Row, teacher: Row, key: str) -> str:
     if key not in row.cells or not teacher.cells[key].value:
         return ABSENT
-    change = 100 * (row.cells[key].value / teacher.cells[key].value - 1)
-    return f"{change:+.1f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{signed(100 * (row.cells[key].value / teacher.cells[key].value - 1))} %"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """+1.2, −1.2, and +0.0 for what rounds to nothing."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def with_error(value: float, error: float, digits: int) -> str:

@@ -1,0 +1,203 @@
+"""What a sweep shows, as sentences computed from its numbers, whatever they are, beside what was published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from ..report.tables import signed
+from ..sweep.grid import ALL
+from .recommend import PREDICTABLE, size_text
+from .settings import NONE, Estimate, Quality, Setting, SweepResults, estimate
+
+COVERED = 0.95  # of the teacher's retrieval: nothing worth mentioning is lost
+NEEDED = 0.90  # of the teacher's retrieval, by which selections are compared
+SOON = 0.80  # of the gain that half of the heads bring when the rest adds little
+LITTLE = 0.10  # of the teacher's retrieval: too little to lose
+SEVERAL = 3  # times as many heads
+
+
+def headline(results: SweepResults, context: int) -> str:
+    """The smallest student that keeps the teacher's retrieval, or that there is none."""
+    if not results.done:
+        return "No cell is finished yet."
+    if not (measured := results.qualities("retrieval")):
+        return "Nothing can be concluded: no student's retrieval was measured."
+    quality = measured[0]
+    students = [s for s in results.done if s.selection != ALL and s.values(quality.column)]
+    found = [(s, coverage) for s in students if (coverage := results.against_teacher(s, [quality.column]))]
+    if not found:
+        return "Nothing can be concluded: there is no student beside a teacher measured with the same seed."
+    covered = [(s, coverage) for s, coverage in found if coverage.mean >= COVERED]
+    if not covered:
+        best, coverage = max(found, key=lambda pair: pair[1].mean)
+        return (
+            f"No student keeps {100 * COVERED:.0f} % of the teacher's retrieval; the best, {best.label}, keeps "
+            f"{_percent(coverage)} ({quality.label})."
+        )
+    best, coverage = min(covered, key=lambda pair: pair[0].bytes_at(context))
+    memory = ""
+    if results.teacher.rows:
+        share = best.bytes_at(context) / results.teacher.bytes_at(context)
+        memory = f" in {100 * share:.0f} % of its memory at {context:,} tokens ({size_text(best.bytes_at(context))})"
+    of = f" of {results.n_heads}" if results.n_heads else ""
+    chosen = "" if best.selection == NONE else f"{best.selection}, "
+    heads = f"{best.heads}{of} head{'s' * (best.heads != 1)} ({chosen}state {best.d_state})"
+    return (
+        f"With {heads} a student keeps {_percent(coverage)} of the teacher's retrieval{memory}: the smallest that "
+        f"keeps {100 * COVERED:.0f} % ({quality.label})."
+    )
+
+
+def findings(results: SweepResults) -> Iterator[str]:
+    """One sentence each on heads, states, selections and knowledge, where there are cells to speak of."""
+    ranked = [name for name in PREDICTABLE if any(s.selection == name for s in results.done)]
+    for quality in results.qualities("retrieval") if ranked else []:
+        state = results.states()[-1]
+        yield from _on_heads(results, quality, ranked[0], state)
+        yield from _on_states(results, quality, ranked[0])
+        yield from _on_selections(results, quality, ranked[0], state)
+    yield from _on_knowledge(results)
+
+
+def _on_heads(results: SweepResults, quality: Quality, selection: str, state: int) -> Iterator[str]:
+    """Up sharply, then flat?"""
+    line = {s.heads: e.mean for s, e in _line(results, quality, selection, state)}
+    if len(line) < 3:
+        return
+    first, most = min(line), max(line)
+    shown = ", ".join(f"{heads}: {quality.text(value)}" for heads, value in sorted(line.items()))
+    gain = line[most] - line[first]
+    text = f"**Heads** ({selection}, state {state}): {shown}."
+    if gain < LITTLE:
+        yield f"{text} There is no rise to speak of, unlike in the published results."
+        return
+    half = max((heads for heads in line if heads <= most / 2), default=first)
+    share = (line[half] - line[first]) / gain
+    verdict = (
+        "sharply up, then flat, as published" if share >= SOON else "not yet flat, unlike in the published results"
+    )
+    yield f"{text} The first {half} of {most} heads bring {100 * share:.0f} % of the rise: {verdict}."
+
+
+def _on_states(results: SweepResults, quality: Quality, selection: str) -> Iterator[str]:
+    """Does a small state cost less when the heads are there?"""
+    heads = sorted({s.heads for s in results.of(selection)})
+    costs = {k: found for k in heads if (found := _cost_of_small_states(results, quality, selection, k))}
+    if len(costs) < 2:
+        return
+    fewest, most = min(costs), max(costs)
+    large, small = costs[most][0], costs[most][1]
+    parts = []
+    for k in (fewest, most):
+        _, _, lost, perplexity, start = costs[k]
+        nothing = " (there is next to nothing to lose)" * (start < LITTLE)
+        also = "" if perplexity is None else f" and perplexity {signed(100 * perplexity.mean)} %"
+        parts.append(f"with {k} heads retrieval {signed(100 * lost.mean)} points{nothing}{also}")
+    verdict = _verdict_on_states(costs[fewest], costs[most])
+    yield f"**States** ({selection}), from {large} to {small}: {'; '.join(parts)}.{verdict}"
+
+
+States = tuple[int, int, Estimate, Estimate | None, float]
+
+
+def _cost_of_small_states(results: SweepResults, quality: Quality, selection: str, heads: int) -> States | None:
+    """(largest state, smallest, change of retrieval, relative change of perplexity, retrieval with the largest)."""
+    of_heads = results.of(selection, heads=heads)
+    if len(of_heads) < 2:
+        return None
+    large, small = max(of_heads, key=lambda s: s.d_state or 0), min(of_heads, key=lambda s: s.d_state or 0)
+    lost = _paired(small, large, quality.column, lambda a, b: a - b)
+    if lost is None:
+        return None
+    start = large.estimate(quality.column)
+    perplexity = _paired(small, large, "perplexity", lambda a, b: a / b - 1)
+    return large.d_state or 0, small.d_state or 0, lost, perplexity, start.mean if start else math.nan
+
+
+def _verdict_on_states(without: States, with_heads: States) -> str:
+    """By retrieval where students without heads have any, else by perplexity."""
+    if without[4] >= LITTLE:
+        less = abs(with_heads[2].mean) < abs(without[2].mean)
+    elif without[3] is not None and with_heads[3] is not None:
+        less = with_heads[3].mean < without[3].mean
+    else:
+        return ""
+    by = "retrieval" if without[4] >= LITTLE else "perplexity"
+    return f" By {by}, a small state costs {'less' if less else 'no less'} once the heads are there" + (
+        ", as published." if less else ", unlike in the published results."
+    )
+
+
+def _on_selections(results: SweepResults, quality: Quality, selection: str, state: int) -> Iterator[str]:
+    """How many heads does each way to choose them need?"""
+    others = [s for s in ("restoration", "layers", "random") if s != selection]
+    present = [s for s in others if any(setting.selection == s for setting in results.done)]
+    reference = heads_needed(results, quality, selection, state)
+    if not present:
+        return
+    if reference is None:
+        percent = f"{100 * NEEDED:.0f} %"
+        yield f"**Selections** (state {state}): {selection} does not reach {percent} of the teacher's retrieval."
+        return
+    parts, factors = [f"{selection} {reference}"], {}
+    for other in present:
+        needed = heads_needed(results, quality, other, state)
+        most = max((s.heads for s in results.done if s.selection == other), default=0)
+        parts.append(f"{other} {needed}" if needed is not None else f"{other} more than {most}, the most that was run")
+        factors[other] = ((needed or most) / max(reference, 1), needed is None)
+    factors.pop("restoration", None)
+    yield (
+        f"**Selections** (state {state}), fewest heads run that keep {100 * NEEDED:.0f} % of the teacher's retrieval: "
+        f"{', '.join(parts)}.{_verdict_on_baselines(factors)}"
+    )
+
+
+def _verdict_on_baselines(factors: Mapping[str, tuple[float, bool]]) -> str:
+    """``factors``: times as many heads as the ranking, and whether that is only a lower bound."""
+    if not factors:
+        return ""
+    name, (least, open_end) = min(factors.items(), key=lambda item: item[1])
+    times = f"{least:.1f}".removesuffix(".0")
+    if least >= SEVERAL:
+        return f" That is {times} times as many or more, as published."
+    if open_end:
+        return f" How many times as many {name} needs cannot be told: the grid ends too early."
+    return f" That is only {times} times as many for {name}, where the published factor is several times."
+
+
+def _on_knowledge(results: SweepResults) -> Iterator[str]:
+    changes = [
+        (found.mean, setting)
+        for setting in results.done
+        if (found := results.against_teacher(setting, ["knowledge"], lambda a, b: a - b))
+    ]
+    if changes:
+        change, setting = max(changes, key=lambda pair: abs(pair[0]))
+        yield (
+            f"**Knowledge**: the student farthest from the teacher, {setting.label}, is {signed(100 * change)} points "
+            "away from it; published students stay where the teacher is, heads or not."
+        )
+
+
+def heads_needed(results: SweepResults, quality: Quality, selection: str, state: int) -> int | None:
+    """The fewest heads that were run with ``NEEDED`` of the teacher's retrieval; None where none has it."""
+    of_line = [s for s, _ in _line(results, quality, selection, state)]
+    kept = [(s.heads, results.against_teacher(s, [quality.column])) for s in of_line]
+    return min((heads for heads, coverage in kept if coverage and coverage.mean >= NEEDED), default=None)
+
+
+def _line(results: SweepResults, quality: Quality, selection: str, state: int) -> list[tuple[Setting, Estimate]]:
+    settings = results.of(selection, d_state=state)
+    return [(s, found) for s in settings if (found := s.estimate(quality.column))]
+
+
+def _paired(a: Setting, b: Setting, column: str, compare: Callable[[float, float], float]) -> Estimate | None:
+    """Seed by seed."""
+    first, second = a.values(column), b.values(column)
+    return estimate([compare(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())])
+
+
+def _percent(value: Estimate) -> str:
+    margin = "" if value.margin is None else f" ± {100 * value.margin:.1f}"
+    return f"{100 * value.mean:.1f}{margin} %"
