@@ -145,8 +145,8 @@ def _coverage(results: SweepResults, context: int, paths: Sequence[Path]) -> str
         grid[0, 0].figure.supxlabel("heads kept", fontsize=10)
         _legend(grid, panels[next(iter(panels))])
     return (
-        f"Coverage, student over teacher, by group of tasks; heads chosen {NAMES[selection]}; {_whiskers(results)}. "
-        "Knowledge stays, retrieval needs heads, is what the method predicts."
+        f"Coverage, student over teacher, by group of tasks; heads: {NAMES[selection]}; {_whiskers(results)}. The method "
+        "predicts that knowledge stays where it is, and that retrieval comes back with the heads."
     )
 
 
@@ -281,11 +281,12 @@ def _front(axes: Axes, advisor: Advisor) -> None:
 
 
 def _front_labels(axes: Axes, points: Sequence[tuple[float, float, str]], *, up: bool) -> None:
-    """Beside each point, on the side of the front where nothing can be; left out where two would overlap."""
+    """Beside a point, on the side of the front where nothing can be. Both ends come first; left out where two would
+    overlap."""
     low, high = (math.log10(x) for x in axes.get_xlim())
     bottom, top = axes.get_ylim()
     taken: list[tuple[float, float]] = []
-    for x, y, text in points:
+    for x, y, text in [*points[-1:], *points[:-1]]:
         place = ((math.log10(x) - low) / (high - low), (y - bottom) / (top - bottom))
         if any(abs(place[0] - a) < 0.14 and abs(place[1] - b) < 0.055 for a, b in taken):
             continue
@@ -321,7 +322,7 @@ def _along_heads(
     results: SweepResults, selection: str, state: int, axis: HeadAxis, value: Callable[[Setting], Estimate | None]
 ) -> list[tuple[float, Estimate]]:
     """The settings of one selection and state, and the one without heads."""
-    points = [(axis.ats.heads, value(s)) for s in results.of(selection, d_state=state)]
+    points = [(axis.at(s.heads), value(s)) for s in results.of(selection, d_state=state)]
     return sorted((x, found) for x, found in points if found is not None)
 
 
@@ -375,7 +376,7 @@ def _byte_ticks(axes: Axes) -> None:
 
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0) if high / low < 1e4 else (1.0,)))
-    axes.xaxis.set_major_formatter(lambda value, _: size_text(value))
+    axes.xaxis.set_major_formatter(lambda value, _: size_text(value).replace(".00", "").replace(".0", ""))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 

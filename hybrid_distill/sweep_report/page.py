@@ -261,7 +261,7 @@ def _recommendations(advisor: Advisor) -> Iterator[Block]:
     if advisor.surfaces:
         yield Text(
             f"Predictions are off by this much, on average, for settings that were left out (mean absolute error): "
-            f"{advisor.error}. `hybrid-distill recommend` answers for other budgets, contexts and qualities."
+            f"{advisor.error_text}. `hybrid-distill recommend` answers for other budgets, contexts and qualities."
         )
     for selection, reason in advisor.too_few.items():
         yield Text(f"No predictions for {selection}: {reason}")

@@ -99,15 +99,10 @@ class Advisor:
         """The smallest setting that is worse, seed by seed, by no more than the standard error of the difference; None
         where that is the best one itself, and with one seed."""
         values = best.setting.values(self.quality.column)
-        for choice in self.measured:
+        for choice in self.measured[: self.measured.index(best)]:
             others = choice.setting.values(self.quality.column)
             change = estimate([others[seed] - values[seed] for seed in sorted(values.keys() & others.keys())])
-            if (
-                choice.n_bytes < best.n_bytes
-                and change
-                and change.error is not None
-                and abs(change.mean) <= change.error
-            ):
+            if change is not None and change.error is not None and abs(change.mean) <= change.error:
                 return choice
         return None
 
@@ -207,15 +202,20 @@ class Advisor:
         every = [(k, n) for k in range(heads[0], heads[-1] + 1, step or 1) for n in sorted({*states, *powers})]
         return [way for way in every if way not in run and way[0] > 0]
 
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """How far each selection's surface is, on average, from a setting that it did not see."""
+        return {selection: surface.error * self._unit for selection, surface in self.surfaces.items()}
+
     @property
-    def error(self) -> str:
-        """How far the surfaces are from cells that they did not see, in words."""
-        parts = []
-        for selection, surface in self.surfaces.items():
-            error = self.quality.scale * surface.error * self._unit
-            unit = " points" if self.quality.unit else ""
-            parts.append(f"{selection}: {error:.{self.quality.digits}f}{unit} over {len(surface.heads_S)} settings")
-        return "; ".join(parts)
+    def error_text(self) -> str:
+        """The same in words."""
+        quality, points = self.quality, " points" if self.quality.unit else ""
+        return "; ".join(
+            f"{selection}: {quality.scale * error:.{quality.digits}f}{points} "
+            f"over {len(self.surfaces[selection].heads_S)} settings"
+            for selection, error in self.errors.items()
+        )
 
 
 class _Costs:
@@ -266,9 +266,8 @@ def recommend(out: Path, job: RecommendJob) -> str:
 
 
 def measured_text(choice: Measured, quality: Quality) -> str:
-    """``top 4 heads, state 16: 97.1 % ± 3.2, 3 seeds, 1.28 MB``."""
-    mean, _, n = choice.quality
-    margin = choice.quality.margin
+    """``top 4 heads, state 16: 97.1 % ± 3.2 (3 seeds), 1.28 MB``."""
+    mean, margin, n = choice.quality.mean, choice.quality.margin, choice.quality.n
     spread = "" if margin is None else f" ± {quality.scale * margin:.{quality.digits}f}"
     seeds = f"{n} seeds" if n > 1 else "one seed, so no interval"
     return f"{choice.setting.label}: {quality.text(mean)}{spread} ({seeds}), {size_text(choice.n_bytes)}"
@@ -284,23 +283,15 @@ def _predicted_lines(advisor: Advisor, best: Measured, budget: float) -> list[st
     reasons = [f"predicted  none for {selection}: {reason}" for selection, reason in advisor.too_few.items()]
     if not advisor.surfaces:
         return reasons or ["predicted  none: no heads were chosen by a ranking (top, restoration, layers)."]
-    judged = f"  error of prediction, leaving out one setting at a time: {advisor.error}"
+    judged = f"  error of prediction, leaving out one setting at a time: {advisor.error_text}"
     choice, quality = advisor.best_predicted(budget), advisor.quality
     if choice is None:
         return [*reasons, "predicted  nothing that was not run is sure to fit.", judged]
+    text = predicted_text(choice, quality)
     if not quality.better(choice.quality.value, best.quality.mean):
-        return [
-            *reasons,
-            f"predicted  nothing better that was not run; the best: {predicted_text(choice, quality)}",
-            judged,
-        ]
+        return [*reasons, f"predicted  nothing better that was not run; the best of those: {text}", judged]
     setting = choice.setting
-    surface = advisor.surfaces[setting.selection]
-    gain = abs(choice.quality.value - best.quality.mean)
-    doubt = "; the gain is smaller than that, so run it before you rely on it" * (gain < surface.error * advisor._unit)
-    return [
-        *reasons,
-        f"predicted  {predicted_text(choice, quality)}",
-        judged + doubt,
-        f"  to run it, add to the sweep's command: --heads {setting.heads} --d-state {setting.d_state}",
-    ]
+    lines = [*reasons, f"predicted  {text}", judged]
+    if abs(choice.quality.value - best.quality.mean) < advisor.errors[setting.selection]:
+        lines.append("  the gain is smaller than that error: run it before you rely on it")
+    return [*lines, f"  to run it, add to the sweep's command: --heads {setting.heads} --d-state {setting.d_state}"]

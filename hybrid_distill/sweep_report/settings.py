@@ -45,10 +45,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def t_95(degrees: int) -> float:
-    """Student's t, 97.5 %; beyond the table by an expansion in 1 / degrees that is right to 0.1 %."""
+    """Student's t, 97.5 %; beyond the table by its expansion in 1 / degrees, right to 0.001."""
     if degrees <= len(T_95):
         return T_95[degrees - 1]
-    return 1.95996 + 2.37227 / degrees + 2.82250 / degrees**2
+    return 1.95996 + 2.37227 / degrees + 2.82250 / degrees**2 + 2.55585 / degrees**3
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,8 @@ def _settings(rows: Sequence[Mapping[str, str]]) -> list[Setting]:
 
 
 def _figures(row: Mapping[str, str]) -> dict[str, float]:
-    return {name: float(text) for name, text in row.items() if name not in WORDS and text}
+    found = {name: float(text) for name, text in row.items() if name not in WORDS and text}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def is_sweep(path: str | Path) -> bool:
