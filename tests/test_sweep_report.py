@@ -19,6 +19,7 @@ from PIL import Image
 from hybrid_distill.budget import cache_bytes
 from hybrid_distill.cli import main
 from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.sweep import SweepFailed, SweepJob
 from hybrid_distill.sweep_report import RecommendJob, recommend, surrogate, write_sweep_report
 from hybrid_distill.sweep_report.findings import findings, headline
 from hybrid_distill.sweep_report.recommend import Advisor, n_bytes, size_text
@@ -420,6 +421,25 @@ def test_what_is_committed_is_complete_and_always_the_same(reported: Path, tmp_p
         path.name: path.read_bytes() for path in reported.iterdir()
     }
     assert {path.name for path in source.iterdir()} == {"results.csv", "sweep.json"}
+
+
+def test_a_sweep_ends_with_its_report_even_when_cells_failed(
+    tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = unfinished(cells(heads=(0, 4), states=(4,), selections=("top",)), "top4-n4-s1")
+
+    def fail(job: SweepJob, recipe: object) -> None:
+        write(job.out, rows)
+        raise SweepFailed("1 of 9 cells failed")
+
+    monkeypatch.setattr("hybrid_distill.cli.sweep", fail)
+    recipe = Path(__file__).parents[1] / "recipes" / "hybrid_tiny.py"
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", "--recipe", str(recipe), "--out", str(tmp_path / "sweep")])
+    assert exit_.value.code == 1 and "1 of 9 cells failed" in capsys.readouterr().err
+    assert "top4-n4-s1: it diverged" in (tmp_path / "sweep" / "report.md").read_text()
+    main(["report", str(tmp_path / "sweep"), "--context", "32768", "--to", str(tmp_path / "docs")])
+    assert "MB at 32,768" in (tmp_path / "docs" / "report.html").read_text()
 
 
 def test_an_unfinished_sweep_says_what_is_missing(tmp_path: Path, no_figures: None) -> None:

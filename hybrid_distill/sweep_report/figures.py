@@ -145,15 +145,15 @@ def _coverage(results: SweepResults, context: int, paths: Sequence[Path]) -> str
         grid[0, 0].figure.supxlabel("heads kept", fontsize=10)
         _legend(grid, panels[next(iter(panels))])
     return (
-        f"Coverage, student over teacher, by group of tasks; heads: {NAMES[selection]}; {_whiskers(results)}. The method "
-        "predicts that knowledge stays where it is, and that retrieval comes back with the heads."
+        f"Coverage, student over teacher, by group of tasks; heads: {NAMES[selection]}; {_whiskers(results)}. "
+        "The method predicts that knowledge stays where it is, and that retrieval comes back with the heads."
     )
 
 
 def _heads(results: SweepResults, context: int, paths: Sequence[Path]) -> str:
     """Retrieval and perplexity against heads: a column of panels for each selection, a line for each state size."""
     axis, selections, states = HeadAxis.of(results), _selections(results), results.states()
-    rows = [quality for quality in results.qualities("retrieval", "perplexity")]
+    rows = results.qualities("retrieval", "perplexity")
     if not rows or not axis.heads:
         return ""
     size = (max(3.3 * len(selections) + 0.8, 5.4), 2.9 * len(rows) + 0.7)
