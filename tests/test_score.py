@@ -82,7 +82,7 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
     [
         (["--pairs", "10,x"], "--pairs is '10,x'; give whole numbers"),
         (["--probe", "sudoku"], "there is no probe 'sudoku'; there are kv"),
-        (["--pairs", "99"], "scoring asks for 50.0%"),
+        (["--pairs", "99"], "scoring asks for 50.5%"),
         (["--probe", "needle"], "longest"),
     ],
 )
