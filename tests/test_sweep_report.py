@@ -353,6 +353,8 @@ def test_sweeps_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.csv").write_text("a,b\n1,2\n")
     assert_refused(["report", str(tmp_path / "other")], "is no table of a sweep", capsys)
+    (write(tmp_path / "torn", rows) / "sweep.json").write_text("{")
+    assert_refused(["report", str(tmp_path / "torn")], "sweep.json is not JSON", capsys)
     one_length = [{n: v for n, v in row.items() if n not in ("cache_bytes_128", "cache_bytes_2048")} for row in rows]
     flags = ["--context", "100"]
     assert_refused(["report", str(write(tmp_path / "4096", one_length)), *flags], "measured at 4096", capsys)
@@ -481,13 +483,16 @@ def test_what_is_as_published(tmp_path: Path) -> None:
 
 def test_what_is_not_as_published(tmp_path: Path) -> None:
     def straight(selection: str, heads: int, d_state: int) -> float:
-        return (heads / 16) * (1 - 1 / d_state) + 0.2
+        return (heads / 16 + 0.3) * (1 - 1 / d_state)
 
     text = said(tmp_path / "straight", cells(straight, heads=(0, 2, 4, 8, 12)))
     assert "not yet flat, unlike in the published results" in text
     assert "a small state costs no less once the heads are there, unlike" in text
     assert "That is only 1 times as many for random, where the published factor is several times" in text
+    text = said(tmp_path / "noise", cells(lambda _, k, n: 0.3 + 0.05 * k - 0.2 / n, noise=0.05))
+    assert "these seeds cannot tell whether a small state costs less" in text
     text = said(tmp_path / "nothing", cells(lambda *_: 0.3))
+    assert "a small state costs nothing here even with the fewest heads, unlike" in text
     assert "No student keeps 95 % of the teacher's retrieval; the best" in text
     assert "There is no rise to speak of" in text and "top does not reach 90 %" in text
     short = said(tmp_path / "short", cells(heads=(0, 1, 2, 4)))

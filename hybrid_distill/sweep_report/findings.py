@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from statistics import fmean
 
 from ..report.tables import signed
 from ..sweep.grid import ALL
 from .recommend import PREDICTABLE, size_text
-from .settings import NONE, Estimate, Quality, Setting, SweepResults, estimate
+from .settings import NONE, Estimate, Quality, Setting, SweepResults, estimate, mean_of
 
 COVERED = 0.95  # of the teacher's retrieval: nothing worth mentioning is lost
 NEEDED = 0.90  # of the teacher's retrieval, by which selections are compared
 SOON = 0.80  # of the gain that half of the heads bring when the rest adds little
 LITTLE = 0.10  # of the teacher's retrieval: too little to lose
 SEVERAL = 3  # times as many heads
+PERPLEXITY = "perplexity"
 
 
 def headline(results: SweepResults, context: int) -> str:
@@ -83,50 +84,60 @@ def _on_heads(results: SweepResults, quality: Quality, selection: str, state: in
 def _on_states(results: SweepResults, quality: Quality, selection: str) -> Iterator[str]:
     """Does a small state cost less when the heads are there?"""
     heads = sorted({s.heads for s in results.of(selection)})
-    costs = {k: found for k in heads if (found := _cost_of_small_states(results, quality, selection, k))}
-    if len(costs) < 2:
+    ends = {k: found for k in heads if (found := _largest_and_smallest_state(results, quality, selection, k))}
+    if len(ends) < 2:
         return
-    fewest, most = min(costs), max(costs)
-    large, small = costs[most][0], costs[most][1]
+    fewest, most = min(ends), max(ends)
+    large, small = ends[most]
+    start = mean_of(ends[fewest][0], quality)
+    costs = {k: (_costs(*ends[k], quality.column), _costs(*ends[k], PERPLEXITY)) for k in (fewest, most)}
+    parts = [f"with {k} heads {_shown_costs(*costs[k])}" for k in (fewest, most)]
+    if start < LITTLE:
+        parts[0] += " (of retrieval there is next to nothing to lose)"
+    by, index = ("retrieval", 0) if start >= LITTLE else (PERPLEXITY, 1)
+    verdict = _verdict_on_states(by, costs[fewest][index], costs[most][index])
+    yield f"**States** ({selection}), from {large.d_state} to {small.d_state}: {'; '.join(parts)}.{verdict}"
+
+
+def _largest_and_smallest_state(
+    results: SweepResults, quality: Quality, selection: str, heads: int
+) -> tuple[Setting, Setting] | None:
+    found = [s for s in results.of(selection, heads=heads) if s.values(quality.column)]
+    ordered = sorted(found, key=lambda s: s.d_state or 0)
+    return (ordered[-1], ordered[0]) if len(ordered) > 1 else None
+
+
+def _costs(large: Setting, small: Setting, column: str) -> dict[int, float]:
+    """What the small state costs, by seed: a difference of shares, or of perplexity a ratio; above 0 it is worse."""
+    pairs = large.values(column), small.values(column)
+    both = sorted(pairs[0].keys() & pairs[1].keys())
+    if column == PERPLEXITY:
+        return {seed: pairs[1][seed] / pairs[0][seed] - 1 for seed in both}
+    return {seed: pairs[0][seed] - pairs[1][seed] for seed in both}
+
+
+def _shown_costs(retrieval: Mapping[int, float], perplexity: Mapping[int, float]) -> str:
     parts = []
-    for k in (fewest, most):
-        _, _, lost, perplexity, start = costs[k]
-        nothing = " (there is next to nothing to lose)" * (start < LITTLE)
-        also = "" if perplexity is None else f" and perplexity {signed(100 * perplexity.mean)} %"
-        parts.append(f"with {k} heads retrieval {signed(100 * lost.mean)} points{nothing}{also}")
-    verdict = _verdict_on_states(costs[fewest], costs[most])
-    yield f"**States** ({selection}), from {large} to {small}: {'; '.join(parts)}.{verdict}"
+    if lost := estimate(list(retrieval.values())):
+        parts.append(f"retrieval {signed(-100 * lost.mean)} points")
+    if rise := estimate(list(perplexity.values())):
+        parts.append(f"perplexity {signed(100 * rise.mean)} %")
+    return " and ".join(parts)
 
 
-States = tuple[int, int, Estimate, Estimate | None, float]
-
-
-def _cost_of_small_states(results: SweepResults, quality: Quality, selection: str, heads: int) -> States | None:
-    """(largest state, smallest, change of retrieval, relative change of perplexity, retrieval with the largest)."""
-    of_heads = results.of(selection, heads=heads)
-    if len(of_heads) < 2:
-        return None
-    large, small = max(of_heads, key=lambda s: s.d_state or 0), min(of_heads, key=lambda s: s.d_state or 0)
-    lost = _paired(small, large, quality.column, lambda a, b: a - b)
-    if lost is None:
-        return None
-    start = large.estimate(quality.column)
-    perplexity = _paired(small, large, "perplexity", lambda a, b: a / b - 1)
-    return large.d_state or 0, small.d_state or 0, lost, perplexity, start.mean if start else math.nan
-
-
-def _verdict_on_states(without: States, with_heads: States) -> str:
-    """By retrieval where students without heads have any, else by perplexity."""
-    if without[4] >= LITTLE:
-        less = abs(with_heads[2].mean) < abs(without[2].mean)
-    elif without[3] is not None and with_heads[3] is not None:
-        less = with_heads[3].mean < without[3].mean
-    else:
+def _verdict_on_states(by: str, without: Mapping[int, float], with_heads: Mapping[int, float]) -> str:
+    """Of the costs with few heads and with many, seed by seed; a difference within its standard error is none."""
+    spared = estimate([without[seed] - with_heads[seed] for seed in sorted(without.keys() & with_heads.keys())])
+    if spared is None:
         return ""
-    by = "retrieval" if without[4] >= LITTLE else "perplexity"
-    return f" By {by}, a small state costs {'less' if less else 'no less'} once the heads are there" + (
-        ", as published." if less else ", unlike in the published results."
-    )
+    if fmean(without.values()) <= 0:
+        return (
+            f" By {by}, a small state costs nothing here even with the fewest heads, unlike in the published results."
+        )
+    if abs(spared.mean) <= (spared.error or 0.0):
+        return f" By {by}, these seeds cannot tell whether a small state costs less once the heads are there."
+    less = "less once the heads are there, as published" if spared.mean > 0 else "no less once the heads are there"
+    return f" By {by}, a small state costs {less}" + ("." if spared.mean > 0 else ", unlike in the published results.")
 
 
 def _on_selections(results: SweepResults, quality: Quality, selection: str, state: int) -> Iterator[str]:
@@ -190,12 +201,6 @@ def heads_needed(results: SweepResults, quality: Quality, selection: str, state:
 def _line(results: SweepResults, quality: Quality, selection: str, state: int) -> list[tuple[Setting, Estimate]]:
     settings = results.of(selection, d_state=state)
     return [(s, found) for s in settings if (found := s.estimate(quality.column))]
-
-
-def _paired(a: Setting, b: Setting, column: str, compare: Callable[[float, float], float]) -> Estimate | None:
-    """Seed by seed."""
-    first, second = a.values(column), b.values(column)
-    return estimate([compare(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())])
 
 
 def _percent(value: Estimate) -> str:

@@ -11,11 +11,12 @@ from pathlib import Path
 from ..report.tables import ABSENT, signed
 from ..sweep.grid import ALL
 from ..sweep.results import FILE, TEACHER
+from ..sweep.status import duration
 from .document import Block, Bullets, Figure, Heading, Table, Text, to_html, to_markdown
 from .figures import draw
 from .findings import NEEDED, findings, headline, heads_needed
 from .recommend import Advisor, measured_text, predicted_text, size_text
-from .settings import NONE, Estimate, Setting, SweepResults
+from .settings import NONE, Estimate, Setting, SweepResults, t_95
 
 CONTEXT = 4096
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
@@ -186,13 +187,13 @@ def _bytes_cell(setting: Setting, context: int) -> str:
 
 
 def _notes(results: SweepResults, context: int) -> str:
-    several = any(len(setting.rows) > 1 for setting in results.done)
-    interval = (
-        "± is half of the 95 % interval of the mean over seeds, by Student's t; with three seeds that is 4.3 standard "
-        "errors."
-        if several
-        else "One seed: no interval can be given."
-    )
+    n_seeds = max(len(setting.rows) for setting in results.done)
+    interval = "One seed: no interval can be given."
+    if n_seeds > 1:
+        interval = (
+            "± is half of the 95 % interval of the mean over seeds, by Student's t: with "
+            f"{n_seeds} seeds {t_95(n_seeds - 1):.1f} standard errors."
+        )
     return (
         f"{interval} Our probes stand for the published tasks: multiple-choice facts for the knowledge-focused ones, "
         "dictionaries by generation for the retrieval-heavy ones. Perplexity is per token of held-out text; agreement "
@@ -288,6 +289,6 @@ def _made(results: SweepResults) -> Iterator[Block]:
         yield Text(f"{served}, which spared {saved:,} training steps.")
     seconds = sum(row.get("train_seconds", 0.0) for setting in results.done for row in setting.rows.values())
     if seconds:
-        yield Text(f"The students' own stages took {seconds / 3600:.2f} hours together.")
+        yield Text(f"The students' own stages took {duration(seconds)} together.")
     if versions := record.get("versions"):
         yield Text(", ".join(f"{name} {version}" for name, version in versions.items()) + ".")

@@ -113,10 +113,11 @@ class Advisor:
         return min(fitting, key=lambda c: (sign * round(c.quality.value, 4), c.n_bytes), default=None)
 
     def better_predicted(self, budget: float) -> Predicted | None:
-        """`best_predicted`, where that is better than the best that was run."""
-        found = self.best_predicted(budget)
-        best = self.best_measured(budget).quality.mean
-        return found if found is not None and self.quality.better(found.quality.value, best) else None
+        """`best_predicted`, where that is better than the best that was run, to the digits that are shown."""
+        found, best = self.best_predicted(budget), self.best_measured(budget).quality.mean
+        if found is None or self.quality.text(found.quality.value) == self.quality.text(best):
+            return None
+        return found if self.quality.better(found.quality.value, best) else None
 
     @cached_property
     def predicted(self) -> list[Predicted]:
@@ -288,7 +289,7 @@ def _predicted_lines(advisor: Advisor, best: Measured, budget: float) -> list[st
     if choice is None:
         return [*reasons, "predicted  nothing that was not run is sure to fit.", judged]
     text = predicted_text(choice, quality)
-    if not quality.better(choice.quality.value, best.quality.mean):
+    if advisor.better_predicted(budget) is None:
         return [*reasons, f"predicted  nothing better that was not run; the best of those: {text}", judged]
     setting = choice.setting
     lines = [*reasons, f"predicted  {text}", judged]

@@ -163,9 +163,7 @@ class SweepResults:
             ) from error
         teachers = [setting for setting in settings if setting.selection == TEACHER]
         students = [setting for setting in settings if setting.selection != TEACHER]
-        path = out / SWEEP
-        record = json.loads(path.read_text()) if path.exists() else {}
-        return cls(out.resolve().name, students, (teachers or [Setting(TEACHER, 0, None)])[0], record)
+        return cls(out.resolve().name, students, (teachers or [Setting(TEACHER, 0, None)])[0], _record(out / SWEEP))
 
     @property
     def done(self) -> list[Setting]:
@@ -254,6 +252,13 @@ def mean_of(setting: Setting, quality: Quality) -> float:
     found = setting.estimate(quality.column)
     assert found is not None
     return found.mean
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); delete it, and the report does without.") from error
 
 
 def _settings(rows: Sequence[Mapping[str, str]]) -> list[Setting]:
