@@ -199,7 +199,11 @@ def recommend_command(
     /,
     job: tyro.conf.OmitArgPrefixes[RecommendJob],
 ) -> None:
-    """The best student of the sweep in PATH under a budget of cache memory, measured and predicted."""
+    """The best student of a sweep under a budget of cache memory, measured and predicted.
+
+    Args:
+        path: The folder of a sweep, which need not be finished.
+    """
     print(recommend(path, job))
 
 
