@@ -143,8 +143,12 @@ def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypat
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
 
-    with pytest.raises(KeyboardInterrupt):
-        train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path):
