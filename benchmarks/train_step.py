@@ -13,7 +13,7 @@ the same models, and must say the same loss before they are timed:
 On a CPU the models are the embedded teacher's and one with as many words as Llama 3, in float32 on one thread; on a GPU
 they have the shape of Llama-3.2-1B, bfloat16, rows of 2048 tokens, and the goals are 50 % of the device's peak for
 alignment, 45 % end to end, and 8 rows within 80 GB. Times are medians of steps that take turns; memory is the most that
-is held at once, models included. The plain loop knows no packing: it reads a row as one document, and both get such rows.
+is held at once, models included. The plain loop knows no packing: both contenders get rows that are one document.
 """
 
 from __future__ import annotations
