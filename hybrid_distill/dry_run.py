@@ -174,4 +174,4 @@ def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> 
         ]
         shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
     lengths = " / ".join(map(str, LENGTHS))
-    return f"\n  generating, one sequence, MB in bf16: cache at {lengths} tokens: {', '.join(shown)}"
+    return f"\n  generating, one sequence, MB in bf16 (states fp32): cache at {lengths} tokens: {', '.join(shown)}"

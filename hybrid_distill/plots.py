@@ -279,7 +279,7 @@ def cache_curves(series: Sequence[Series], path: Path) -> None:
         lengths = sorted({int(x) for line in series for x in line.x})
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_xlabel("tokens in the context")
-        axes.set_title(f"Cache of one sequence, {unit} (16-bit keys, values and states)")
+        axes.set_title(f"Cache of one sequence, {unit} (16-bit keys and values, 32-bit states)")
 
 
 def _draw(axes: Axes, line: Series, *, scale: float) -> None:

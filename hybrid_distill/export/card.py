@@ -53,8 +53,8 @@ batch.
 
 ## Memory
 
-Cache of one sequence in 16-bit numbers, 1 MB = 1e6 bytes. The convolutions of the recurrent heads remember
-{conv_kb:.1f} kB besides.
+Cache of one sequence, states in 32-bit and all else in 16-bit numbers, 1 MB = 1e6 bytes. The convolutions of the
+recurrent heads remember {conv_kb:.1f} kB besides.
 
 {memory}
 

@@ -61,7 +61,7 @@ def _notes(record: Record) -> str:
     notes += [
         "Perplexity: per token of held-out text.",
         "Agreement: share of its tokens where student and teacher expect the same next token.",
-        "Cache: keys, values and states of one sequence in 16-bit numbers, 1 MB = 1e6 bytes; the few inputs "
+        "Cache: keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; the few inputs "
         "that the convolutions remember do not grow and stand beside it.",
     ]
     return " ".join(notes)
