@@ -226,7 +226,7 @@ def ablate_heads(
     vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
     heads_of: dict[int, list[int]] = {}
     for head_id in (HeadId(*head) for head in heads):
-        _check_exists(model, sites, head_id)
+        check_exists(model, sites, head_id)
         heads_of.setdefault(head_id.layer, []).append(head_id.head)
     with ExitStack() as hooks:
         for site in sites:
@@ -253,7 +253,7 @@ def ablate_heads_by_row(
     """
     sites = head_sites(model, kind)
     for head in heads:
-        _check_exists(model, sites, HeadId(layer, 0 if head is None else head))
+        check_exists(model, sites, HeadId(layer, 0 if head is None else head))
     with ExitStack() as hooks:
         if heads:
             site = next(site for site in sites if site.layer == layer)
@@ -265,13 +265,14 @@ def ablate_heads_by_row(
 def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) -> Iterator[list[Tensor]]:
     """Yield a list that receives the heads x_BLHP of a layer as its output projection reads them, per forward."""
     sites = head_sites(model, kind)
-    _check_exists(model, sites, HeadId(layer, 0))
+    check_exists(model, sites, HeadId(layer, 0))
     recorded: list[Tensor] = []
     with _at_heads(next(site for site in sites if site.layer == layer), recorded.append):
         yield recorded
 
 
-def _check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
+def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
+    """Raise ValueError unless one of ``sites`` has this head."""
     n_heads = {site.layer: site.n_heads for site in sites}
     if not 0 <= head_id.head < n_heads.get(head_id.layer, 0):
         n_layers = len(decoder_blocks(model))

@@ -255,9 +255,14 @@ class SSMHeads(nn.Module):
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """T_BRLS, with D on the diagonal and without the gate: y = T x."""
-        x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
-        mixing = mixing_matrix(log_decay(raw), b, c, seq_idx_BL)
+        x, log_a, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
+        mixing = mixing_matrix(log_a, b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
+
+    def scan_inputs(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> tuple[Tensor, ...]:
+        """x_BLRP, log a [B, L, R], B_BLRN, C_BLRN as the scan reads them, and silu(z)_BLRP, which gates its output."""
+        x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
+        return x, log_decay(raw), b, c, F.silu(self._gate(hidden_BLD))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""

@@ -204,7 +204,7 @@ def _last_maps(
     if cache is None:
         before = forward(model, input_ids_BS[:, :-1], mask_BS[:, :-1], logits_to_keep=1, use_cache=True)
         cache = before.past_key_values
-    with _eager_attention(model), _recorded_maps(sites) as maps:
+    with eager_attention(model), _recorded_maps(sites) as maps:
         output = forward(model, input_ids_BS[:, -1:], mask_BS, logits_to_keep=1, use_cache=True, past_key_values=cache)
     # A layer with a sliding window has kept the latest positions only.
     n_positions = mask_BS.shape[1]
@@ -233,7 +233,7 @@ def _recorded_maps(sites: Sequence[HeadSite]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Only eager attention hands out its maps; the model's own implementation is restored afterwards."""
     own: Any = model.config._attn_implementation
     model.set_attn_implementation("eager")
