@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from . import compare as comparison
+from .analysis.keep_heads import KeepHeads
+from .analysis.prune_layers import PruneLayers
+from .analysis.remove_heads import RemoveHeads
 from .cache_logits import CacheJob, cache_logits
 from .config import RunConfig, from_json, on_embedded_teacher
 from .distill.accelerator import WorldError, connect, disconnect
@@ -33,6 +36,12 @@ from .sweep_report import CONTEXT, RecommendJob, is_sweep, recommend, write_swee
 from .teacher import TINY
 
 app = tyro.extras.SubcommandApp()
+
+Experiment = (
+    Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]
+    | Annotated[PruneLayers, tyro.conf.subcommand("prune-layers")]
+    | Annotated[KeepHeads, tyro.conf.subcommand("keep-heads")]
+)
 
 
 def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
@@ -174,6 +183,12 @@ def export(run_dir: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path],
 def verify(path: tyro.conf.Positional[Path], /) -> None:
     """Check an exported checkpoint against what was recorded at its export; prints a table."""
     print(verify_export(path).table())
+
+
+@app.command
+def analyse(experiment: tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[Experiment]]) -> None:
+    """Look inside a model: an experiment, its table and its figure (docs/analysis.md); --help after it lists flags."""
+    print(experiment.run())
 
 
 @app.command

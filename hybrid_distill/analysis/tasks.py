@@ -1,0 +1,129 @@
+"""What every variant of a model is measured on, and the model itself: the options that all experiments share."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data import read_documents
+from ..distill.accelerator import connect
+from ..probes import Example
+from ..probes.answering import answer_choices, answer_generation
+from ..probes.checks import check_answerable
+from ..probes.knowledge import Knowledge
+from ..probes.plain_text import text_batches
+from ..probes.registry import PROBES, make_probe, options_of
+from ..teacher import TINY, eval_mode, load_teacher, longest_context
+from .tables import Column
+
+KNOWLEDGE, TEXT, GENERATED = "knowledge", "text", ":generate"
+MAX_TEXT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Task:
+    """A column, and how its number is found: in percent, or a perplexity."""
+
+    column: Column
+    measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]
+) -> tuple[float, ...]:
+    """One number for each task."""
+    return tuple(task.measure(model, tokenizer) for task in tasks)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is looked into."""
+
+    model: str = TINY
+    """A local folder (a student's export too), a hub id, or ``tiny`` for the embedded teacher."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """By default bfloat16 on a GPU, float32 on a CPU."""
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        device: Any = connect().device
+        model, tokenizer = load_teacher(self.model, dtype=self.dtype or _dtype_of(device))
+        model.to(device)
+        return model, tokenizer
+
+
+def _dtype_of(device: Any) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The tasks that a model is measured on."""
+
+    tasks: str = "kv,knowledge,text"
+    """kv, growing, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), and
+    text (perplexity)."""
+    pairs: int = 16
+    """Dictionary size of kv and two_hop."""
+    facts: Path | None = None
+    """JSON lines of questions for knowledge and letters; by default the embedded facts."""
+    texts: str = TINY
+    """Plain text, ``tiny`` or a file, for the perplexity."""
+    examples: int = 128
+    """Questions of each probe, and documents of the text."""
+    seed: int = 1
+    """Of the questions; take another one than for scoring heads."""
+    batch_size: int = 32
+
+    def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+        """The tasks by name. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
+        return [self._task(name, model, tokenizer) for name in names]
+
+    def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
+        if name == TEXT:
+            return self._text()
+        probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
+        examples, chance = self._examples(probe_name)
+        check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
+
+        def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+            if generated:
+                correct_E = answer_generation(model, tokenizer, examples, batch_size=self.batch_size)
+                return 100 * correct_E.double().mean().item()
+            return 100 * answer_choices(model, tokenizer, examples, batch_size=self.batch_size).accuracy
+
+        return Task(Column(name, "%", None if generated else 100 * chance), accuracy)
+
+    def _examples(self, name: str) -> tuple[list[Example], float]:
+        if name == KNOWLEDGE:
+            knowledge = Knowledge(self.facts)
+            return knowledge.examples(self.examples), knowledge.chance
+        if name not in PROBES:
+            raise ValueError(f"there is no task {name!r}; there are {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
+        given: dict[str, Any] = {"pairs": self.pairs, "facts": self.facts, "seed": self.seed}
+        probe = make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+        return probe.examples(self.examples), probe.chance
+
+    def _text(self) -> Task:
+        source = f"{TINY}:held_out" if self.texts == TINY else self.texts
+        texts = list(islice(read_documents(source), self.examples))
+
+        def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+            n_tokens, total = 0, 0.0
+            sizes: dict[str, int] = {"max_tokens": MAX_TEXT_TOKENS, "batch_size": self.batch_size}
+            with eval_mode(model):
+                for batch in text_batches(model, tokenizer, texts, **sizes):
+                    total += batch.token_losses(batch.logits(model)).double().sum().item()
+                    n_tokens += int(batch.counts_BT.sum())
+            return math.exp(total / n_tokens)
+
+        return Task(Column("perplexity", ""), perplexity)
