@@ -17,6 +17,7 @@ import tyro
 
 from . import compare as comparison
 from .analysis.keep_heads import KeepHeads
+from .analysis.maps import Maps
 from .analysis.prune_layers import PruneLayers
 from .analysis.remove_heads import RemoveHeads
 from .cache_logits import CacheJob, cache_logits
@@ -41,6 +42,7 @@ Experiment = (
     Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]
     | Annotated[PruneLayers, tyro.conf.subcommand("prune-layers")]
     | Annotated[KeepHeads, tyro.conf.subcommand("keep-heads")]
+    | Annotated[Maps, tyro.conf.subcommand("maps")]
 )
 
 

@@ -122,7 +122,7 @@ def test_a_model_without_layers_generates_with_its_cache_as_without() -> None:
 TABLE = Table(
     "a title",
     "removed",
-    (Column("kv", "%", 25.0), Column("perplexity", "")),
+    (Column("kv", "%", 25.0), Column("perplexity", "", digits=3)),
     (Row("nothing", (80.0, 4.0)), Row.mean("random 2", [(60.0, 5.0), (64.0, 5.0)], "random", 2)),
 )
 

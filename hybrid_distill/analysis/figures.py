@@ -1,19 +1,23 @@
-"""Figures of tables, in the style of ``plots.py``: a panel for each task. Without matplotlib none is drawn."""
+"""Figures of tables and of matrices, in the style of ``plots.py``. Without matplotlib none is drawn."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..plots import BLUE, GREY, ORANGE, PALE, canvas
+from ..plots import BLUE, GREEN, GREY, ORANGE, PALE, VERMILLION, canvas
+from .patterns import MarkedPrompt
 from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOOKS = ((BLUE, "o"), (ORANGE, "D"))
+MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +83,65 @@ def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: 
 
 def _note(grid: Any) -> None:
     grid[0, 0].figure.supxlabel("dashed: the intact model; dotted: guessing", fontsize=9, color="#444444")
+
+
+class Panel(NamedTuple):
+    """One head's matrix, rows in shares."""
+
+    title: str
+    share_TS: list[list[float]]
+    is_attention: bool
+
+
+def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
+    """Matrices side by side with the tokens beside them; the latest tokens, where a prompt is too long to show.
+
+    Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: what an
+    aggregate head looks at, filled for the answer.
+    """
+    if not can_draw():
+        return
+    n_columns = min(n_columns, len(panels), MOST_COLUMNS)
+    n_rows = math.ceil(len(panels) / n_columns)
+    start = max(0, len(prompt.ids) - MOST_TOKENS)
+    n_shown = len(prompt.ids) - start
+    side = min(max(2.6, 0.115 * n_shown), 7.0)
+    with canvas(n_rows, n_columns, ((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3), path) as grid:
+        for place, (axes, panel) in enumerate(zip(grid.flat, panels)):
+            _draw_map(axes, panel, prompt, start)
+            labels, size = _tick_labels(prompt, start), min(7.0, 62 * side / n_shown)
+            if place % n_columns == 0:
+                axes.set_yticks(range(n_shown), labels, fontsize=size)
+            if place + n_columns >= len(panels):
+                axes.set_xticks(range(n_shown), labels, fontsize=size, rotation=90)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        note = "boxes: gather, from the end of a segment to its content; triangles: summaries, filled for the answer"
+        grid[0, 0].figure.supxlabel(note, fontsize=9, color="#444444")
+
+
+def _tick_labels(prompt: MarkedPrompt, start: int) -> list[str]:
+    return [label.replace("$", r"\$") for label in prompt.labels[start:]]  # two of them would be a formula
+
+
+def _draw_map(axes: Axes, panel: Panel, prompt: MarkedPrompt, start: int) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
+
+    hue = BLUE if panel.is_attention else ORANGE
+    colours = LinearSegmentedColormap.from_list("share", ["#FFFFFF", hue])
+    shown = [row[start:] for row in panel.share_TS[start:]]
+    axes.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
+    axes.grid(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(length=0, pad=1)
+    for index, (content, summary) in enumerate(prompt.segments):
+        rows, columns = ([i - start for i in places if i >= start] for places in (summary, content))
+        if rows and columns:
+            corner, width, height = (columns[0] - 0.5, rows[0] - 0.5), columns[-1] - columns[0] + 1, len(rows)
+            axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=VERMILLION, linewidth=0.8))
+        face = GREEN if index == prompt.answer else "none"
+        axes.scatter(rows, [len(shown) + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
+    axes.set_ylim(len(shown) + 0.9, -0.5)
+    axes.set_title(panel.title, fontsize=9)

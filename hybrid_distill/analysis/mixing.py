@@ -67,9 +67,10 @@ def mix_heads(
     for matrices that would take more than ``max_bytes`` (`mixing_bytes`), before anything is computed.
     """
     heads = [HeadId(*head) for head in heads]
-    sites = head_sites(model, kind)
+    sites = mixing_sites(model, kind)
     for head in heads:
         check_exists(model, sites, head)
+        _check_kind(sites, head, kind)
     chosen = [site for site in sites if any(head.layer == site.layer for head in heads)]
     check_prompt(model, ids, heads, sites, max_bytes)
     with eval_mode(model), _eager_where_needed(model, sites), _recording(chosen, heads) as recorded:
@@ -77,6 +78,30 @@ def mix_heads(
         forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
         mixes = {mix.head: mix for site in chosen for mix in _mixes(site, heads, recorded[site.layer])}
     return [mixes[head] for head in heads]
+
+
+def mixing_sites(model: PreTrainedModel, kind: HeadKind | None = None) -> list[HeadSite]:
+    """`head_sites`; of a student those that have heads of this kind, kept ones or recurrent ones."""
+    sites = head_sites(model)
+    if kind is None or sites[0].kind != "hybrid":
+        return head_sites(model, kind)
+    found = [site for site in sites if heads_in(site, kind)]
+    if not found:
+        raise ValueError(f"this student has no heads of kind {kind!r}: of its {len(sites)} layers none has any.")
+    return found
+
+
+def heads_in(site: HeadSite, kind: HeadKind | None) -> list[HeadId]:
+    """The heads of a layer that are of this kind."""
+    return [HeadId(site.layer, head) for head in range(site.n_heads) if kind in (None, site.kind_of(head))]
+
+
+def _check_kind(sites: Sequence[HeadSite], head: HeadId, kind: HeadKind | None) -> None:
+    site = next(site for site in sites if site.layer == head.layer)
+    if head not in heads_in(site, kind):
+        raise ValueError(
+            f"{head} of this student is of kind {site.kind_of(head.head)!r}; ask for one of kind {kind!r}."
+        )
 
 
 def check_prompt(

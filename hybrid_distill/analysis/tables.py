@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,12 @@ MINUS = "\N{MINUS SIGN}"
 
 @dataclass(frozen=True)
 class Column:
-    """What is measured: "%" of questions, or a perplexity (no unit). ``chance`` is what guessing gives."""
+    """What is measured, in which unit ("" for none). ``chance`` is what guessing gives."""
 
     name: str
     unit: str = "%"
     chance: float | None = None
+    digits: int = 1
 
     @property
     def header(self) -> str:
@@ -48,15 +50,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a title; all are compared with the first, the intact model."""
+    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact model."""
 
     title: str
     label: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+    compared: bool = True
 
     def change(self, row: Row, column: int) -> float | None:
         """Relative to the first row, in percent; None for that row itself, and where it is 0."""
+        if not self.compared:
+            return None
         base = self.rows[0].values[column]
         return None if row is self.rows[0] or base == 0 else 100 * (row.values[column] / base - 1)
 
@@ -74,7 +79,8 @@ class Table:
 
     def csv(self) -> str:
         """Numbers in full; a column each for the change in percent and the standard deviation."""
-        names = [name for c in self.columns for name in (c.name, f"{c.name}_change_percent", f"{c.name}_sd")]
+        endings = ("", "_change_percent", "_sd") if self.compared else ("",)
+        names = [f"{column.name}{ending}" for column in self.columns for ending in endings]
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([self.label, *names])
@@ -82,7 +88,8 @@ class Table:
             found: list[float | str] = []
             for index, value in enumerate(row.values):
                 change = self.change(row, index)
-                found += [value, "" if change is None else change, row.spreads[index] if row.spreads else ""]
+                cells = [value, "" if change is None else change, row.spreads[index] if row.spreads else ""]
+                found += cells[: len(endings)]
             writer.writerow([row.label, *found])
         return file.getvalue()
 
@@ -100,8 +107,9 @@ class Table:
         return lines
 
     def _cell(self, row: Row, index: int) -> str:
-        digits = 1 if self.columns[index].unit else 3
+        digits = self.columns[index].digits
         spread = f" ± {row.spreads[index]:.{digits}f}" if row.spreads and row.spreads[index] else ""
         change = self.change(row, index)
         beside = "" if change is None else f" ({change:+.1f} %)".replace("-", MINUS)
-        return f"{row.values[index]:.{digits}f}{spread}{beside}"
+        value = "–" if math.isnan(row.values[index]) else f"{row.values[index]:.{digits}f}"
+        return f"{value}{spread}{beside}"

@@ -126,4 +126,4 @@ class Questions:
                     n_tokens += int(batch.counts_BT.sum())
             return math.exp(total / n_tokens)
 
-        return Task(Column("perplexity", ""), perplexity)
+        return Task(Column("perplexity", "", digits=3), perplexity)
