@@ -19,7 +19,7 @@ def config() -> RunConfig:
         plan=PlanConfig(selection="top", k=6),
         student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
-        align=AlignConfig(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+        align=AlignConfig(steps=500, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
         distill=DistillConfig(steps=250, batch_size=8, learning_rate=5e-4, decay=0.5),
         evaluation=EvaluationConfig(stated_pairs=8),
     )
