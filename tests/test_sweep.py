@@ -378,3 +378,9 @@ def test_jobs_of_submitit(tmp_path: Path) -> None:
     assert start(tmp_path / "longer.py", tmp_path / "sweep", *flags).wait() == 0
     assert {row["state"] for row in rows(tmp_path / "sweep").values()} == {"done"}
     assert list((tmp_path / "sweep" / "jobs").glob("*_submitted.pkl"))
+
+
+def test_set_takes_booleans_and_lists() -> None:
+    job = SweepJob(set=("export=False", "align.recompute=true", "evaluation.n-pairs=4,8", "distill.steps=3"))
+    base = _base(job, recipe())
+    assert (base.export, base.align.recompute, base.evaluation.n_pairs, base.distill.steps) == (False, True, (4, 8), 3)

@@ -45,7 +45,7 @@ class SweepJob:
     selection: str | None = None
     """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores), ``restoration``."""
     set: tuple[str, ...] = ()
-    """Fields of the recipe to change: ``distill.steps=100 data.seq-len=512``."""
+    """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
     jobs: int = 1
     """Cells at a time: above 1 in processes of their own, with their share of the threads and a GPU in turn."""
@@ -84,6 +84,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
     workers = _workers(job)
     with alone_in(job.out):
         this = Sweep.open(base, grid, cells, share=job.share)
+        this.record["command"] = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
         if left_out := grid.left_out(shape):
             print(left_out)
 
@@ -106,7 +107,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
 
 def _base(job: SweepJob, recipe: Any) -> RunConfig:
     """The recipe's config, with the fields that the command changes."""
-    flags = [word for name, value in _pairs("set", job.set) for word in (f"--{name}", value)]
+    flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
     base = tyro.cli(RunConfig, default=recipe.config(), args=flags)
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
@@ -130,6 +131,14 @@ def _workers(job: SweepJob) -> Workers:
     if job.options:
         raise ValueError("--options are for jobs of a cluster; give --cluster slurm too, or leave them out.")
     return Processes(job.jobs, launcher) if job.jobs > 1 or job.launcher else Here()
+
+
+def _as_flag(name: str, value: str) -> list[str]:
+    """``export=False`` and ``evaluation.n-pairs=4,8`` as the command line has them."""
+    section, dot, field = name.rpartition(".")
+    if value.lower() in ("true", "false"):
+        return [f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}"]
+    return [f"--{name}", *value.split(",")]
 
 
 def _pairs(flag: str, pairs: tuple[str, ...]) -> list[tuple[str, str]]:

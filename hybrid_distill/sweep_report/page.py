@@ -281,8 +281,8 @@ def _made(results: SweepResults) -> Iterator[Block]:
     if "grid" in record:
         grid = {name.replace("_", "-"): values for name, values in record["grid"].items()}
         grid["seeds"] = [len(grid.get("seeds", []))]
-        flags = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in grid.items())
-        yield Text(f"`hybrid-distill sweep {flags}`, with the recipe `{record.get('config', {}).get('name', '')}`.")
+        flags = [f"--{name} {','.join(map(str, values))}" for name, values in grid.items()]
+        yield Text(f"`{' '.join(['hybrid-distill sweep', *flags, record.get('command', '')]).rstrip()}`")
     if saved := record.get("saving", {}).get("steps"):
         shared = record["saving"]
         served = f"{shared['alignments']} alignments served {shared['students']} students"
