@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import RunConfig, from_json
+from .config import RunConfig
 from .data import Batch, LogitFolder, LogitHeader, PackedRows, TaughtRows, open_rows, tokenizer_fingerprint
 from .data.logits import (
     FORMAT,
@@ -43,7 +43,7 @@ from .distill.accelerator import connect, on_main_process
 from .distill.config import DistillConfig
 from .distill.losses import CHUNK_LOGITS
 from .distill.stages import OutputEmbedding, make_stage, teacher_hidden
-from .pipeline import Run
+from .pipeline import Run, finished_run
 from .teacher import fingerprint
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ def _coverage(teacher: PreTrainedModel, batches: list[Any], header: LogitHeader)
 def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches: list[Any]) -> dict[str, Any]:
     """Losses of a finished run's student: to the stored logits, to the whole teacher."""
     assert job.student_run is not None
-    other = Run(from_json(job.student_run / "config.json"), run.teacher_and_tokenizer)
+    other = finished_run(job.student_run, run.teacher_and_tokenizer)
     student, _ = other.trained_student()
     tokens = [int(batch["mask"].sum()) for batch in batches]
 

@@ -21,13 +21,14 @@ from .analysis.maps import Maps
 from .analysis.prune_layers import PruneLayers
 from .analysis.remove_heads import RemoveHeads
 from .cache_logits import CacheJob, cache_logits
-from .config import RunConfig, from_json, on_embedded_teacher
-from .distill.accelerator import WorldError, connect, disconnect
+from .config import RunConfig, on_embedded_teacher
+from .distill.accelerator import WorldError, connect, disconnect, is_launched_main
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
+from .evaluate import EvalResult
 from .export import ExportError, verify_export
 from .memory_table import MemoryJob, memory_table
-from .pipeline import Run, run
+from .pipeline import Run, finished_run, run
 from .prepare import PrepareJob, prepare
 from .report import write_report
 from .score import ScoreJob, compare_files, run_score, table
@@ -46,21 +47,23 @@ Experiment = (
 )
 
 
-def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
+def run_recipe(
+    default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None, prog: str | None = None
+) -> None:
     """What a recipe's ``main`` calls: its config, overridden by flags, taken from start to report.
 
-    ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size.
+    ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size. ``prog`` is what
+    the program is called in its help, by default its file.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if _asks_for_tiny(argv):
         default = on_embedded_teacher(default)
 
     def go() -> None:
-        config = tyro.cli(RunConfig, default=default, args=argv, description=description)
-        if config.dry_run:
-            print(describe(config))
-        else:
-            print(f"report: {run(config) / 'report.md'}")
+        config = tyro.cli(RunConfig, default=default, args=argv, description=description, prog=prog)
+        said = describe(config) if config.dry_run else f"report: {run(config) / 'report.md'}"
+        if is_launched_main():
+            print(said)
 
     _exit_cleanly(go)
 
@@ -137,7 +140,9 @@ def demo(
     students = comparison.entrants(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
     )
-    print(f"report: {comparison.compare(base, students) / 'report.md'}")
+    folder = comparison.compare(base, students)
+    if is_launched_main():
+        print(f"report: {folder / 'report.md'}")
 
 
 @app.command(name="sweep")
@@ -166,17 +171,35 @@ def run_sweep(job: SweepJob) -> None:
 
 
 @app.command
-def evaluate(run_dir: tyro.conf.Positional[Path], /) -> None:
-    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json."""
-    this = Run(from_json(run_dir / "config.json"))
+def evaluate(run_dir: tyro.conf.Positional[Path], /, again: bool = False, n_examples: int | None = None) -> None:
+    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
+
+    What was measured before is printed as it is, unless asked for again; the run's report is then that of
+    ``hybrid-distill report RUN_DIR``.
+
+    Args:
+        run_dir: The folder of the run.
+        again: Measure anew, in the place of what was measured before.
+        n_examples: Questions for each dictionary size, instead of the run's own number; measures anew.
+    """
+    this = finished_run(run_dir)
+    if n_examples is not None:
+        options = replace(this.config.evaluation, n_examples=n_examples)
+        this, again = Run(replace(this.config, evaluation=options)), True
     student, _ = this.trained_student()
-    print(json.dumps(this.evaluate(student).to_dict(), indent=2))
+    path = run_dir / "evaluation.json"
+    if path.exists() and not again and is_launched_main():
+        date = EvalResult.load(path).provenance.get("date", "at an unknown time")
+        print(f"{path} was measured before ({date}); --again measures anew.", file=sys.stderr)
+    result = this.evaluate(student, again=again)
+    if is_launched_main():
+        print(json.dumps(result.to_dict(), indent=2))
 
 
 @app.command
 def export(run_dir: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /) -> None:
     """Export the student of a finished run as a Hugging Face checkpoint and prove that it loads elsewhere."""
-    this = Run(from_json(run_dir / "config.json"))
+    this = finished_run(run_dir)
     if checked := this.export(*this.trained_student(), out):
         print(checked.table())
 
@@ -249,14 +272,16 @@ def _load_recipe(path: Path) -> Any:
 
 def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
-    run_recipe(recipe.config(), argv, recipe.__doc__)
+    run_recipe(recipe.config(), argv, recipe.__doc__, prog=f"hybrid-distill run {path}")
 
 
 def _cache_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
     default = on_embedded_teacher(recipe.config()) if _asks_for_tiny(argv) else recipe.config()
-    line = cache_logits(tyro.cli(CacheJob, default=CacheJob(default), args=argv, description=CacheJob.__doc__))
-    if connect().is_main_process:
+    prog = f"hybrid-distill cache-logits {path}"
+    job = tyro.cli(CacheJob, default=CacheJob(default), args=argv, description=CacheJob.__doc__, prog=prog)
+    line = cache_logits(job)
+    if is_launched_main():
         print(line)
 
 
@@ -265,7 +290,7 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
 
     So does the end of all work, which alone leaves the file that ``HYBRID_DISTILL_FINISHED`` names, if it names one.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _as_keyboard_interrupt)
@@ -275,7 +300,8 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
         if finished := os.environ.get("HYBRID_DISTILL_FINISHED"):
             Path(finished).touch()
     except Interrupted as stop:
-        print(stop, file=sys.stderr)
+        if is_launched_main():
+            print(stop, file=sys.stderr)
         disconnect()
     except KeyboardInterrupt:
         print("stopped; finished steps are kept, and the same command goes on from there.", file=sys.stderr)

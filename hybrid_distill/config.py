@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -108,6 +109,8 @@ class EvaluationConfig:
     """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
 
     def __post_init__(self) -> None:
+        if self.n_examples < 1:
+            raise ValueError(f"evaluation.n_examples is {self.n_examples}; ask at least 1 question of each size.")
         if self.stated_pairs is not None and self.stated_pairs not in self.n_pairs:
             raise ValueError(
                 f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; "
@@ -142,7 +145,8 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     resume: str = "auto"
-    """``auto`` goes on where the run directory stopped, ``never`` refuses one that exists."""
+    """``auto`` goes on where the run directory stopped; ``never`` begins again, and removes what an earlier run has
+    left there: scores, plan, stages, evaluations, export and report."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
     group: str = ""
@@ -199,6 +203,25 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 def to_json(config: Any) -> dict[str, Any]:
     """A config as plain JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = ""
+) -> list[str]:
+    """In which fields two configs, as `to_json` gives them, differ: ``align.steps (2 there, 3 here)`` and so on.
+
+    ``leave_out`` are names of the outermost level.
+    """
+    found = []
+    for name, here in now.items():
+        there = before.get(name)
+        if name in leave_out or there == here:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += differences(there, here, prefix=f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
+    return found
 
 
 def from_json(path: Path) -> RunConfig:

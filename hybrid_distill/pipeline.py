@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .build import build_student, graft_recurrent_heads, unshare_weights
-from .config import END_TO_END, PlanConfig, RunConfig, Stage, to_json
+from .config import END_TO_END, PlanConfig, RunConfig, Stage, differences, from_json, to_json
 from .data import (
     Batch,
     Rows,
@@ -42,7 +42,7 @@ from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_j
 from .distill.config import DistillConfig
 from .distill.loop import train_stage
 from .distill.stages import make_stage
-from .distill.tracking import TrackedRun, log_figures
+from .distill.tracking import PROJECT, TrackedRun, log_figures
 from .evaluate import EvalResult, evaluate
 from .export import GateReport, export_checkpoint, origin
 from .model.modeling_hybrid import HybridForCausalLM
@@ -61,6 +61,12 @@ MAY_CHANGE = (
     "out", "resume", "trackers", "group", "profile", "dry_run", "gpus", "gpu_memory", "export", "teacher_sharding",
 )  # fmt: skip
 """Fields of a config in which a continued run may differ from its directory's config.json."""
+LEAVES = (
+    "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "aligned", "stages/*-*",
+    "teacher/evaluation.json", "evaluation.json", "export", "report.md", f"{PROJECT}/events.out.tfevents.*",
+)  # fmt: skip
+"""What a run leaves in its directory beside config.json, and a new one in its place must not read."""
+SHOWN_DIFFERENCES = 5
 CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 """Added to the run's seed, so that heads are never ranked on the prompts that students are measured on."""
@@ -105,7 +111,7 @@ class Run:
 
     def prepare(self) -> None:
         """Make the directory, or check that it holds this run and no other; look at the processes and the data before
-        anything is spent.
+        anything is spent. With ``resume`` "never", what an earlier run has left there is removed.
 
         Raises ValueError naming the fields that differ, or what is wrong with a source or the teacher's logits; for a
         batch that the processes cannot share, before the teacher is loaded.
@@ -118,18 +124,43 @@ class Run:
             self._check_stage(stage)
             if self._logits(stage) is not None:
                 self._rows(stage, self._tokenizer_of(stage))
-        path = self.out / "config.json"
-        if path.exists() and self.config.resume != "never":
-            before = json.loads(path.read_text())
-            now = to_json(self.config)
-            differ = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-            if differ:
+        path, again = self.out / "config.json", self.config.resume == "never"
+        left = self._left_by_an_earlier_run() if again else []
+        if path.exists() and not again:
+            self._check_same(json.loads(path.read_text()))
+
+        def begin() -> None:
+            for found in left:
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(path, to_json(self.config))
+
+        on_main_process(begin)
+
+    def _check_same(self, before: dict[str, Any]) -> None:
+        """Raises ValueError unless ``before`` is the record of this run's config."""
+        changed = differences(before, to_json(self.config), MAY_CHANGE)
+        if changed:
+            more = len(changed) - SHOWN_DIFFERENCES
+            shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
+            raise ValueError(
+                f"{self.out} holds a run with other settings: {shown}; "
+                "use another --out, or --resume never to begin again."
+            )
+
+    def _left_by_an_earlier_run(self) -> list[Path]:
+        """`LEAVES`, where there is the config of a run. Raises ValueError when this run is to read one of them."""
+        if not _is_run(self.out / "config.json"):
+            return []  # what is there is somebody else's
+        left = [found for name in LEAVES for found in sorted(self.out.glob(name))]
+        read = _paths_in(to_json(self.config))
+        for found in left:
+            if inputs := [path for path in read if path.resolve().is_relative_to(found.resolve())]:
                 raise ValueError(
-                    f"{self.out} holds a run with another {', '.join(differ)}; "
-                    "use another --out, or --resume never to begin again."
+                    f"{inputs[0]} is to be read, and is of the run that --resume never removes; copy it to another "
+                    "place, or use another --out."
                 )
-        self.out.mkdir(parents=True, exist_ok=True)
-        on_main_process(lambda: write_json(path, to_json(self.config)))
+        return left
 
     def _check_stage(self, stage: Stage) -> None:
         """Raises ValueError for another vocabulary, data that cannot be had, rows longer than the teacher reaches."""
@@ -376,25 +407,25 @@ class Run:
     def _tracked(self, first_step: int) -> TrackedRun:
         return TrackedRun(self.out, self.config.name, self.config.group, first_step, to_json(self.config))
 
-    def evaluate(self, student: HybridForCausalLM) -> EvalResult:
+    def evaluate(self, student: HybridForCausalLM, *, again: bool = False) -> EvalResult:
         """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json.
 
-        What is measured now, not read, goes to the trackers too.
+        ``again`` does not take what was measured before. What is measured now, not read, goes to the trackers too.
         """
         self.teacher.to(cast(Any, student.device))  # it may have been loaded again after the stages
-        self.evaluate_teacher()
+        self.evaluate_teacher(again=again)
         path = self.out / "evaluation.json"
-        is_new = not path.exists()
-        result = self._evaluated(student, path)
+        is_new = again or not path.exists()
+        result = self._evaluated(student, path, again)
         if is_new and self.config.trackers:
             steps = sum(getattr(self.config, name).steps for name in self.config.stages)
             log_figures(self.config.trackers, self._tracked(steps), result.figures())
         return result
 
-    def evaluate_teacher(self) -> EvalResult:
-        return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json")
+    def evaluate_teacher(self, *, again: bool = False) -> EvalResult:
+        return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json", again)
 
-    def _evaluated(self, model: PreTrainedModel, path: Path) -> EvalResult:
+    def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
         options = self.config.evaluation
 
         def measure() -> None:
@@ -411,7 +442,7 @@ class Run:
                 progress=True,
             ).save(path)
 
-        if not path.exists():
+        if again or not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             on_main_process(measure)
         return EvalResult.load(path)
@@ -457,6 +488,32 @@ class Run:
         if plan.keeps_all:
             return self.build(plan), plan
         return self._loaded_student(plan, self.last_stage()), plan
+
+
+def finished_run(folder: Path, teacher: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None) -> Run:
+    """The run in a folder, to be looked at: whatever its config says of resuming, nothing in it begins again.
+
+    Raises ValueError for another folder.
+    """
+    return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto"), teacher)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a config.json is that of a run, perhaps of another version."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and {"teacher", "scoring", "stages"} <= record.keys()
+
+
+def _paths_in(record: Any) -> list[Path]:
+    """All texts of a config's record, as the paths that they may be."""
+    if isinstance(record, dict):
+        return _paths_in(list(record.values()))
+    if isinstance(record, list):
+        return [path for value in record for path in _paths_in(value)]
+    return [Path(record).expanduser()] if isinstance(record, str) and record else []
 
 
 def run(config: RunConfig) -> Path:

@@ -55,7 +55,7 @@ def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str],
             "--teacher {0}/model --data.sources {0}/words {0}/chat",
             ["mixes tokens of different tokenizers", "with words", "with chat"],
         ),
-        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "--data.chat True"]),
+        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "use --data.chat."]),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             ["cannot be streamed", "prepare-data --chat"],

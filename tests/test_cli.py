@@ -82,6 +82,36 @@ def test_a_run_its_config_and_another_config(tmp_path: Path, capsys: pytest.Capt
     assert "student" in refusal(capsys, config, "--student.d-state", "8")
 
 
+def test_evaluate_says_what_was_measured_before_and_measures_again_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    run_recipe(small_run(out, resume="never"), [])
+    files = [out / "evaluation.json", out / "teacher" / "evaluation.json"]
+    before = [file.stat().st_mtime_ns for file in files]
+    capsys.readouterr()
+    main(["evaluate", str(out)])
+    printed = capsys.readouterr()
+    assert "was measured before (20" in printed.err and json.loads(printed.out)["n_examples"] == 4
+    assert before == [file.stat().st_mtime_ns for file in files]
+
+    main(["evaluate", str(out), "--again"])
+    printed = capsys.readouterr()
+    assert "was measured before" not in printed.err and json.loads(printed.out)["n_examples"] == 4
+    assert all(old < file.stat().st_mtime_ns for old, file in zip(before, files))
+
+    main(["evaluate", str(out), "--n-examples", "2"])
+    assert [json.loads(file.read_text())["n_examples"] for file in files] == [2, 2]
+
+
+@pytest.mark.parametrize("command", ["run", "cache-logits"])
+def test_the_help_of_a_recipe_calls_the_program_by_its_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "hybrid_tiny.py")
+    with pytest.raises(SystemExit):
+        main([command, recipe, "--help"])
+    assert capsys.readouterr().out.split()[:3] == ["usage:", "hybrid-distill", command]
+
+
 def test_a_stage_refuses_a_manifest_that_was_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     run_recipe(small_run(out), [])

@@ -159,8 +159,23 @@ def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_a_signal_in_the_last_step_finishes_the_stage(uninterrupted, tmp_path):
-    assert train("align", tmp_path, StoppingRows(small_rows(), 11)) == uninterrupted["align"][0]
+@pytest.mark.parametrize("moment", ["step", "result"])
+def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(uninterrupted, tmp_path, monkeypatch, moment):
+    """In the last step, and while the result is written."""
+    if moment == "step":
+        rows = StoppingRows(small_rows(), 11)
+    else:
+        rows, save = small_rows(), checkpoint.save_stage
+
+        def save_and_stop(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return save(*args, **kwargs)
+
+        monkeypatch.setattr(checkpoint, "save_stage", save_and_stop)
+    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; the same command goes on"):
+        train("align", tmp_path, rows)
+    assert (StageManifest.read(tmp_path), losses(tmp_path)) == uninterrupted["align"]
+    assert train("align", tmp_path) == uninterrupted["align"][0]
 
 
 def killed(action) -> None:

@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from training import small_run
@@ -19,7 +21,7 @@ from hybrid_distill.cli import main
 from hybrid_distill.compare import compare, entrants
 from hybrid_distill.config import PlanConfig, TeacherConfig
 from hybrid_distill.distill.checkpoint import StageManifest
-from hybrid_distill.pipeline import run
+from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
 
 RECIPE = """
@@ -37,6 +39,11 @@ def weights(out: Path) -> dict[str, str]:
     """Of each finished stage: its folder below ``out`` and the hash of its weights."""
     found = {path.parent: StageManifest.read(path.parent) for path in sorted(out.rglob("manifest.json"))}
     return {str(folder.relative_to(out)): manifest.weights for folder, manifest in found.items() if manifest}
+
+
+def names(out: Path) -> set[str]:
+    """Of all files below ``out``."""
+    return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
 
 
 def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> None:
@@ -66,6 +73,59 @@ def test_an_export_of_a_finished_run_carries_its_results(tmp_path: Path, capsys:
     assert "FAIL" not in capsys.readouterr().out
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "license: apache-2.0" in card and "| student |" in card
+    modes = {(tmp_path / "exported" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
+
+
+def test_resume_never_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
+    out, base = tmp_path / "run", small_run()
+    run(replace(base, out=out, plan=PlanConfig("top", k=3)))
+    for other in ("notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"):
+        (out / other).write_text("somebody else's")
+    for old in ("aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
+        (out / old).parent.mkdir(parents=True, exist_ok=True)
+        (out / old).write_text("{}")
+    settings: dict[str, Any] = {
+        "plan": PlanConfig("top", k=2),
+        "scoring": replace(base.scoring, n_examples=3),
+        "align": replace(base.align, steps=1),
+        "evaluation": replace(base.evaluation, n_examples=6),
+    }
+    run(replace(base, out=out, resume="never", **settings))
+    run(replace(base, out=tmp_path / "fresh", **settings))
+
+    assert weights(out) == weights(tmp_path / "fresh") != {}
+    for name in ("scores.json", "plan.json", "build.json", "evaluation.json", "teacher/evaluation.json"):
+        ours, theirs = (json.loads((folder / name).read_text()) for folder in (out, tmp_path / "fresh"))
+        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
+    not_a_runs = {"notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"}
+    assert names(out) == names(tmp_path / "fresh") | not_a_runs
+
+
+def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    base = small_run(out)
+    Run(base).prepare()
+    (out / "scores.json").write_text("{}")
+    (out / "plan.json").write_text("{}")
+    reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
+    with pytest.raises(ValueError, match=r"scores\.json is to be read, and is of the run that --resume never removes"):
+        Run(reading).prepare()
+    assert names(out) == {"config.json", "plan.json", "scores.json"}
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    Run(replace(base, resume="never")).prepare()
+    assert names(out) == {"config.json", "plan.json", "scores.json"}
+
+
+def test_a_run_with_other_settings_names_five_of_them(tmp_path: Path) -> None:
+    base = small_run(tmp_path / "run")
+    Run(base).prepare()
+    Run(replace(base, trackers=(), export=True)).prepare()
+    with pytest.raises(ValueError, match=r"other settings: align\.steps \(2 there, 3 here\); use another --out"):
+        Run(replace(base, align=replace(base.align, steps=3))).prepare()
+    align = replace(base.align, steps=3, batch_size=4, learning_rate=0.5, clip=3.0, target="mixer", log_every=7)
+    with pytest.raises(ValueError, match=r"\) and 1 more; use another --out"):
+        Run(replace(base, align=align)).prepare()
 
 
 @pytest.mark.launched

@@ -61,7 +61,7 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     files = [file for source in local if not is_token_folder(source) for file in source_files(source)]
     for folder, header in headers.items():
         if header.chat != config.chat:
-            held, flag = ("conversations", "--data.chat True") if header.chat else ("plain text", "--data.chat False")
+            held, flag = ("conversations", "--data.chat") if header.chat else ("plain text", "--data.no-chat")
             raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; use {flag}.")
     if config.chat:
         _check_conversations(config, tokenizer, files)

@@ -95,6 +95,12 @@ def connect() -> PartialState:
     return PartialState()
 
 
+def is_launched_main() -> bool:
+    """Whether this is the main process, or the only one, by the launcher's words: to be asked before processes are
+    connected, and after."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def on_main_process(action: Callable[[], Any], others: Callable[[], Any] = lambda: None) -> None:
     """Do something once, whatever the number of processes; the others wait until it is done, however long it takes.
     ``others`` is their part in it, if they have one.

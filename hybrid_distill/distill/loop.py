@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved where it was."""
+    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved where it was, or its result."""
 
 
 class Diverged(RuntimeError):
@@ -119,8 +119,12 @@ def train_stage(
     run = _Run(stage, rows, config, out, accelerator, identity, checkpoints, tracked)
     try:
         run.begin(_snapshot(accelerator, checkpoints, resume), teacher_sharding)
-        run.train(progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
-        return run.finish()
+        with _stop_requests() as stop_requested:
+            run.train(stop_requested, progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
+            manifest = run.finish()
+            if run.on_any_process(stop_requested()):
+                raise Interrupted(f"{config.name} is finished and saved in {out}; the same command goes on from there.")
+        return manifest
     finally:
         run.close()
 
@@ -202,13 +206,13 @@ class _Run:
             _cut_metrics(self.out / METRICS, self.step)
         self.tracked.start(self.accelerator)
 
-    def train(self, progress: bool, trace: Path | None = None) -> None:
-        """Run the steps that are left. Raises Diverged, Interrupted and SaveFailed."""
+    def train(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None = None) -> None:
+        """Run the steps that are left. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
         steps, every = self.config.steps, self.config.log_every
         show = progress and self.accelerator.is_main_process
         bar = tqdm(total=steps, initial=self.step, desc=self.config.name, disable=not show)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
-        with bar, _stop_requests() as stop_requested, profiler(trace) as profiled:
+        with bar, profiler(trace) as profiled:
             while self.step < steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % every == 0 or self.step + 1 == steps
@@ -273,6 +277,10 @@ class _Run:
         if self.world == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
+
+    def on_any_process(self, said: bool) -> bool:
+        """Whether it is so on at least one process. All of them must ask."""
+        return bool(self._sum(torch.tensor(float(said))) > 0)
 
     def _judge(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
         """Why this step must be left out, None for a good one. Raises Diverged where nothing may be left out."""

@@ -156,7 +156,11 @@ def write_weights(
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         shard = {name: state[name].detach().cpu().contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode  # as the user's umask has it; safetensors leaves a file that its owner alone reads
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(mode)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         _write_json(folder / "model.safetensors.index.json", index)

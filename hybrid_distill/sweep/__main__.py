@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ..distill.accelerator import disconnect
+from ..distill.accelerator import disconnect, is_launched_main
 from ..distill.loop import Interrupted
 from .cells import perform
 from .record import Sweep
@@ -13,7 +13,7 @@ from .record import Sweep
 
 def main(out: str, task: str) -> int:
     """Exit status: 0 done or saved, 1 failed."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     sweep = Sweep(Path(out))

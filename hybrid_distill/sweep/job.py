@@ -109,6 +109,11 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
     """The recipe's config, with the fields that the command changes."""
     flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
     base = tyro.cli(RunConfig, default=recipe.config(), args=flags)
+    if base.resume != "auto":
+        raise ValueError(
+            f"resume is {base.resume!r}, and a sweep always goes on where it was stopped; leave it out, or use another "
+            "--out to begin again."
+        )
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
 

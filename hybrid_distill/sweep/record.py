@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import END_TO_END, RunConfig, from_record, to_json
+from ..config import END_TO_END, RunConfig, differences, from_record, to_json
 from ..distill.checkpoint import write_json
 from ..pipeline import MAY_CHANGE, Run
 from .grid import ALL, Cell, Grid
@@ -188,7 +188,7 @@ def _own_stages(base: RunConfig, share: bool) -> tuple[Any, ...]:
 def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     """Raise ValueError unless ``now`` asks for all that the sweep before asked for, in the same way."""
     old, place = before.record, before.out
-    changed = list(_differences(old["config"], now["config"]))
+    changed = differences(old["config"], now["config"], MAY_CHANGE)
     if old["share_alignment"] != now["share_alignment"]:
         changed.append(f"share ({old['share_alignment']} there, {now['share_alignment']} here)")
     if changed:
@@ -204,17 +204,6 @@ def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     raise ValueError(
         f"{place} holds another sweep, with {' and '.join(missing)}; name these too to extend it, or use another --out."
     )
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Any:
-    for name, value in new.items():
-        there = old.get(name)
-        if (not prefix and name in MAY_CHANGE) or there == value:
-            continue
-        if isinstance(value, dict) and isinstance(there, dict):
-            yield from _differences(there, value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name} ({there!r} there, {value!r} here)"
 
 
 def _versions() -> dict[str, str]:
