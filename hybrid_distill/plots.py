@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
-    from .scoring import HeadScores
+    from .scoring.artefact import HeadScores, Reading
 
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
@@ -128,25 +128,30 @@ def head_scores(
     path: Path,
     *,
     kept_label: str = "kept heads",
+    reading: Reading | None = None,
 ) -> None:
     """Heat maps, layer down and head across: what a head is worth for retrieval, and for plain text.
 
-    ``retrieval_LH`` is a difference of accuracies, shown in points; ``control_LH`` is in nats per token; NaN
-    where a layer has no such head. ``kept`` heads are outlined.
+    ``retrieval_LH`` is a difference of accuracies, shown in points, or else what ``reading`` says it is; ``control_LH``
+    is in nats per token; NaN where a layer has no such head. ``kept`` heads are outlined.
     """
     n_layers, n_heads = len(retrieval_LH), len(retrieval_LH[0])
     cell = 0.44 if n_heads <= 16 else 0.19
-    points_LH = [[100 * value for value in row] for row in retrieval_LH]
-    panels = [(points_LH, "Retrieval", "points of accuracy", BLUE, "{:.0f}")]
+    show, unit = reading or (lambda drop: 100 * drop), "points of accuracy" if reading is None else reading.unit
+    shown_LH = [[show(value) for value in row] for row in retrieval_LH]
+    panels = [(shown_LH, "Retrieval", unit, BLUE, "{:.0f}")]
     if control_LH is not None:
         panels.append(([list(row) for row in control_LH], "Control: plain text", "nats per token", GREEN, "{:.2f}"))
     size = (len(panels) * (n_heads * cell + 1.3), n_layers * cell + (1.3 if kept else 1.05))
     with canvas(1, len(panels), size, path) as grid:
         for axes, (values_LH, title, unit, hue, number) in zip(grid[0], panels, strict=True):
-            _heat_map(axes, values_LH, kept, hue=hue, number=number if n_heads <= 16 else "", unit=unit)
+            down = reading is not None and reading.is_rank and title == "Retrieval"
+            number = number if n_heads <= 16 else ""
+            _heat_map(axes, values_LH, kept, hue=hue, number=number, unit=unit, lowest_is_best=down)
             axes.set_title(title)
         absent = any(math.isnan(value) for row in retrieval_LH for value in row)
         notes = [*([f"outlined: {kept_label}"] if kept else []), *(["grey: no attention head"] if absent else [])]
+        notes = [*([reading.label] if reading is not None and reading.probes else []), *notes]
         if notes:
             grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILLION if kept else GREY)
 
@@ -154,7 +159,7 @@ def head_scores(
 def score_map(scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = ()) -> None:
     """`head_scores` of one scoring."""
     control_LH = None if scores.control_drop_LH is None else scores.control_drop_LH.tolist()
-    head_scores(scores.accuracy_drop_LH.tolist(), control_LH, kept, path)
+    head_scores(scores.accuracy_drop_LH.tolist(), control_LH, kept, path, reading=scores.reading)
 
 
 def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:
@@ -163,18 +168,20 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
     One panel each for accuracy, log-probability and, where measured, plain text. The first ``k`` heads are the dark
     ones. Without intervals in the scores, 1.96 standard errors to each side stand for them.
     """
-    ranking = scores.ranking(by)[:top]
+    ranking, reading = scores.ranking(by)[:top], scores.reading
+    turn = -1 if reading.is_rank else 1  # a high drop is a low rank
+    accuracy = [[reading(x) for x in entry][::turn] for entry in _with_interval(scores, "accuracy", ranking)]
     panels = [
-        ("Accuracy lost", "points", BLUE, 100, _with_interval(scores, "accuracy", ranking)),
-        ("Log-probability lost", "nats of the answer", SKY, 1, _with_interval(scores, "logprob", ranking)),
+        (reading.name.capitalize(), "points" if not reading.is_rank else "1 is first in each", BLUE, accuracy),
+        ("Log-probability lost", "nats of the answer", SKY, _with_interval(scores, "logprob", ranking)),
     ]
     if scores.control_drop_LH is not None:
-        panels.append(("Control: plain text", "nats per token", GREEN, 1, _with_interval(scores, "control", ranking)))
+        panels.append(("Control: plain text", "nats per token", GREEN, _with_interval(scores, "control", ranking)))
     n_kept = len(ranking) if k is None else min(k, len(ranking))
     size = (2.9 * len(panels) + 0.6, 0.21 * len(ranking) + 1.5)
     with canvas(1, len(panels), size, path, sharey=True) as grid:
-        for axes, (title, unit, hue, scale, entries) in zip(grid[0], panels, strict=True):
-            _bars(axes, [[scale * x for x in entry] for entry in entries], n_kept, hue)
+        for axes, (title, unit, hue, entries) in zip(grid[0], panels, strict=True):
+            _bars(axes, entries, n_kept, hue)
             axes.set_title(title)
             axes.set_xlabel(unit)
         axes = grid[0, 0]
@@ -183,6 +190,8 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
         note = "lines: 95 % intervals"
         if n_kept < len(ranking):
             note = f"above the dashed line: the first {n_kept} heads; {note}"
+        if reading.probes:
+            note = f"{reading.label}; {note}"
         axes.figure.supxlabel(note, fontsize=9, color="#444444")
 
 
@@ -364,14 +373,17 @@ def _heat_map(
     hue: str,
     number: str,
     unit: str,
+    lowest_is_best: bool = False,
 ) -> None:
+    """Darkest is best: the highest of the values, or of ranks the first, 1."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
     top = max((value for row in values_LH for value in row if not math.isnan(value)), default=0)
     top = top if top > 0 else 1.0
-    colours = LinearSegmentedColormap.from_list(unit, ["#FFFFFF", hue]).with_extremes(bad="#DDDDDD")
-    image = axes.imshow(values_LH, cmap=colours, vmin=0, vmax=top, aspect="equal")
+    ends = [hue, "#FFFFFF"] if lowest_is_best else ["#FFFFFF", hue]
+    colours = LinearSegmentedColormap.from_list(unit, ends).with_extremes(bad="#DDDDDD")
+    image = axes.imshow(values_LH, cmap=colours, vmin=int(lowest_is_best), vmax=top, aspect="equal")
     n_layers, n_heads = len(values_LH), len(values_LH[0])
     axes.grid(False)
     axes.set_xticks([h - 0.5 for h in range(1, n_heads)], minor=True)
@@ -388,7 +400,8 @@ def _heat_map(
             for head, value in enumerate(row):
                 if math.isnan(value):
                     continue
-                colour = "white" if value > 0.6 * top else "#444444"
+                dark = value < 0.4 * top if lowest_is_best else value > 0.6 * top
+                colour = "white" if dark else "#444444"
                 axes.text(head, layer, _short(number, value), color=colour, fontsize=7, ha="center", va="center")
     for layer, head in kept:
         box = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILLION, linewidth=2, zorder=5)

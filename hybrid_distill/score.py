@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .data import read_documents
 from .distill.accelerator import connect, on_main_process
 from .plan import HeadId
-from .probes import Probe
+from .probes import Probe, duplicates
 from .probes.checks import check_answerable
 from .probes.registry import make_probe, options_of
 from .scoring import HeadScores, score_heads
+from .scoring.artefact import Reading
 from .scoring.attention import attention_to_answer, copy_score
 from .scoring.attribution import attribution_scores, measured_recall, prefilter
-from .scoring.combine import combine_scores
+from .scoring.combine import combine_scores, shares
 from .scoring.comparison import compare_rankings
 from .scoring.importers import load_ranking
 from .teacher import TINY, load_teacher, text_config
@@ -34,6 +36,11 @@ ESTIMATES: dict[str, Callable[..., HeadScores]] = {
     "attribution": attribution_scores,
     "attention": attention_to_answer,
     "copy": copy_score,
+}
+SHORTER = {
+    "pairs": "fewer pairs (--pairs)",
+    "lengths": "a shorter filler (--lengths)",
+    "facts": "shorter questions (--facts)",
 }
 SHOWN = 20
 PREFILTER_EXAMPLES, RECALL_EXAMPLES = 64, 16
@@ -49,6 +56,8 @@ class ScoreJob:
     """kv, growing, letters, needle, copy or two_hop; several as ``kv,needle``."""
     pairs: str = "16"
     """Dictionary sizes of kv and two_hop; ``10,25,50`` takes them in turn."""
+    lengths: str = "100,200,400,800"
+    """Words of filler text in needle; several lengths are taken in turn."""
     facts: Path | None = None
     """JSON lines of questions for letters; by default the embedded facts."""
     examples: int = 128
@@ -63,7 +72,10 @@ class ScoreJob:
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
     combine: Literal["mean_rank", "max_drop", "weighted"] = "mean_rank"
-    """How the scores of several probes become one."""
+    """How the scores of several probes become one (docs/scores.md): by the mean place in their rankings, by the largest
+    drop, or by the mean of the drops with --weights."""
+    weights: str | None = None
+    """With ``--combine weighted``: a number for each probe, in their order, as ``2,1``."""
     control_texts: str = TINY
     """Plain text, ``tiny`` or a file, on which heads that matter for everything show."""
     n_control_texts: int = 16
@@ -78,38 +90,47 @@ class ScoreJob:
     compare: tuple[Path, Path] | None = None
     """Score nothing: how do these two files agree? One may be a published ranking."""
     out: Path = Path("scores.json")
-    """Where the scores go; figures stand beside it, and what an interrupted run had scored."""
+    """Where the scores go; figures stand beside it, those of each of several probes (``scores.kv.json``), and what an
+    interrupted run had scored."""
 
 
 def run_score(job: ScoreJob) -> HeadScores:
     """Score as the job says; writes ``out``, and figures where matplotlib is installed.
 
-    Under ``accelerate launch`` processes share the work; all of them return the scores.
+    Under ``accelerate launch`` processes share the work; all of them return the scores. All that can be refused without
+    scoring is refused before any probe is scored. Of several probes, each leaves its scores in a file of its own; what
+    they measured (``*.partial.json``) goes when the last has ended, so that the same call goes on from there.
     """
+    probes = _probes(job)
+    weights = _weights(job, len(probes))
     device: Any = connect().device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model, tokenizer = load_teacher(job.model, dtype=dtype)
     model.to(device)
     on_main_process(lambda: job.out.parent.mkdir(parents=True, exist_ok=True))
-    names = [name.strip() for name in job.probe.split(",")]
-    parts = [_score(job, model, tokenizer, name, several=len(names) > 1) for name in names]
-    scores = parts[0] if len(parts) == 1 else combine_scores(parts, job.combine)
-    on_main_process(lambda: (scores.save(job.out), _draw(scores, job)))
+    limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
+    for name, probe in probes.items():
+        check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=_shorter(name))
+    several = len(probes) > 1
+    files = [job.out.with_suffix(f".{name}.json") if several else job.out for name in probes]
+    parts = []
+    for probe, file in zip(probes.values(), files, strict=True):
+        scores = _score(job, (model, tokenizer, probe), _partial(file))
+        on_main_process(partial(scores.save, file))
+        parts.append(scores)
+    if several:
+        scores = combine_scores(parts, job.combine, weights)
+        on_main_process(partial(scores.save, job.out))
+    on_main_process(lambda: (_draw(scores, job), _drop_partial(files)))
     return scores
 
 
 def _score(
-    job: ScoreJob, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, *, several: bool
+    job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe], resume_path: Path
 ) -> HeadScores:
-    """The scores by one probe; kept in a file of their own where there are several."""
-    probe = _probe(job, name)
-    limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
-    check_answerable(probe.examples(job.examples), tokenizer, limit)
-    asked = model, tokenizer, probe
+    """The scores by one probe."""
     if job.method in ESTIMATES:
         return ESTIMATES[job.method](*asked, n_examples=job.examples)
-    own = job.out.with_suffix(f".{name}.json") if several else job.out
-    partial = own.with_suffix(".partial.json")
     heads, found = _prefiltered(job, asked) if job.prefilter else (None, {})
     scores = score_heads(
         *asked,
@@ -120,11 +141,18 @@ def _score(
         replacement="mean" if job.method == "mean-ablation" else "zero",
         race_k=None if job.exhaustive else job.k,
         heads=heads,
-        resume_path=partial,
+        resume_path=resume_path,
     )
-    if connect().is_main_process:
-        partial.unlink(missing_ok=True)
     return replace(scores, provenance={**scores.provenance, **found})
+
+
+def _partial(own: Path) -> Path:
+    return own.with_suffix(".partial.json")
+
+
+def _drop_partial(files: Iterable[Path]) -> None:
+    for own in files:
+        _partial(own).unlink(missing_ok=True)
 
 
 def _prefiltered(
@@ -139,13 +167,47 @@ def _prefiltered(
     return prefilter(estimate, width), {"prefilter": found}
 
 
-def _probe(job: ScoreJob, name: str) -> Probe:
+def _probes(job: ScoreJob) -> dict[str, Probe]:
+    """The probes by name, in the order given. Raises ValueError for one named twice: their files would be one."""
+    names = [name.strip() for name in job.probe.split(",")]
+    if repeated := duplicates(names):
+        raise ValueError(f"--probe is {job.probe!r}, which names {repeated[0]!r} twice; name each probe once.")
+    pairs = _numbers("--pairs", job.pairs, int, "whole numbers, such as 16 or 10,25,50")
+    lengths = _numbers("--lengths", job.lengths, int, "whole numbers, such as 100 or 50,100,200")
+    given: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "facts": job.facts, "seed": job.seed}
+    return {
+        name: make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+        for name in names
+    }
+
+
+def _shorter(name: str) -> str:
+    """What to take where a probe's questions are too long: only what this command has a flag for."""
+    ways = [advice for option, advice in SHORTER.items() if option in options_of(name)]
+    return ways[0] if ways else "another probe"
+
+
+def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
+    """A weight for each probe, None unless ``combine`` is weighted. Raises ValueError where the two do not fit."""
+    if job.combine != "weighted":
+        if job.weights is not None:
+            raise ValueError(f"--weights is {job.weights!r}, --combine is {job.combine!r}; add --combine weighted.")
+        return None
+    wanted = f"{n_probes} numbers, one for each probe in order" if n_probes > 1 else "one number for the one probe"
+    if job.weights is None:
+        raise ValueError(f"--combine weighted has no --weights; give {wanted}, such as --weights 2,1.")
+    weights = _numbers("--weights", job.weights, float, f"{wanted}, such as 2,1")
+    if len(weights) != n_probes:
+        raise ValueError(f"--weights is {job.weights!r}, --probe is {job.probe!r}; give {wanted}.")
+    shares(job.combine, weights, n_probes)
+    return list(weights)
+
+
+def _numbers(flag: str, text: str, number: Callable[[str], Any], wanted: str) -> tuple[Any, ...]:
     try:
-        pairs = tuple(int(size) for size in job.pairs.split(","))
+        return tuple(number(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--pairs is {job.pairs!r}; give whole numbers, such as 16 or 10,25,50.") from None
-    given: dict[str, Any] = {"pairs": pairs, "facts": job.facts, "seed": job.seed}
-    return make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+        raise ValueError(f"{flag} is {text!r}; give {wanted}.") from None
 
 
 def _texts(job: ScoreJob) -> list[str]:
@@ -165,20 +227,32 @@ def _draw(scores: HeadScores, job: ScoreJob) -> None:
 
 def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
     """The first heads with what is lost without them, and how sure the order is."""
+    reading, n_heads = scores.reading, len(scores.ranking())
     lines = [f"{scores.provenance.get('method', '')}; changes without the head:"]
-    lines.append(f"{'':>4}{'head':<9}{'accuracy':>12}{'log-probability':>18}{'plain text':>14}")
+    column = "mean rank" if reading.is_rank else "accuracy"
+    lines.append(f"{'':>4}{'head':<9}{column:>12}{'log-probability':>18}{'plain text':>14}")
     for place, head in enumerate(scores.ranking()[:shown], start=1):
         control = "" if scores.control_drop_LH is None else f"{scores.control_drop_LH[head].item():+.4f}"
-        accuracy, logprob = 0.0 - scores.accuracy_drop_LH[head].item(), 0.0 - scores.logprob_drop_LH[head].item()
-        lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
-    lines.append("accuracy in points, the others in nats: of an answer, of a token. An estimate is shown as a loss.")
+        value, logprob = reading(scores.accuracy_drop_LH[head].item()), 0.0 - scores.logprob_drop_LH[head].item()
+        accuracy = f"{value:>12.1f}" if reading.is_rank else f"{0.0 - value:>+10.1f} p"
+        lines.append(f"{place:>3} {head!s:<9}{accuracy}{logprob:>+18.3f}{control:>14}")
+        if place == k < min(shown, n_heads):
+            lines.append(f"    {f' cut after k = {k} ':-^53}")
+    lines.append(_legend(reading))
     if scores.agreement:
         shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
         lines.append(f"halves of the prompts agree: {', '.join(shares)}")
-    k = min(k, len(scores.ranking()))
-    if warning := scores.tie_warning(k):
+    if warning := scores.tie_warning(min(k, n_heads)):
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
+
+
+def _legend(reading: Reading) -> str:
+    """The units of `table`."""
+    nats = "in nats: of an answer, of a token. An estimate is shown as a loss."
+    if reading.is_rank:
+        return f"{reading.label} (1: first in each); the others {nats}"
+    return f"accuracy in points{f' ({reading.label})' if reading.probes else ''}, the others {nats}"
 
 
 def compare_files(a: Path, b: Path) -> str:
@@ -186,6 +260,8 @@ def compare_files(a: Path, b: Path) -> str:
     rankings: list[HeadScores | Path] = []
     shape: HeadScores | None = None
     for path in (a, b):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; --compare takes two files, scores.json or published rankings.")
         try:
             shape = HeadScores.load(path)
             rankings.append(shape)

@@ -29,6 +29,7 @@ from transformers import (
 from .plan import HeadId
 
 TINY = "tiny"
+FLAGS = "--teacher.path PATH, or --model PATH of score and analyse"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 SUPPORTED = "Llama, Qwen2, Qwen3 or Mistral"
@@ -530,8 +531,8 @@ def _refusal(name_or_path: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"the teacher {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder with "
-            "--teacher.path PATH, or run the embedded default with `make demo`."
+            f"the teacher {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder ({FLAGS}), "
+            f"or take the embedded teacher, {TINY} (`make demo` runs it)."
         ) from error
 
 
@@ -560,7 +561,7 @@ def _checked(path: str | Path) -> str | Path:
     if not folder.is_dir():
         if looks_local or folder.exists():
             raise ValueError(
-                f"the teacher {str(path)!r} is not a folder; give an existing one with --teacher.path PATH."
+                f"the teacher {str(path)!r} is not a folder; give an existing one ({FLAGS})."
             )
         return path
     if not (folder / "config.json").is_file():
@@ -570,6 +571,6 @@ def _checked(path: str | Path) -> str | Path:
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(
             f"the teacher folder {str(path)!r} has no weights (*.safetensors or *.bin); "
-            "download them into it, or name another folder with --teacher.path PATH."
+            f"download them into it, or name another folder ({FLAGS})."
         )
     return folder

@@ -67,6 +67,16 @@ def test_mean_rank_is_a_height_between_last_and_first() -> None:
     assert combine_scores([ONE, ONE]).accuracy_drop_LH.flatten().tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
 
 
+def test_what_the_combined_numbers_are_is_read_from_them() -> None:
+    ranks = combine_scores([ONE, OTHER])
+    assert ranks.reading.label == "mean rank over kv_retrieval, copying" and ranks.reading.is_rank
+    shown = [ranks.reading(drop) for drop in ranks.accuracy_drop_LH.flatten().tolist()]
+    assert shown == pytest.approx([2.5, 2.0, 3.0, 2.5])  # mean places from 1 on
+    largest = combine_scores([ONE, OTHER], "max_drop").reading
+    assert largest.label == "largest accuracy loss over kv_retrieval, copying" and largest(0.9) == pytest.approx(90)
+    assert ONE.reading(0.3) == pytest.approx(30) and ONE.reading.unit == "points of accuracy"
+
+
 def test_heads_of_the_same_mean_place_are_exactly_equal() -> None:
     """Thirds do not add up in floating point; a tie must go to the log-probability, not to rounding."""
     drops = [[0.3, 0.2, 0.1, 0.9], [0.2, 0.1, 0.3, 0.9], [0.1, 0.3, 0.2, 0.9]]

@@ -16,11 +16,17 @@ WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
 
 
-def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+def check_answerable(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    shorter: str = "fewer pairs, shorter lists or a shorter filler",
+) -> None:
     """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
 
     ``max_length`` is the model's context in tokens (``max_position_embeddings`` of its config); the prompt and its
-    longest choice must fit together.
+    longest choice must fit together. ``shorter`` is what the error advises to take where they do not.
     """
     if missing := missing_words(tokenizer, _texts(examples)):
         named = ", ".join(repr(word) for word in missing[:NAMED])
@@ -34,7 +40,7 @@ def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizer
         index, n_tokens = max(too_long, key=lambda found: found[1])
         raise ValueError(
             f"{len(too_long)} of {len(examples)} examples are longer than the model's context of {max_length} tokens; "
-            f"example {index} is the longest, with {n_tokens}: take fewer pairs, shorter lists or a shorter filler."
+            f"example {index} is the longest, with {n_tokens}: take {shorter}."
         )
 
 

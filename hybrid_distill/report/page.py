@@ -87,10 +87,11 @@ def _heads(head_map: HeadMap, figures: Sequence[Figure]) -> str:
     ]
     facts = {name: value for name, value in scores.provenance.items() if isinstance(value, str | int)}
     method = facts.pop("method", "scores")
+    (accuracy, *others), combined = HEAD_COLUMNS, bool(scores.reading.probes)
     parts = [
         _with_figures(title, figures) or f"## {title}",
         f"What a single head is worth ({method}), ± one standard error:",
-        markdown_table(["rank", "head", "kept", *HEAD_COLUMNS], lines),
+        markdown_table(["rank", "head", "kept", scores.reading.label if combined else accuracy, *others], lines),
     ]
     if facts:
         parts.append(f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}.")
@@ -99,16 +100,16 @@ def _heads(head_map: HeadMap, figures: Sequence[Figure]) -> str:
 
 def _head_cells(scores: HeadScores, head: HeadId) -> list[str]:
     tables = (
-        (scores.accuracy_drop_LH, scores.accuracy_se_LH, 100, 1),
-        (scores.logprob_drop_LH, scores.logprob_se_LH, 1, 3),
-        (scores.control_drop_LH, scores.control_se_LH, 1, 4),
+        (scores.logprob_drop_LH, scores.logprob_se_LH, 3),
+        (scores.control_drop_LH, scores.control_se_LH, 4),
     )
-    cells = []
-    for drop_LH, error_LH, scale, digits in tables:
+    reading, error = scores.reading, scores.accuracy_se_LH[head].item()
+    cells = [with_error(reading(scores.accuracy_drop_LH[head].item()), abs(reading.scale) * error, 1)]
+    for drop_LH, error_LH, digits in tables:
         if drop_LH is None or error_LH is None:
             cells.append(ABSENT)
         else:
-            cells.append(with_error(scale * drop_LH[head].item(), scale * error_LH[head].item(), digits))
+            cells.append(with_error(drop_LH[head].item(), error_LH[head].item(), digits))
     return cells
 
 

@@ -30,7 +30,32 @@ DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 WAYS = ("retrieval", "retrieval_minus_control", "ratio")
+COMBINED = "combined by "
+"""How the method of scores by several probes begins (`combine`)."""
 CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to show an accuracy drop x: as ``offset + scale * x``, called ``name``, in ``unit``, over ``probes``.
+
+    Of ranks (``is_rank``), unlike of drops, the lowest is the best.
+    """
+
+    name: str = "accuracy lost"
+    unit: str = "points of accuracy"
+    scale: float = 100.0
+    offset: float = 0.0
+    is_rank: bool = False
+    probes: tuple[str, ...] = ()
+
+    def __call__(self, drop: float) -> float:
+        return self.offset + self.scale * drop
+
+    @property
+    def label(self) -> str:
+        """Name and probes, as in "mean rank over kv_retrieval, copying"."""
+        return f"{self.name} over {', '.join(self.probes)}" if self.probes else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +98,22 @@ class HeadScores:
     def fingerprint(self) -> str:
         """Of the teacher that was scored."""
         return self.provenance.get("fingerprint", "")
+
+    @property
+    def reading(self) -> Reading:
+        """What ``accuracy_drop_LH`` holds: points of accuracy, or what `combine_scores` made of several probes."""
+        method = str(self.provenance.get("method", ""))
+        if not method.startswith(COMBINED):
+            return Reading()
+        parts = self.provenance.get("parts", [])
+        probes = tuple(part.get("probe", {}).get("name", "an unnamed probe") for part in parts)
+        how = method.removeprefix(COMBINED)
+        if how != "mean_rank":
+            names = {"max_drop": "largest accuracy loss", "weighted": "weighted mean accuracy loss"}
+            return Reading(names.get(how, how), probes=probes)
+        n_places = self.provenance.get("n_places", max(2, len(self.ranking())))
+        unit = f"mean rank, 1 to {n_places}"
+        return Reading("mean rank", unit, 1.0 - n_places, float(n_places), is_rank=True, probes=probes)
 
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """What a head counts for, higher is better, NaN where there is no head.

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .artefact import HeadScores
+from .artefact import COMBINED, HeadScores
 
 How = Literal["mean_rank", "max_drop", "weighted"]
 
@@ -35,7 +35,8 @@ def combine_scores(
     ``mean_rank``: a head counts by the mean of its places in the parts' rankings, so that no probe outweighs another by
     the size of its drops. ``accuracy_drop_LH`` is then no share of examples: it is 1 for a head that comes first in
     every part, 0 for one that comes last in every part, linear in the mean place between. Its standard error is that
-    of the mean over parts. ``logprob_drop_LH`` is the mean drop in nats and orders heads of equal mean place.
+    of the mean over parts; ``HeadScores.reading`` turns both into ranks, 1 being the first. ``logprob_drop_LH`` is the
+    mean drop in nats and orders heads of equal mean place.
 
     In all three, the control drop is the mean over the different control texts of the parts, None where no part has
     one. Raises ValueError for no scores, another teacher among them, an unknown ``how``, and weights that are missing,
@@ -43,7 +44,7 @@ def combine_scores(
     """
     scores = list(scores)
     _check_same_teacher(scores)
-    shares_K = _shares(how, weights, len(scores))
+    shares_K = shares(how, weights, len(scores))
     combined = {"max_drop": _largest, "weighted": _mean, "mean_rank": _mean}[how]
     accuracy = _mean_place(scores) if how == "mean_rank" else combined(*_stacked(scores, "accuracy"), shares_K)
     logprob = combined(*_stacked(scores, "logprob"), shares_K)
@@ -58,8 +59,9 @@ def combine_scores(
         control_se_LH=control[1],
         baseline={"parts": [part.baseline for part in scores]},
         provenance={
-            "method": f"combined by {how}",
+            "method": f"{COMBINED}{how}",
             "weights": None if weights is None else list(weights),
+            **({"n_places": _n_places(scores)} if how == "mean_rank" else {}),
             "parts": [part.provenance for part in scores],
             **{name: scores[0].provenance.get(name) for name in TEACHER},
         },
@@ -84,19 +86,19 @@ def _check_same_teacher(scores: Sequence[HeadScores]) -> None:
             )
 
 
-def _shares(how: str, weights: Sequence[float] | None, n_parts: int) -> Tensor:
+def shares(how: str, weights: Sequence[float] | None, n_parts: int) -> Tensor:
     """shares_K, summing to 1. Raises ValueError for an unknown ``how``, and for weights that do not go with it."""
     if how not in get_args(How):
         raise ValueError(f"how is {how!r}; scores are combined by {', '.join(get_args(How))}.")
     if (weights is not None) != (how == "weighted"):
         raise ValueError(f"how is {how!r} and weights are {weights}; give weights with 'weighted', and only there.")
-    shares = [1.0] * n_parts if weights is None else [float(weight) for weight in weights]
-    usable = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
-    if len(shares) != n_parts or not usable:
+    parts = [1.0] * n_parts if weights is None else [float(weight) for weight in weights]
+    usable = all(math.isfinite(part) and part >= 0 for part in parts) and sum(parts) > 0
+    if len(parts) != n_parts or not usable:
         raise ValueError(
             f"weights are {weights} for {n_parts} scores; give each a number of at least 0, and one of them more."
         )
-    return torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    return torch.tensor(parts, dtype=torch.float64) / sum(parts)
 
 
 def _stacked(scores: Sequence[HeadScores], name: str) -> tuple[Tensor, Tensor]:
@@ -122,10 +124,15 @@ def _mean_place(scores: Sequence[HeadScores]) -> tuple[Tensor, Tensor]:
     for place_LH, ranking in zip(place_KLH, rankings, strict=True):
         for place, (layer, head) in enumerate(ranking):
             place_LH[layer, head] = place
-    n_parts, last = len(scores), max(1, *(len(ranking) - 1 for ranking in rankings))
+    n_parts, last = len(scores), _n_places(scores) - 1
     # Summed before they are divided: heads of the same mean place get the very same number.
     height_LH = 1 - place_KLH.sum(0) / (n_parts * last)
     return height_LH, place_KLH.std(0, correction=min(1, n_parts - 1)) / (last * math.sqrt(n_parts))
+
+
+def _n_places(scores: Sequence[HeadScores]) -> int:
+    """Places of the longest of the rankings, at least 2."""
+    return max(2, *(len(part.ranking()) for part in scores))
 
 
 def _control(scores: Sequence[HeadScores]) -> tuple[Tensor | None, Tensor | None]:
@@ -138,4 +145,4 @@ def _control(scores: Sequence[HeadScores]) -> tuple[Tensor | None, Tensor | None
     if not measured:
         return None, None
     parts = list(measured.values())
-    return _mean(*_stacked(parts, "control"), _shares("mean_rank", None, len(parts)))
+    return _mean(*_stacked(parts, "control"), shares("mean_rank", None, len(parts)))

@@ -148,9 +148,11 @@ def _refuse_below(min_accuracy: float | None, accuracy: float, probe: Probe, by:
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
-        settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
+        described = probe.describe()
+        settings = ", ".join(f"{name} {value}" for name, value in described.items())
+        easier = "fewer pairs" if described.keys() & {"pairs", "n_pairs"} else "another probe"
         raise ValueError(
             f"this teacher answers {accuracy:.1%} of the probe ({settings}) by {by}; guessing gives "
             f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: what is not there cannot be lost. "
-            "Take an easier dictionary (fewer pairs), another teacher, or lower --min-accuracy."
+            f"Take {easier}, another teacher, or lower --min-accuracy."
         )
