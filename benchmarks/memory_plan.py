@@ -24,7 +24,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -371,15 +371,12 @@ def _train_with_accelerate() -> int:
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer = accelerator.prepare(stage, optimizer)
     batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
-    for _ in range(2):
-        gc.collect()
-        with record_function(STEP):
-            pass
-        for _ in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch).total)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).total)
+
+    _two_steps(micro_batch, optimizer)
     return accelerator.process_index
 
 
@@ -395,15 +392,20 @@ def _train_with_fsdp2() -> int:
         fully_shard(layer, mesh=mesh)
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
+    _two_steps(lambda: stage(batch).total.backward(), optimizer)
+    return dist.get_rank()
+
+
+def _two_steps(micro_batch: Callable[[], object], optimizer: Any) -> None:
+    """Each of two micro-batches, behind a mark in the profiler's record."""
     for _ in range(2):
         gc.collect()
         with record_function(STEP):
             pass
         for _ in range(2):
-            stage(batch).total.backward()
+            micro_batch()
         optimizer.step()
         optimizer.zero_grad()
-    return dist.get_rank()
 
 
 def show(record: dict[str, Any]) -> str:

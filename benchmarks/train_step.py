@@ -37,7 +37,7 @@ from provenance import versions
 from torch import Tensor
 
 from hybrid_distill.data import Batch
-from hybrid_distill.distill.health import PEAK_FLOPS, flops_per_token
+from hybrid_distill.distill.health import flops_per_token, peak_flops
 from hybrid_distill.distill.losses import l2_norm_loss
 from hybrid_distill.distill.optimizer import make_adamw
 from hybrid_distill.distill.stages import EndToEnd, Stage
@@ -157,7 +157,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
             step()
         speed = tokens / statistics.median(seconds[name])
         record[name] = {"tokens_per_s": round(speed, 1), "peak_bytes": held + taken.peak}
-        if peak := peak_flops(device):
+        if peak := peak_flops(torch.device(device)):
             record[name]["mfu"] = round(speed * flops / peak, 3)
     if not failed:
         record["times_as_fast"] = round(record["ours"]["tokens_per_s"] / record["plain"]["tokens_per_s"], 2)
@@ -174,12 +174,6 @@ def one_document(batch: Batch) -> Batch:
 
 def parameters(stage: Stage) -> list[Tensor]:
     return [p for model in (stage.student, stage.teacher) for p in model.parameters()]
-
-
-def peak_flops(device: str) -> float:
-    """Of bf16 products, where it is known; 0 on a CPU."""
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
-    return next((flops for model, flops in PEAK_FLOPS.items() if model in name), 0.0)
 
 
 def main() -> None:

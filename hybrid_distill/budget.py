@@ -59,11 +59,10 @@ def cache_bytes(
     the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
     Windows of attention are not considered.
     """
-    n_kv_heads = sum(len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers))
     n_recurrent = plan.n_layers * plan.n_heads - plan.k
     unit = batch * bytes_per_element
     return CacheBytes(
-        kv=2 * n_kv_heads * head_dim * length * unit,
+        kv=2 * plan.n_stored_kv_heads * head_dim * length * unit,
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
     )

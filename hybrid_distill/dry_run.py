@@ -15,7 +15,7 @@ from .distill.config import StageConfig
 from .memory_plan import GB, PARTS, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
 from .pipeline import make_plan
 from .plan import HeadId, HeadPlan
-from .teacher import DTYPES, load_config
+from .teacher import DTYPES, head_dim_of, load_config
 
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
@@ -163,8 +163,7 @@ def _advice(config: RunConfig, plans: list[MemoryPlan], others: list[MemoryPlan]
 
 
 def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
-    shape: Any = teacher.config
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    head_dim = head_dim_of(teacher.config)
     sizes = {"teacher": HeadPlan.all(plan), "student": plan}
     shown = []
     for name, kept in sizes.items():

@@ -12,12 +12,12 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .budget import CacheBytes, cache_bytes
 from .plan import HeadId, HeadPlan
 from .scoring import HeadScores
-from .teacher import load_config
+from .teacher import head_dim_of, load_config
 
 MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -80,10 +80,8 @@ def model_shape(model: str) -> tuple[HeadPlan, int]:
     if len(parts) == 4 and all(part.isdigit() for part in parts):
         *shape, head_dim = map(int, parts)
         return HeadPlan(*shape, kept=()), head_dim
-    config: Any = load_config(model).get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return HeadPlan(config.num_hidden_layers, config.num_attention_heads, n_kv_heads, kept=()), head_dim
+    config = load_config(model).get_text_config(decoder=True)
+    return HeadPlan.none(config), head_dim_of(config)
 
 
 def table_rows(job: MemoryJob, shape: HeadPlan, head_dim: int, lengths: Sequence[int]) -> Iterator[Row]:
@@ -99,8 +97,7 @@ def table_rows(job: MemoryJob, shape: HeadPlan, head_dim: int, lengths: Sequence
                 size = {"head_dim": head_dim, "d_state": d_state, "conv_width": job.conv_width, "batch": job.batch}
                 size |= {"bytes_per_element": BYTES[job.dtype], "state_bytes": BYTES[job.state_dtype]}
                 sizes = [cache_bytes(plan, length=n, **size) for n in lengths]
-                n_kv_heads = sum(len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers))
-                yield Row(name, n_kv_heads, 0 if k == total else d_state, tuple(sizes))
+                yield Row(name, plan.n_stored_kv_heads, 0 if k == total else d_state, tuple(sizes))
 
 
 def _placements(shape: HeadPlan, k: int) -> dict[str, HeadPlan]:

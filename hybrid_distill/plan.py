@@ -112,6 +112,11 @@ class HeadPlan:
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
+    @property
+    def n_stored_kv_heads(self) -> int:
+        """Keys and values that a cache holds, over all layers: one for all kept heads of a group."""
+        return sum(len(self.kv_groups_in(layer)) for layer in range(self.n_layers))
+
     def check_fits(self, shape_of: Any) -> None:
         """Raise ValueError unless the plan was made for a teacher of this shape."""
         theirs, ours = _shape(shape_of), (self.n_layers, self.n_heads, self.n_kv_heads)

@@ -536,6 +536,11 @@ def _refusal(name_or_path: str | Path) -> Iterator[None]:
         ) from error
 
 
+def head_dim_of(config: Any) -> int:
+    """Width of an attention head; configs that do not name it divide the hidden size among the heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:
     """The config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError where there is none."""
     path = _tiny_path() if str(name_or_path) == TINY else Path(name_or_path).expanduser()

@@ -64,7 +64,7 @@ class Meter:
 
     def __init__(self, flops_per_token: float, device: torch.device, world: int, tokens: int = 0) -> None:
         self.flops_per_token, self.device = flops_per_token, device
-        self.peak = _peak_flops(device) * world
+        self.peak = peak_flops(device) * world
         self.waited = 0.0
         self._since, self._tokens = time.perf_counter(), tokens
 
@@ -116,8 +116,8 @@ def _matrices(module: nn.Module) -> list[torch.Tensor]:
     return list({id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Linear)}.values())
 
 
-def _peak_flops(device: torch.device) -> float:
-    """0 where it is not known."""
+def peak_flops(device: torch.device) -> float:
+    """Bf16 operations a second of a device, 0 where that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), 0.0)
 

@@ -59,8 +59,7 @@ def _row(sweep: Sweep, task: Task) -> dict[str, Any]:
     if outcome.state != "done":
         return row
     plan = HeadPlan.load(folder / "plan.json")
-    kv_heads = [len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers)]
-    row |= {"layers_with_heads": sum(n > 0 for n in kv_heads), "kv_heads": sum(kv_heads)}
+    row |= {"layers_with_heads": len({head.layer for head in plan.kept}), "kv_heads": plan.n_stored_kv_heads}
     return {**row, **EvalResult.load(folder / "evaluation.json").figures(), **_spent(folder)}
 
 
