@@ -215,7 +215,7 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
     with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError) as error:
         score_heads(model, tokenizer, PROBE, n_examples=16)
-    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "easier", "--min-accuracy"):
+    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take fewer pairs", "--min-accuracy"):
         assert part in str(error.value)
 
 
