@@ -9,7 +9,7 @@ recurrent heads, and are distilled alike on text without the probe's question. W
 generation. A seed decides the probe's prompts, the recurrent heads' start, and the order of the text. Two scores that
 name the same heads share a student. Writes benchmarks/results/which_score.json.
 
-One seed takes about 40 minutes on one core.
+One seed takes about half an hour on one core.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config(out: Path, seed: int) -> RunConfig:
         student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
         align=AlignConfig(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
-        distill=DistillConfig(steps=150, batch_size=8, learning_rate=5e-4, decay=0.5),
+        distill=DistillConfig(steps=100, batch_size=8, learning_rate=5e-4, decay=0.5),
         evaluation=EvaluationConfig(n_pairs=(PAIRS, 16), n_texts=16),
         export=False,
     )
