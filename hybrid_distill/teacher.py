@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .llamba import is_llamba, llamba_config, load_llamba
 from .plan import HeadId
 
 TINY = "tiny"
@@ -481,7 +482,11 @@ def load_teacher(
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
     with _refusal(name_or_path):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer = _tokenizer(path, revision)
+        if is_llamba(path):
+            llamba = load_llamba(path, DTYPES[dtype])
+            llamba.name_or_path = str(name_or_path)
+            return llamba, tokenizer
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             revision=revision,
@@ -503,8 +508,22 @@ def read_teacher(
     """Config and tokenizer: what `load_teacher` reads, and refuses, without the weights."""
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
     with _refusal(name_or_path):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-        return config, AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer = _tokenizer(path, revision)
+        if is_llamba(path):
+            return llamba_config(path), tokenizer
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False), tokenizer
+
+
+def _tokenizer(path: str | Path, revision: str | None) -> PreTrainedTokenizerBase:
+    """Raises ValueError for a Llamba, as it is published, without the tokenizer of the Llama that taught it."""
+    if not is_llamba(path):
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    if not (Path(path) / "tokenizer.json").is_file():
+        raise ValueError(
+            "a Llamba is published without its tokenizer: copy tokenizer.json and tokenizer_config.json of the Llama "
+            "it was distilled from into the folder"
+        )
+    return AutoTokenizer.from_pretrained(path, config=llamba_config(path))
 
 
 def longest_context(config: Any) -> int | None:
@@ -545,6 +564,8 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
     """The config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError where there is none."""
     path = _tiny_path() if str(name_or_path) == TINY else Path(name_or_path).expanduser()
     try:
+        if is_llamba(path):
+            return llamba_config(path)
         return AutoConfig.from_pretrained(path if path.is_dir() else str(name_or_path), revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import get_imports
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("plan", "budget", "model", "probes", "assets"),  # of the probes: the questions, without a model
-    ("build", "ssm_init", "teacher"),
+    ("build", "ssm_init", "llamba", "teacher"),
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots"),

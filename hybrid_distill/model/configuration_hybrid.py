@@ -18,8 +18,9 @@ class HybridConfig(PretrainedConfig):
     """What a `HybridForCausalLM` is made of.
 
     ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query
-    heads that stay attention; every other head is recurrent with state size ``d_state``. Raises ValueError
-    for any field that describes no model, before a tensor is allocated.
+    heads that stay attention; every other head is recurrent with state size ``d_state``. ``conv_bias`` is a
+    bias behind their convolution, which only checkpoints made elsewhere have (Llamba). Raises ValueError for
+    any field that describes no model, before a tensor is allocated.
     """
 
     model_type = "hybrid_distill"
@@ -32,6 +33,7 @@ class HybridConfig(PretrainedConfig):
         kept: list[list[int]] | None = None,
         d_state: int = 16,
         conv_width: int = 4,
+        conv_bias: bool = False,
         **kwargs: Any,
     ) -> None:
         if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
@@ -46,6 +48,7 @@ class HybridConfig(PretrainedConfig):
         self.kept: Any = kept
         self.d_state = d_state
         self.conv_width = conv_width
+        self.conv_bias = conv_bias
         super().__init__(**kwargs)
 
     def backbone_config(self) -> PretrainedConfig:

@@ -164,13 +164,15 @@ class SSMHeads(nn.Module):
         S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
 
     Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
-    decay and a gate. B and C are per head.
+    decay and a gate. B and C are per head. ``conv_bias`` adds one behind the convolution, as Llamba has it.
 
     With ``segment_len``, that many tokens are run over at a time and the states handed on. Each segment is
     recomputed in the backward pass, so that memory is for one segment, whatever the length of the row.
     """
 
-    def __init__(self, hidden_size: int, n_heads: int, head_dim: int, d_state: int, conv_width: int) -> None:
+    def __init__(
+        self, hidden_size: int, n_heads: int, head_dim: int, d_state: int, conv_width: int, conv_bias: bool = False
+    ) -> None:
         super().__init__()
         self.impl = "auto"
         self.segment_len: int | None = None
@@ -180,7 +182,9 @@ class SSMHeads(nn.Module):
         self.c_proj = nn.Linear(hidden_size, n_heads * d_state)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
         self.a_proj = _DecayProjection(hidden_size, n_heads)
-        self.conv_weight = nn.Parameter(torch.empty(n_heads * (head_dim + 2 * d_state), conv_width))
+        n_channels = n_heads * (head_dim + 2 * d_state)
+        self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(n_channels)) if conv_bias else None
         self.D = nn.Parameter(torch.empty(n_heads))
 
     @torch.no_grad()
@@ -193,6 +197,8 @@ class SSMHeads(nn.Module):
         self.z_proj.bias.fill_(OPEN_GATE)
         self.conv_weight.zero_()
         self.conv_weight[:, -1] = 1.0
+        if self.conv_bias is not None:
+            self.conv_bias.zero_()
         self.D.fill_(1.0)
         self.a_proj.bias.copy_(raw_decay(spread_half_lives(self.n_heads)))
 
@@ -286,7 +292,7 @@ class SSMHeads(nn.Module):
             conv_state,
             ssm_state,
             token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
-            impl=self.impl,
+            impl=self.impl if self.conv_bias is None else "torch",  # the kernel has no such bias
         )
         if y_BRP is None:
             *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
@@ -318,6 +324,8 @@ class SSMHeads(nn.Module):
             seq_idx_BL=seq_idx_BL,
             impl=self.impl,
         )
+        if self.conv_bias is not None:
+            xbc_BLC = xbc_BLC + self.conv_bias.to(xbc_BLC.dtype)
         sizes = [self.n_heads * size for size in (self.head_dim, self.d_state, self.d_state)]
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
         if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
@@ -353,6 +361,7 @@ class HybridMixer(nn.Module):
         d_state: int,
         conv_width: int,
         layer: int,
+        conv_bias: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -365,9 +374,8 @@ class HybridMixer(nn.Module):
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
         self._handed_out: list[int] | None = None
         self.attention = self._cut_down(attention) if self.kept else None
-        self.ssm = (
-            SSMHeads(hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width) if self.recurrent else None
-        )
+        sizes = (hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width, conv_bias)
+        self.ssm = SSMHeads(*sizes) if self.recurrent else None
 
     def _cut_down(self, attention: Any) -> nn.Module:
         """The backbone's attention with projections for the kept heads only; the builder fills them in."""

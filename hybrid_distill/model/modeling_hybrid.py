@@ -239,6 +239,7 @@ def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer
         d_state=config.d_state,
         conv_width=config.conv_width,
         layer=layer,
+        conv_bias=config.conv_bias,
     )
 
 
