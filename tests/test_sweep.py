@@ -32,6 +32,7 @@ from hybrid_distill.sweep.cells import best_layers, cell_config
 from hybrid_distill.sweep.job import _base
 from hybrid_distill.sweep.record import Outcome, Task
 from hybrid_distill.sweep.running import Job, Workers, alone_in, run_tasks
+from hybrid_distill.sweep.status import progress
 
 SHAPE = HeadPlan(6, 8, 4, ())
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -228,6 +229,7 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
     # A cell took 10 s, and two cells are left; so did the alignment, and none is left.
     assert "1 of 3 cells, 4 of 8 steps, about 20 s left with 1 at a time" in shown
     assert "Alignments: 1 for 3 students, which spares 4 steps, about 20 s." in shown
+    assert "about 10 s left with 2 at a time" in progress(this, at_once=2)
     this.note(this.tasks["top2-n4-s0"], Outcome("running", began="now", host=socket.gethostname()))
     assert "top2-n4-s0" in status(tmp_path).partition("stopped:")[2], "nothing can run where no sweep runs"
 

@@ -92,7 +92,8 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
             this.save()
             write_results(this)
             outcome = this.outcome(task)
-            print(f"{task.name}: {outcome.error or outcome.state}\n  {progress(this)}", flush=True)
+            print(f"{task.name}: {outcome.error or outcome.state}")
+            print(f"  {progress(this, at_once=workers.slots)}", flush=True)
 
         try:
             run_tasks(this, workers, changed)

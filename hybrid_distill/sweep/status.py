@@ -61,8 +61,11 @@ def _place(outcomes: Sequence[Outcome]) -> str:
     return f"{done} of {len(outcomes)}" + (f", {failed} failed" if failed else "") if outcomes else ""
 
 
-def progress(sweep: Sweep, outcomes: dict[str, Outcome] | None = None) -> str:
-    """Cells and steps done, and the time left, from what the steps that are done took."""
+def progress(sweep: Sweep, outcomes: dict[str, Outcome] | None = None, *, at_once: int | None = None) -> str:
+    """Cells and steps done, and the time left, from what the steps that are done took.
+
+    ``at_once`` tasks run at a time, by default as many as run now.
+    """
     outcomes = outcomes or {name: sweep.outcome(task) for name, task in sweep.tasks.items()}
     cells = [outcomes[name] for name, task in sweep.tasks.items() if task.cell is not None]
     done = {name: _steps_done(sweep, task, outcomes[name]) for name, task in sweep.tasks.items()}
@@ -71,7 +74,7 @@ def progress(sweep: Sweep, outcomes: dict[str, Outcome] | None = None) -> str:
     parts = [f"{states['done']} of {len(cells)} cells", f"{sum(done.values()):,} of {total:,} steps"]
     if states["failed"]:
         parts.insert(1, f"{states['failed']} failed")
-    at_once = max(1, sum(outcome.state == "running" for outcome in outcomes.values()))
+    at_once = at_once or max(1, sum(outcome.state == "running" for outcome in outcomes.values()))
     if seconds := _seconds_left(sweep, outcomes, done):
         parts.append(f"about {duration(seconds / at_once)} left with {at_once} at a time")
     return ", ".join(parts)
