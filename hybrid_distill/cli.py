@@ -16,10 +16,13 @@ from typing import Annotated, Any
 import tyro
 
 from . import compare as comparison
+from .analysis.formats import Formats
 from .analysis.keep_heads import KeepHeads
 from .analysis.maps import Maps
+from .analysis.mask import Mask
 from .analysis.prune_layers import PruneLayers
 from .analysis.remove_heads import RemoveHeads
+from .analysis.replace_layer import ReplaceLayer
 from .cache_logits import CacheJob, cache_logits
 from .config import RunConfig, on_embedded_teacher
 from .distill.accelerator import WorldError, connect, disconnect, is_launched_main
@@ -43,6 +46,9 @@ Experiment = (
     Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]
     | Annotated[PruneLayers, tyro.conf.subcommand("prune-layers")]
     | Annotated[KeepHeads, tyro.conf.subcommand("keep-heads")]
+    | Annotated[Formats, tyro.conf.subcommand("formats")]
+    | Annotated[Mask, tyro.conf.subcommand("mask")]
+    | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
 )
 

@@ -150,7 +150,7 @@ class Run:
 
     def _left_by_an_earlier_run(self) -> list[Path]:
         """`LEAVES`, where there is the config of a run. Raises ValueError when this run is to read one of them."""
-        if not _is_run(self.out / "config.json"):
+        if not is_run(self.out / "config.json"):
             return []  # what is there is somebody else's
         left = [found for name in LEAVES for found in sorted(self.out.glob(name))]
         read = _paths_in(to_json(self.config))
@@ -498,7 +498,7 @@ def finished_run(folder: Path, teacher: tuple[PreTrainedModel, PreTrainedTokeniz
     return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto"), teacher)
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     """Whether a config.json is that of a run, perhaps of another version."""
     try:
         record = json.loads(path.read_text())

@@ -25,7 +25,9 @@ from .plan import HeadId
 from .probes import Probe
 from .probes.answering import ChoiceResult, answer_choices
 from .scoring import HeadScores, describe_run
-from .teacher import AttentionSite, attention_sites
+from .teacher import AttentionSite, attention_sites, replaced_forward
+
+OURS_ONLY = ("token_mask", "seq_idx")  # arguments of mixers that an attention module does not know
 
 
 @contextmanager
@@ -49,6 +51,35 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
         yield
 
 
+@contextmanager
+def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
+    """While active, the teacher's attention runs in the place of these layers' mixers, output projection included.
+
+    With a cache too, which then holds the keys and values of all heads of such a layer: make it and use it within.
+    Raises ValueError for a layer that does not exist.
+    """
+    mixers, theirs = student.mixers(), attention_sites(teacher)
+    with ExitStack() as hooks:
+        for layer in set(layers):
+            if not 0 <= layer < len(mixers):
+                raise ValueError(f"layer {layer} does not exist: layers 0..{len(mixers) - 1}.")
+            hooks.enter_context(replaced_forward(mixers[layer], _attention_of(theirs[layer])))
+        yield
+
+
+def _attention_of(teacher: AttentionSite) -> Any:
+    """A mixer's forward that is the teacher's attention."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        passed = {name: value for name, value in kwargs.items() if name not in OURS_ONLY}
+        output = teacher.module(hidden_states, *args, **passed)
+        if (cache := kwargs.get("past_key_values")) is not None:
+            cache.layer(teacher.layer).advance(hidden_states.shape[1])
+        return output
+
+    return forward
+
+
 def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> list[Any]:
     """Hooks that run the teacher's attention before the student's mixer and swap heads in before its o_proj."""
     found: list[Tensor] = []
@@ -57,10 +88,9 @@ def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -
         def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
             found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
-        ours_only = ("token_mask", "seq_idx")
         if kwargs.get("past_key_values") is not None:
             raise ValueError("restored heads have no cache; call the student with use_cache=False.")
-        passed = {name: value for name, value in kwargs.items() if name not in ours_only}
+        passed = {name: value for name, value in kwargs.items() if name not in OURS_ONLY}
         handle = teacher.o_proj.register_forward_pre_hook(note)
         try:
             teacher.module(*args, **passed)

@@ -125,11 +125,7 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
     ValueError, naming the module found and what was expected, for a layer that is not understood, and for a
     model without heads of that kind.
     """
-    found = [
-        site
-        for layer, (name, block) in enumerate(decoder_blocks(model))
-        for site in _block_sites(model, layer, name, block)
-    ]
+    found = _every_site(model)
     kinds = [site.kind for site in found]
     wanted = kind or next(k for k in ("hybrid", "attention", *kinds) if k in kinds)
     uses = Counter(id(site.o_proj) for site in found)
@@ -140,6 +136,20 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
             f"its heads are of kind {', '.join(sorted(set(kinds)))}."
         )
     return sites
+
+
+def head_kinds(model: nn.Module) -> list[str]:
+    """What `HeadSite.kind` is in a decoder, sorted, each once: two in Zamba2 and Falcon-H1."""
+    return sorted({site.kind for site in _every_site(model)})
+
+
+def _every_site(model: nn.Module) -> list[HeadSite]:
+    """Of all kinds, bottom to top."""
+    return [
+        site
+        for layer, (name, block) in enumerate(decoder_blocks(model))
+        for site in _block_sites(model, layer, name, block)
+    ]
 
 
 def _block_sites(model: nn.Module, layer: int, name: str, block: nn.Module) -> Iterator[HeadSite]:
@@ -426,16 +436,22 @@ def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
     """
     with ExitStack() as restore:
         for _, block in decoder_blocks(model)[: layer + 1]:
-            restore.callback(_restore_forward, block, block.__dict__.get("forward"))
-            block.forward = lambda *args, **kwargs: output
+            restore.enter_context(replaced_forward(block, lambda *args, **kwargs: output))
         yield
 
 
-def _restore_forward(block: nn.Module, own: Any) -> None:
-    if own is None:
-        del block.forward
-    else:
-        block.forward = own
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Run ``forward`` in the place of a module's own, which comes back afterwards; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from test_head_sites import FAMILIES, make_model
 
 from hybrid_distill.analysis.maps import AGGREGATE as BY_AGGREGATE
 from hybrid_distill.analysis.maps import GATHER, find_patterns, parse_head
-from hybrid_distill.analysis.mixing import mix_heads, mixing_sites
+from hybrid_distill.analysis.mixing import heads_in, mix_heads, mixing_bytes, mixing_sites
 from hybrid_distill.analysis.patterns import MarkedPrompt, Segment, mark_example, mark_prompt, row_shares, sharpness
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.build import build_student
@@ -107,6 +107,20 @@ def test_a_planted_circuit_is_found_by_its_patterns() -> None:
     assert math.isnan(places[str(GATHER_ASKED_KEY)])
     answers = {row.label: row.values[1] for row in table.rows}
     assert answers[str(AGGREGATE)] > 50
+
+
+def test_one_forward_a_prompt_and_more_only_where_memory_asks_for_it() -> None:
+    model, tokenizer = planted_teacher()
+    examples = KVRetrieval(4, seed=1, keys=KEYS).examples(2)
+    n_tokens, sites, forwards = len(mark_example(tokenizer, examples[0]).ids), mixing_sites(model), []
+    two_layers = mixing_bytes(model, n_tokens, [head for site in sites[:2] for head in heads_in(site, None)], sites)
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    whole = find_patterns(model, tokenizer, examples, progress=False)
+    assert len(forwards) == 2
+    parts = find_patterns(model, tokenizer, examples, max_bytes=two_layers, progress=False)
+    assert len(forwards) == 2 + 2 * 2, "four layers, two at a time"
+    hook.remove()
+    assert torch.equal(whole.means_HM, parts.means_HM) and whole.heads == parts.heads
 
 
 def run(*argv: object) -> None:

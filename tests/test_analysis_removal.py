@@ -110,6 +110,22 @@ def test_a_layer_left_out_hands_on_what_it_gets_and_comes_back_bit_identical(fam
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_left_out_runs_once_and_no_more_but_for_a_cache(family: str) -> None:
+    """What it computes then is not used: both forwards give the same."""
+    model, ran = make_model(family), []
+    site = next(site for site in head_sites(model) if site.layer == 1)
+    hook = site.module.register_forward_pre_hook(lambda *_: ran.append(1))
+    uses = sum(other.module is site.module for other in head_sites(model)) - 1  # by the other layers
+    with without_layers(model, [1]):
+        first = model(IDS, use_cache=False).logits
+        assert len(ran) == 1 + uses
+        assert torch.equal(model(IDS, use_cache=False).logits, first) and len(ran) == 1 + 2 * uses
+        assert torch.equal(model(IDS, use_cache=True).logits, first) and len(ran) == 2 + 3 * uses
+    hook.remove()
+
+
 def test_a_model_without_layers_generates_with_its_cache_as_without() -> None:
     for family in ("llama", "mamba2", "falcon_h1"):
         model = make_model(family)

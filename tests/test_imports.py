@@ -16,7 +16,7 @@ LAYERS = (
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots"),
-    ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep", "sweep_report")
+    ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep", "sweep_report", "analysis.replace_layer")
     + ("memory_plan", "memory_table", "dry_run", "score", "cli", "__main__"),
 )
 LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}

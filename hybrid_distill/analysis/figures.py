@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..plots import BLUE, GREEN, GREY, ORANGE, PALE, VERMILLION, canvas
+from ..plots import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, VERMILLION, canvas
 from .patterns import MarkedPrompt
 from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LOOKS = ((BLUE, "o"), (ORANGE, "D"))
+LOOKS = ((BLUE, "o"), (ORANGE, "D"), (GREEN, "s"), (PURPLE, "v"), (BLACK, "^"))
+INTACT = "the intact model"
 MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
 
 log = logging.getLogger(__name__)
@@ -53,23 +54,52 @@ def draw_lines(table: Table, path: Path, x_label: str) -> None:
         _note(grid)
 
 
-def draw_bars(table: Table, path: Path) -> None:
-    """A bar for each row; dashed is the intact model, dotted is guessing."""
+def draw_together(table: Table, path: Path, x_label: str) -> None:
+    """A line for each column, in one panel: the first row at 0, then those of the first group."""
     if not can_draw():
         return
-    rows = table.rows
+    first, *others = table.rows
+    rows = [first, *(row for row in others if row.group == others[0].group)]
+    x = [0, *(row.x for row in rows[1:])]
+    with canvas(1, 1, (5.6, 3.6), path) as grid:
+        axes = grid[0, 0]
+        for index, (column, (colour, marker)) in enumerate(zip(table.columns, LOOKS)):
+            axes.plot(x, [row.values[index] for row in rows], color=colour, marker=marker, label=column.name)
+            if column.chance is not None:
+                axes.axhline(column.chance, color=colour, linewidth=1.2, linestyle=(0, (1, 2)))
+        axes.set_ylim(0, 104)
+        axes.set_xticks(x)
+        axes.set_xlabel(f"{x_label} (dotted: guessing)")
+        axes.set_title("answered right, %")
+        axes.legend(frameon=False, fontsize=8)
+
+
+def draw_bars(
+    table: Table, path: Path, *, first: str = INTACT, most: int | None = None, is_attention: Sequence[bool] = ()
+) -> None:
+    """A bar for each row, or for the first so many; rows that ``is_attention`` says not to be are orange.
+
+    Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
+    """
+    if not can_draw():
+        return
+    rows = table.rows[:most]
+    colours = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
+    if table.compared:
+        colours[0] = PALE
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
     with canvas(1, len(table.columns), size, path, sharey=True) as grid:
         for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
-            colours = [PALE if row is rows[0] else BLUE for row in rows]
             axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colours)
-            _references(axes, column, rows[0], index, across=False)
+            if table.compared:
+                _references(axes, column, rows[0], index, across=False)
             axes.grid(False)
             axes.grid(True, axis="x")
             axes.set_title(column.header)
         grid[0, 0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         grid[0, 0].set_ylim(len(rows) - 0.4, -0.6)
-        _note(grid)
+        if table.compared:
+            _note(grid, first)
 
 
 def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: bool) -> None:
@@ -81,8 +111,8 @@ def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: 
         (axes.set_ylim if across else axes.set_xlim)(0, 104)
 
 
-def _note(grid: Any) -> None:
-    grid[0, 0].figure.supxlabel("dashed: the intact model; dotted: guessing", fontsize=9, color="#444444")
+def _note(grid: Any, first: str = INTACT) -> None:
+    grid[0, 0].figure.supxlabel(f"dashed: {first}; dotted: guessing", fontsize=9, color="#444444")
 
 
 class Panel(NamedTuple):

@@ -18,9 +18,9 @@ from ..probes import Example, check_counts
 from ..probes.registry import make_probe, options_of
 from ..scoring import HeadScores
 from ..scoring.comparison import comparison_table
-from ..teacher import HeadKind
+from ..teacher import HeadKind, HeadSite
 from .figures import Panel, draw_maps
-from .mixing import MAX_BYTES, HeadMix, heads_in, mix_heads, mixing_sites
+from .mixing import MAX_BYTES, HeadMix, heads_in, mix_heads, mixing_bytes, mixing_sites
 from .patterns import MarkedPrompt, Sharpness, mark_example, mark_prompt, row_shares, sharpness
 from .tables import Column, Row, Table
 from .tasks import Subject
@@ -191,7 +191,7 @@ def find_patterns(
     max_bytes: int = MAX_BYTES,
     progress: bool = True,
 ) -> Patterns:
-    """Measure every head on every question, one layer at a time.
+    """Measure every head on every question: one forward each, or several where all matrices together are too large.
 
     Raises ValueError for Mamba-1, whose channels are too many to look through, and what `mix_heads` raises.
     """
@@ -205,8 +205,21 @@ def find_patterns(
     total_HM = torch.zeros(len(heads), len(Sharpness._fields), dtype=torch.float64)
     for prompt in tqdm(prompts, desc="matrices", disable=not progress):
         found = []
-        for site in sites:
-            mixes = mix_heads(model, prompt.ids, heads_in(site, kind), kind=kind, max_bytes=max_bytes)
+        for together in _that_fit(model, len(prompt.ids), sites, kind, max_bytes):
+            mixes = mix_heads(model, prompt.ids, together, kind=kind, max_bytes=max_bytes)
             found += [sharpness(mix.matrix_TS, prompt) for mix in mixes]
         total_HM += torch.tensor(found, dtype=torch.float64)
     return Patterns(str(model.name_or_path), len(prompts), heads, total_HM / len(prompts))
+
+
+def _that_fit(
+    model: PreTrainedModel, n_tokens: int, sites: Sequence[HeadSite], kind: HeadKind | None, max_bytes: int
+) -> list[list[HeadId]]:
+    """All heads in order, as many layers together as fit into ``max_bytes``; a layer that does not is alone."""
+    groups: list[list[HeadId]] = [[]]
+    for site in sites:
+        own = heads_in(site, kind)
+        if groups[-1] and mixing_bytes(model, n_tokens, groups[-1] + own, sites) > max_bytes:
+            groups.append([])
+        groups[-1] += own
+    return groups

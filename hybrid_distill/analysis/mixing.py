@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +27,7 @@ from ..model.ssd import mixing_matrix
 from ..plan import HeadId
 from ..probes.answering import forward
 from ..scoring.attention import eager_attention
-from ..teacher import HeadKind, HeadSite, check_exists, eval_mode, head_sites, longest_context
+from ..teacher import HeadKind, HeadSite, check_exists, eval_mode, head_sites, longest_context, record_heads
 
 MAX_BYTES = 4 * 2**30
 BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
@@ -68,16 +68,70 @@ def mix_heads(
     """
     heads = [HeadId(*head) for head in heads]
     sites = mixing_sites(model, kind)
-    for head in heads:
-        check_exists(model, sites, head)
-        _check_kind(sites, head, kind)
-    chosen = [site for site in sites if any(head.layer == site.layer for head in heads)]
+    chosen = _sites_of(model, sites, heads, kind)
     check_prompt(model, ids, heads, sites, max_bytes)
     with eval_mode(model), _eager_where_needed(model, sites), _recording(chosen, heads) as recorded:
         ids_1L = torch.tensor([list(ids)], device=model.device)
         forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
         mixes = {mix.head: mix for site in chosen for mix in _mixes(site, heads, recorded[site.layer])}
     return [mixes[head] for head in heads]
+
+
+@contextmanager
+def mask_heads(
+    model: PreTrainedModel, masks: Mapping[HeadId, Tensor], *, kind: HeadKind | None = None
+) -> Iterator[None]:
+    """While active, each named head mixes by ``matrix * mask``; masks are booleans [T, S]. ``kind`` as in `head_sites`.
+
+    What a mask leaves out is zero, what it keeps has the size that it had: rows are not normalised anew. A row of which
+    everything is kept stays as it is, to the last bit; a mask of nothing removes the head. The gate and the norm behind
+    an SSM stay those of the whole head. For forwards of one prompt
+    of T tokens without a cache; others raise ValueError, and so does a head that does not exist. All attention runs
+    eagerly, if there is any, for no other attention hands out its maps.
+    """
+    masks = {HeadId(*head): mask_TS for head, mask_TS in masks.items()}
+    chosen = _sites_of(model, mixing_sites(model, kind), masks, kind)
+    with ExitStack() as hooks:
+        hooks.enter_context(_eager_where_needed(model, chosen))
+        recorded = hooks.enter_context(_recording(chosen, list(masks)))
+        for site in chosen:
+            own = {head: mask_TS for head, mask_TS in masks.items() if head.layer == site.layer}
+            site_kind = None if site.kind == "hybrid" else site.kind
+            read = hooks.enter_context(record_heads(model, site.layer, kind=site_kind))
+            masked = _masker(site, own, recorded[site.layer], read)
+            hooks.callback(site.module.register_forward_hook(masked).remove)
+        yield
+
+
+def _masker(
+    site: HeadSite, masks: Mapping[HeadId, Tensor], recorded: Mapping[str, Any], read: list[Tensor]
+) -> Callable[[nn.Module, Any, Any], Any]:
+    """A hook behind a mixer, whose output it makes anew from its heads, some of them masked."""
+
+    def masked(module: nn.Module, args: Any, output: Any) -> Any:
+        if not read:
+            return None  # a shared module that runs for another layer
+        heads_BTHP = read.pop()
+        for mix in _mixes(site, list(masks), recorded):
+            _mask_one(mix, masks[mix.head].to(mix.matrix_TS.device), heads_BTHP)
+        # Not by a call: hooks on the projection have seen these heads.
+        out_BTD = site.o_proj.forward(heads_BTHP.flatten(-2))
+        return (out_BTD, *output[1:]) if isinstance(output, tuple) else out_BTD
+
+    return masked
+
+
+def _mask_one(mix: HeadMix, mask_TS: Tensor, heads_BTHP: Tensor) -> None:
+    """Put a masked head's output in the place of its own."""
+    if len(heads_BTHP) != 1 or mask_TS.shape != mix.matrix_TS.shape:
+        raise ValueError(
+            f"the mask of {mix.head} is {tuple(mask_TS.shape)}, the forward has {len(heads_BTHP)} rows of "
+            f"{heads_BTHP.shape[1]} tokens; run one prompt of as many tokens as its mask has, without a cache."
+        )
+    own_TP = heads_BTHP[0, :, mix.head.head]
+    whole_T1 = (mask_TS | ~torch.ones_like(mask_TS).tril()).all(-1, keepdim=True)
+    masked_TP = replace(mix, matrix_TS=mix.matrix_TS * mask_TS).output().to(own_TP.dtype)
+    heads_BTHP[0, :, mix.head.head] = torch.where(whole_T1, own_TP, masked_TP)
 
 
 def mixing_sites(model: PreTrainedModel, kind: HeadKind | None = None) -> list[HeadSite]:
@@ -94,6 +148,17 @@ def mixing_sites(model: PreTrainedModel, kind: HeadKind | None = None) -> list[H
 def heads_in(site: HeadSite, kind: HeadKind | None) -> list[HeadId]:
     """The heads of a layer that are of this kind."""
     return [HeadId(site.layer, head) for head in range(site.n_heads) if kind in (None, site.kind_of(head))]
+
+
+def _sites_of(
+    model: PreTrainedModel, sites: list[HeadSite], heads: Iterable[HeadId], kind: HeadKind | None
+) -> list[HeadSite]:
+    """The sites that hold these heads. Raises ValueError for a head that does not exist, or is of another kind."""
+    for head in heads:
+        check_exists(model, sites, head)
+        _check_kind(sites, head, kind)
+    layers = {head.layer for head in heads}
+    return [site for site in sites if site.layer in layers]
 
 
 def _check_kind(sites: Sequence[HeadSite], head: HeadId, kind: HeadKind | None) -> None:

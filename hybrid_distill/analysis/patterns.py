@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -118,6 +119,26 @@ def _finds(choices: Sequence[str], text: str) -> list[re.Match[str]]:
 def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
     """Each token's text, with line breaks and a lone space made visible."""
     return tuple(str(tokenizer.decode([token])).replace("\n", "↵").strip() or "␣" for token in ids)
+
+
+def gather_mask(prompt: MarkedPrompt) -> Tensor:
+    """mask_TS of what a gather head needs: from every token of a segment to the tokens of the same segment."""
+    mask_TS = _nothing(prompt)
+    for segment in prompt.segments:
+        places = torch.tensor(segment.content + segment.summary)
+        mask_TS[places[:, None], places] = True
+    return mask_TS.tril()
+
+
+def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
+    """mask_TS of what an aggregate head needs: from the tokens behind the last segment to all summaries."""
+    mask_TS = _nothing(prompt)
+    mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
+    return mask_TS
+
+
+def _nothing(prompt: MarkedPrompt) -> Tensor:
+    return torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
 
 
 class Sharpness(NamedTuple):

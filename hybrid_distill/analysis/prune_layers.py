@@ -1,12 +1,12 @@
 """Which layers a task needs: dropping them from the end, and leaving out one at a time (arXiv 2504.18574).
 
-A layer that is left out hands on what it gets. It still runs, so that caches are filled as ever; nothing of the model
-is changed.
+A layer that is left out hands on what it gets and does not run, but for a forward with a cache, which it fills as ever.
+Nothing of the model is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,14 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..teacher import decoder_blocks
+from ..teacher import decoder_blocks, replaced_forward
 from .figures import draw_lines
 from .tables import Row, Table
 from .tasks import Questions, Subject, Task, measure
 
 NAME = "prune-layers"
 How = Literal["gradual", "individual", "both"]
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # as families call them
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,33 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
     Raises ValueError for a layer that does not exist.
     """
     blocks = decoder_blocks(model)
-
-    def hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        hidden_BLD = args[0] if args else kwargs["hidden_states"]
-        return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD
-
-    with ExitStack() as hooks:
+    with ExitStack() as replaced:
         for layer in sorted(set(layers)):
             check_layer(layer, len(blocks))
-            hooks.callback(blocks[layer][1].register_forward_hook(hand_on, with_kwargs=True).remove)
+            block = blocks[layer][1]
+            replaced.enter_context(replaced_forward(block, _hand_on(block.forward)))
         yield
+
+
+def _hand_on(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that gives back the hidden states it is given.
+
+    The layer's ``own`` runs once, to see what else it gives back (None, in most families), and to fill a cache.
+    """
+    beside: tuple[Any, ...] | None = None
+    is_tuple = False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal beside, is_tuple
+        hidden_BLD = args[0] if args else kwargs["hidden_states"]
+        needed = beside is None or any(part is not None for part in beside)
+        if needed or any(kwargs.get(name) is not None for name in CACHES):
+            output = own(*args, **kwargs)
+            is_tuple = isinstance(output, tuple)
+            beside = output[1:] if is_tuple else ()
+        return (hidden_BLD, *beside) if is_tuple else hidden_BLD
+
+    return forward
 
 
 def check_layer(layer: int, n_layers: int) -> None:

@@ -46,14 +46,19 @@ class RemoveHeads:
         """The table as text; writes it and its figure to ``out``."""
         scores = HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
-        if scores.fingerprint not in ("", fingerprint(model)):
-            log.warning("%s was made for another model than %s", self.scores, self.subject.model)
+        warn_of_another_model(scores, model, self.scores)
         tasks = self.questions.make(model, tokenizer)
         options = {"n_draws": self.random_draws, "kind": self.kind}
         table = remove_heads(model, tokenizer, tasks, scores.ranking(self.by), self.counts, **options)
         table.save(self.out, NAME)
         draw_lines(table, self.out / f"{NAME}.png", "heads removed")
         return table.text()
+
+
+def warn_of_another_model(scores: HeadScores, model: PreTrainedModel, path: Path) -> None:
+    """Say so where ``scores`` rank the heads of another model."""
+    if scores.fingerprint not in ("", fingerprint(model)):
+        log.warning("%s was made for another model than %s", path, model.name_or_path)
 
 
 def remove_heads(

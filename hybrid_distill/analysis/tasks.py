@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_documents
 from ..distill.accelerator import connect
-from ..probes import Example
+from ..probes import Example, Probe
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.checks import check_answerable
 from ..probes.knowledge import Knowledge
@@ -33,6 +33,19 @@ class Task:
 
     column: Column
     measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
+
+
+def accuracy_task(
+    name: str, examples: Sequence[Example], chance: float | None, *, batch_size: int, generated: bool = False
+) -> Task:
+    """Questions answered right, by choice or by generation; ``chance`` is a share, 0 to 1."""
+
+    def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        if generated:
+            return 100 * answer_generation(model, tokenizer, examples, batch_size=batch_size).double().mean().item()
+        return 100 * answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
+
+    return Task(Column(name, "%", None if chance is None else 100 * chance), accuracy)
 
 
 def measure(
@@ -83,39 +96,46 @@ class Questions:
 
     def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
         """The tasks by name. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        return [self._task(name, model, tokenizer) for name in self.names()]
+
+    def names(self) -> list[str]:
+        """Of the tasks. Raises ValueError for none."""
         names = [name.strip() for name in self.tasks.split(",") if name.strip()]
         if not names:
             raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
-        return [self._task(name, model, tokenizer) for name in names]
+        return names
 
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
         if name == TEXT:
             return self._text()
         probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
-        examples, chance = self._examples(probe_name)
+        examples, chance = self.examples_of(probe_name)
         check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
 
-        def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-            if generated:
-                correct_E = answer_generation(model, tokenizer, examples, batch_size=self.batch_size)
-                return 100 * correct_E.double().mean().item()
-            return 100 * answer_choices(model, tokenizer, examples, batch_size=self.batch_size).accuracy
+        chance = None if generated else chance
+        return accuracy_task(name, examples, chance, batch_size=self.batch_size, generated=generated)
 
-        return Task(Column(name, "%", None if generated else 100 * chance), accuracy)
-
-    def _examples(self, name: str) -> tuple[list[Example], float]:
+    def examples_of(self, name: str) -> tuple[list[Example], float]:
+        """The questions of a task, and the share that guessing gets right. Raises ValueError for an unknown name."""
         if name == KNOWLEDGE:
             knowledge = Knowledge(self.facts)
             return knowledge.examples(self.examples), knowledge.chance
         if name not in PROBES:
             raise ValueError(f"there is no task {name!r}; there are {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
-        given: dict[str, Any] = {"pairs": self.pairs, "facts": self.facts, "seed": self.seed}
-        probe = make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+        probe = self.probe(name, self.seed)
         return probe.examples(self.examples), probe.chance
 
+    def probe(self, name: str, seed: int) -> Probe:
+        """The probe of that name, with these questions' settings. Raises ValueError for an unknown name."""
+        given: dict[str, Any] = {"pairs": self.pairs, "facts": self.facts, "seed": seed}
+        return make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+
+    def documents(self, n: int) -> list[str]:
+        """The first ``n`` plain texts."""
+        return list(islice(read_documents(f"{TINY}:held_out" if self.texts == TINY else self.texts), n))
+
     def _text(self) -> Task:
-        source = f"{TINY}:held_out" if self.texts == TINY else self.texts
-        texts = list(islice(read_documents(source), self.examples))
+        texts = self.documents(self.examples)
 
         def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
             n_tokens, total = 0, 0.0

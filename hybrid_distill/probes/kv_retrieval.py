@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from . import Example, check_counts, duplicates
 from .nouns import NOUNS
@@ -16,12 +17,26 @@ N_VALUES = 100
 KVExample = Example
 
 
+class Wording(NamedTuple):
+    """How a dictionary is put: its first line ("" for none), an entry, the question."""
+
+    header: str = HEADER
+    entry: str = "{key}:{value}"
+    question: str = QUESTION
+
+
+DICTIONARY = Wording()
+REWORDED = Wording("Register:", question="Look up '{key}':")
+DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of the {key}?\nAnna: You said")
+
+
 @dataclass(frozen=True)
 class KVRetrieval:
     """Dictionaries of ``n_pairs`` distinct nouns with distinct values 0 to 99.
 
     Keys, values, their order and the key asked for all follow from ``seed``; example i is the same whatever
-    number of examples is asked for. ``keys`` replaces the default nouns, for a model that knows few words.
+    number of examples is asked for. ``keys`` replaces the default nouns, for a model that knows few words, ``wording``
+    the words around them.
 
     Raises ValueError when ``n_pairs`` is not in 1..100 (values are distinct), for repeated or too few keys.
     """
@@ -29,6 +44,7 @@ class KVRetrieval:
     n_pairs: int
     seed: int = 0
     keys: tuple[str, ...] | None = field(default=None, repr=False)
+    wording: Wording = DICTIONARY
 
     def __post_init__(self) -> None:
         check_counts(n_pairs=self.n_pairs)
@@ -67,11 +83,13 @@ class KVRetrieval:
         keys = rng.sample(self.nouns, self.n_pairs)
         values = rng.sample(range(N_VALUES), self.n_pairs)
         asked = rng.randrange(self.n_pairs)
-        pairs = [f"{key}:{value}" for key, value in zip(keys, values, strict=True)]
-        prompt = "\n".join([HEADER, *pairs, QUESTION.format(key=keys[asked])])
+        header, entry, question = self.wording
+        pairs = [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+        prompt = "\n".join([*([header] if header else []), *pairs, question.format(key=keys[asked])])
         return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
         """The settings every prompt follows from; the keys as a hash."""
         keys = hashlib.sha256("\n".join(self.nouns).encode()).hexdigest()[:16]
-        return {"name": "kv_retrieval", "n_pairs": self.n_pairs, "seed": self.seed, "keys_sha256": keys}
+        described = {"name": "kv_retrieval", "n_pairs": self.n_pairs, "seed": self.seed, "keys_sha256": keys}
+        return described if self.wording == DICTIONARY else {**described, "wording": list(self.wording)}

@@ -1,4 +1,7 @@
-"""Questions with lettered options: knowing the answer is not enough, its letter must be fetched from the prompt."""
+"""Questions with lettered options: knowing the answer is not enough, its letter must be fetched from the prompt.
+
+The same questions can be asked for the answer's text, and without any options: formats to compare (arXiv 2504.18574).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from . import Example, as_tuple, check_counts, digest
 
 ANSWER = "Answer:"
+Form = Literal["letter", "text", "completion"]
 
 
 class Fact(NamedTuple):
@@ -31,28 +35,35 @@ class Fact(NamedTuple):
 class LetterChoice:
     """Facts as questions with ``n_options`` lettered options; the choices are the letters.
 
-    Facts are asked in an order that follows from ``seed``, and again with other options when all have been asked.
-    ``facts`` are `Fact` or tuples of its fields. Raises ValueError when ``n_options`` is not in 2..26, for something
-    that is no fact, and for a fact without enough wrong answers.
+    With the ``form`` "text" the choices are the options themselves, with "completion" the question stands alone and
+    they continue it: the same questions with the same options. Facts are asked in an order that follows from ``seed``,
+    and again with other options when all have been asked. ``facts`` are `Fact` or tuples of its fields. Raises
+    ValueError when ``n_options`` is not in 2..26, for an unknown form, for something that is no fact, and for a fact
+    without enough wrong answers.
     """
 
     facts: tuple[Fact, ...] = field(repr=False)
     n_options: int = 4
     seed: int = 0
+    form: Form = "letter"
 
     @classmethod
-    def from_file(cls, path: str | Path | None = None, n_options: int = 4, seed: int = 0) -> LetterChoice:
+    def from_file(
+        cls, path: str | Path | None = None, n_options: int = 4, seed: int = 0, form: Form = "letter"
+    ) -> LetterChoice:
         """Facts of a JSON-lines file, by default those that the embedded teacher was taught.
 
         A line is ``{"prompt", "answer"}``, and if it likes ``"choices"`` (whatever is not the answer is a distractor)
         and ``"kind"``. Raises ValueError for a file that cannot be read as such, naming the line.
         """
-        return cls(tuple(read_facts(path)), n_options, seed)
+        return cls(tuple(read_facts(path)), n_options, seed, form)
 
     def __post_init__(self) -> None:
         check_counts(n_options=self.n_options)
         if not 2 <= self.n_options <= len(ascii_uppercase):
             raise ValueError(f"n_options is {self.n_options}; there are 2 to {len(ascii_uppercase)} letters to choose.")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form is {self.form!r}; use one of {', '.join(get_args(Form))}.")
         facts = as_tuple("facts", self.facts)
         object.__setattr__(self, "facts", tuple(_as_fact(number, fact) for number, fact in enumerate(facts, start=1)))
         for fact in self.facts:
@@ -81,7 +92,7 @@ class LetterChoice:
         return 1 / self.n_options
 
     def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples; choices are the letters, each with the space that follows the prompt."""
+        """The first ``n`` examples; each choice begins with the space that follows the prompt."""
         check_counts(n=n)
         order = random.Random(f"letter-choice {self.seed}").sample(self.facts, len(self.facts))
         return [self._example(order[index % len(order)], index) for index in range(n)]
@@ -96,9 +107,9 @@ class LetterChoice:
         options = rng.sample([fact.answer, *wrong], self.n_options)
         letters = ascii_uppercase[: self.n_options]
         lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]
-        prompt = "\n".join([fact.question, *lines, ANSWER])
-        answer = letters[options.index(fact.answer)]
-        return Example(prompt, answer=f" {answer}", choices=tuple(f" {letter}" for letter in letters))
+        prompt = fact.question if self.form == "completion" else "\n".join([fact.question, *lines, ANSWER])
+        choices = tuple(f" {choice}" for choice in (letters if self.form == "letter" else options))
+        return Example(prompt, choices[options.index(fact.answer)], choices)
 
     def describe(self) -> dict[str, object]:
         """The settings every prompt follows from; the facts as a hash."""
@@ -109,6 +120,7 @@ class LetterChoice:
             "seed": self.seed,
             "n_facts": len(self.facts),
             "facts_sha256": facts,
+            **({} if self.form == "letter" else {"form": self.form}),
         }
 
 
