@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from . import compare as comparison
+from .analysis.carriers import Carriers
 from .analysis.formats import Formats
 from .analysis.keep_heads import KeepHeads
 from .analysis.maps import Maps
@@ -49,6 +50,7 @@ Experiment = (
     | Annotated[Formats, tyro.conf.subcommand("formats")]
     | Annotated[Mask, tyro.conf.subcommand("mask")]
     | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
+    | Annotated[Carriers, tyro.conf.subcommand("carriers")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
 )
 

@@ -67,7 +67,7 @@ def test_a_mask_and_its_complement_share_out_what_the_head_does(family: str, kin
         outputs: list[Tensor] = []
         with mask_heads(model, {head: mask_TS}, kind=kind):
             hook = site.module.register_forward_hook(
-                lambda _, __, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+                lambda _, __, out: outputs.append(out[0] if isinstance(out, tuple) else out)  # type: ignore
             )
             model(ROW)
             hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ from hybrid_distill.restoration import restore_heads, restore_layers
 from hybrid_distill.teacher import load_teacher
 
 IDS = torch.arange(2, 40).view(2, 19)
-GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+def generated(model: Any, use_cache: bool = True) -> torch.Tensor:
+    return model.generate(IDS, use_cache=use_cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
 
 def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
@@ -40,7 +44,7 @@ def test_with_every_layer_put_back_the_student_is_the_teacher_and_then_itself_ag
     before, weights = student(IDS).logits, {name: p.clone() for name, p in student.named_parameters()}
     with restore_layers(student, teacher, range(teacher.config.num_hidden_layers)):
         assert torch.equal(student(IDS, use_cache=False).logits, teacher(IDS, use_cache=False).logits)
-        assert torch.equal(student.generate(IDS, **GREEDY), teacher.generate(IDS, **GREEDY))
+        assert torch.equal(generated(student), generated(teacher))
     assert torch.equal(student(IDS).logits, before), "layers were not taken out again"
     assert all(torch.equal(p, weights[name]) for name, p in student.named_parameters())
     assert not any("forward" in vars(mixer) for mixer in student.mixers())
@@ -52,8 +56,7 @@ def test_a_layer_put_back_is_all_its_heads_put_back(family_model) -> None:
     student = recurrent_student(teacher)
     with restore_layers(student, teacher, [1]):
         found = student(IDS, use_cache=False).logits
-        generated = student.generate(IDS, use_cache=True, **GREEDY)
-        assert torch.equal(generated, student.generate(IDS, use_cache=False, **GREEDY))
+        assert torch.equal(generated(student), generated(student, use_cache=False))
     with restore_heads(student, teacher, [HeadId(1, head) for head in range(8)]):
         torch.testing.assert_close(found, student(IDS, use_cache=False).logits, atol=1e-5, rtol=0)
 

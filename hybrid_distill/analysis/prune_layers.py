@@ -81,16 +81,16 @@ def _hand_on(own: Callable[..., Any]) -> Callable[..., Any]:
 
     The layer's ``own`` runs once, to see what else it gives back (None, in most families), and to fill a cache.
     """
-    beside: tuple[Any, ...] | None = None
-    is_tuple = False
+    beside: tuple[Any, ...] = ()
+    has_run = is_tuple = False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal beside, is_tuple
+        nonlocal beside, has_run, is_tuple
         hidden_BLD = args[0] if args else kwargs["hidden_states"]
-        needed = beside is None or any(part is not None for part in beside)
-        if needed or any(kwargs.get(name) is not None for name in CACHES):
+        has_cache = any(kwargs.get(name) is not None for name in CACHES)
+        if not has_run or has_cache or any(part is not None for part in beside):
             output = own(*args, **kwargs)
-            is_tuple = isinstance(output, tuple)
+            has_run, is_tuple = True, isinstance(output, tuple)
             beside = output[1:] if is_tuple else ()
         return (hidden_BLD, *beside) if is_tuple else hidden_BLD
 

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distill.accelerator import connect
+from ..model.configuration_hybrid import HybridConfig
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..pipeline import finished_run, is_run
 from ..plan import HeadId
@@ -31,7 +32,6 @@ NAME = "replace-layer"
 DRAWN = 24  # bars
 
 By = Literal["layer", "head"]
-Part = int | HeadId
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def replace_each(
     the first task.
     """
     sites = head_sites(student)
-    parts: list[Part] = [site.layer for site in sites]
+    parts: list[Any] = [site.layer for site in sites]
     restore: Callable[[list[Any]], AbstractContextManager[None]] = partial(restore_layers, student, teacher)
     if by == "head":
         parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
@@ -101,7 +101,7 @@ def replace_each(
     n_tried = sum(len(parts) - done for done in range(min(together, len(parts))))
     with tqdm(total=2 + n_tried, desc=f"putting back a {by}", disable=not progress) as bar:
 
-        def row(label: str, restored: list[Part]) -> Row:
+        def row(label: str, restored: list[Any]) -> Row:
             with restore(restored):
                 found = Row(label, measure(student, tokenizer, tasks))
             bar.update()
@@ -125,13 +125,13 @@ def replace_each(
     return Table(title, "put back", tuple(task.column for task in tasks), tuple(rows))
 
 
-def _joined(by: By, parts: Sequence[Part]) -> str:
+def _joined(by: By, parts: Sequence[int | HeadId]) -> str:
     return f"{'layers' if by == 'layer' else 'heads'} {' + '.join(map(str, parts))}"
 
 
 def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Raise ValueError unless ``student`` is a student, and ``teacher`` has its shape."""
-    if student.config.model_type != HybridForCausalLM.config_class.model_type:
+    if student.config.model_type != HybridConfig.model_type:
         raise ValueError(
             f"{student.name_or_path} is a {student.config.model_type} model; give a student of this project, the "
             "folder of its run or its export."
