@@ -31,6 +31,7 @@ from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .evaluate import EvalResult
 from .export import ExportError, verify_export
+from .harness import SuiteJob, evaluate_suite, write_questions
 from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, finished_run, run
 from .prepare import PrepareJob, prepare
@@ -179,17 +180,36 @@ def run_sweep(job: SweepJob) -> None:
 
 
 @app.command
-def evaluate(run_dir: tyro.conf.Positional[Path], /, again: bool = False, n_examples: int | None = None) -> None:
-    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
+def evaluate(
+    run_dir: tyro.conf.Positional[Path | None] = None,
+    /,
+    n_examples: int | None = None,
+    job: tyro.conf.OmitArgPrefixes[SuiteJob] = SuiteJob(),  # noqa: B008
+) -> None:
+    """Measure the student of a finished run and its teacher; with --model, any model on tasks of lm-eval.
 
-    What was measured before is printed as it is, unless asked for again; the run's report is then that of
-    ``hybrid-distill report RUN_DIR``.
+    RUN_DIR: writes RUN_DIR/evaluation.json. What was measured before is printed as it is, unless asked for --again; the
+    run's report is then that of ``hybrid-distill report RUN_DIR``.
+
+    --model: runs the tasks of --suite one by one and keeps each as it is finished (docs/evaluation.md), for example
+    ``hybrid-distill evaluate --model PATH --suite paper --teacher PATH --data-dir questions/``. ``accelerate launch -m
+    hybrid_distill evaluate ...`` shares the questions between processes.
 
     Args:
-        run_dir: The folder of the run.
-        again: Measure anew, in the place of what was measured before.
-        n_examples: Questions for each dictionary size, instead of the run's own number; measures anew.
+        run_dir: The folder of a run.
+        n_examples: With RUN_DIR: questions for each dictionary size, instead of the run's own number; measures anew.
     """
+    if run_dir is None:
+        if n_examples is not None:
+            raise ValueError(f"--n-examples is {n_examples}, which goes with the folder of a run; here it is --limit.")
+        _evaluate_suite(job)
+    elif job != SuiteJob(again=job.again):
+        raise ValueError(f"{run_dir} is evaluated by its own settings; of its export, --model {run_dir / 'export'}.")
+    else:
+        _evaluate_run(run_dir, job.again, n_examples)
+
+
+def _evaluate_run(run_dir: Path, again: bool, n_examples: int | None) -> None:
     this = finished_run(run_dir)
     if n_examples is not None:
         options = replace(this.config.evaluation, n_examples=n_examples)
@@ -202,6 +222,20 @@ def evaluate(run_dir: tyro.conf.Positional[Path], /, again: bool = False, n_exam
     result = this.evaluate(student, again=again)
     if is_launched_main():
         print(json.dumps(result.to_dict(), indent=2))
+
+
+def _evaluate_suite(job: SuiteJob) -> None:
+    if job.write_task_files is not None:
+        written, missing = write_questions(job)
+        print(written)
+        if missing:
+            raise ValueError(f"no files of {missing}")
+        return
+    report = evaluate_suite(job)
+    if is_launched_main():
+        print(f"{report.tables}\n\ntable: {report.path}")
+        if report.failed:
+            raise ValueError(f"{len(report.failed)} without a figure: {report.path} says why; call again to retry.")
 
 
 @app.command

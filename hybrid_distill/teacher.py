@@ -488,17 +488,18 @@ def load_teacher(
     dtype: str = "float32",
     revision: str | None = None,
     attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (eval mode, on the CPU) and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
-    Code that comes with a checkpoint is never run. Raises ValueError, in one line, for an unknown dtype, a
-    folder without config or weights, and a name that cannot be had.
+    Code that comes with a checkpoint is run only where ``trust_remote_code`` is set. Raises ValueError, in one line,
+    for an unknown dtype, a folder without config or weights, and a name that cannot be had.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
     with _refusal(name_or_path):
-        tokenizer = _tokenizer(path, revision)
+        tokenizer = _tokenizer(path, revision, trust_remote_code)
         if is_llamba(path):
             llamba = load_llamba(path, DTYPES[dtype])
             llamba.name_or_path = str(name_or_path)
@@ -508,7 +509,7 @@ def load_teacher(
             revision=revision,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
         model, loading = loaded
@@ -530,10 +531,10 @@ def read_teacher(
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False), tokenizer
 
 
-def _tokenizer(path: str | Path, revision: str | None) -> PreTrainedTokenizerBase:
+def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Raises ValueError for a Llamba, as it is published, without the tokenizer of the Llama that taught it."""
     if not is_llamba(path):
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     if not (Path(path) / "tokenizer.json").is_file():
         raise ValueError(
             "a Llamba is published without its tokenizer: copy tokenizer.json and tokenizer_config.json of the Llama "

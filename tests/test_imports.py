@@ -15,7 +15,7 @@ LAYERS = (
     ("build", "ssm_init", "llamba", "teacher"),
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
-    ("evaluate", "analysis", "export", "report", "plots"),
+    ("evaluate", "analysis", "export", "report", "plots", "harness"),
     ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep", "sweep_report", "analysis.replace_layer")
     + ("memory_plan", "memory_table", "dry_run", "score", "cli", "__main__"),
 )
