@@ -63,6 +63,7 @@ def build_student(
     *,
     d_state: int,
     conv_width: int = 4,
+    recurrence: str = "discrete",
     init: str = DEFAULT_INIT,
     calibration: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -70,10 +71,10 @@ def build_student(
     """The teacher with every head outside the plan replaced by a recurrent head, in the teacher's dtype.
 
     ``init`` names how recurrent heads start (`ssm_init.INITS`); a fitted one needs ``calibration``, a batch
-    of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``seed`` covers everything drawn. The
-    teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does that). Raises
-    ValueError for a plan made for another teacher, a bad ``d_state``, ``conv_width`` or ``init``, and for a
-    teacher whose attention is not understood.
+    of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent
+    heads (`SSMHeads`), ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the
+    student (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad
+    ``d_state``, ``conv_width``, ``recurrence`` or ``init``, and for a teacher whose attention is not understood.
     """
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
@@ -82,7 +83,7 @@ def build_student(
     sites = attention_sites(teacher)
     for site in sites:
         _check_attention(site)
-    student = empty_student(teacher, plan, d_state, conv_width)
+    student = empty_student(teacher, plan, d_state, conv_width, recurrence)
     traces = _trace(teacher, calibration, init)
     with torch.no_grad():
         tensors, records = _fill(student, teacher, sites, INITS[init], traces, seed)
@@ -153,7 +154,7 @@ def _check_attention(site: AttentionSite) -> None:
 
 
 def empty_student(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int
+    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str = "discrete"
 ) -> HybridForCausalLM:
     """A student of the right shapes on the meta device: parameters without values."""
     config = HybridConfig(
@@ -161,6 +162,7 @@ def empty_student(
         kept=[list(plan.kept_in(layer)) for layer in range(plan.n_layers)],
         d_state=d_state,
         conv_width=conv_width,
+        recurrence=recurrence,
         dtype=teacher.dtype,
     )
     config._attn_implementation = teacher.config._attn_implementation
@@ -274,13 +276,17 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         if mixer.ssm is None:
             continue
         missing = sorted(set(mixer.recurrent) - set(source.recurrent))
-        if missing or source.ssm is None or source.ssm.d_state != mixer.ssm.d_state:
+        if missing or source.ssm is None or _form(source.ssm) != _form(mixer.ssm):
             raise ValueError(
                 f"layer {mixer.layer} of the donor cannot give recurrent heads "
-                f"{missing or 'of this d_state'}; "
-                "align a student that keeps no head, with the same d_state and conv_width."
+                f"{missing or 'of this form'}; "
+                "align a student that keeps no head, with the same d_state, conv_width and recurrence."
             )
         _copy_heads(mixer.ssm, source.ssm, [source.recurrent.index(head) for head in mixer.recurrent])
+
+
+def _form(heads: SSMHeads) -> tuple[int, bool]:
+    return heads.d_state, heads.is_mamba2
 
 
 @torch.no_grad()

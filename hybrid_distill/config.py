@@ -81,6 +81,9 @@ class StudentConfig:
 
     d_state: int = 64
     conv_width: int = 4
+    recurrence: Literal["discrete", "mamba2"] = "discrete"
+    """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
+    scaled by the step, which can be exported without remote code (docs/export.md)."""
     init: str = "fitted"
     """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
     ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the start and after 50 steps;

@@ -284,6 +284,7 @@ class Run:
             plan,
             d_state=options.d_state,
             conv_width=options.conv_width,
+            recurrence=options.recurrence,
             init=options.init if aligned is None else DEFAULT_INIT,
             calibration=self._calibration() if aligned is None else None,
             seed=self.seed,
@@ -305,7 +306,8 @@ class Run:
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """A student with the weights that a stage has left in its folder."""
         options = self.config.student
-        student, _ = build_student(self.teacher, plan, d_state=options.d_state, conv_width=options.conv_width)
+        shape = {"d_state": options.d_state, "conv_width": options.conv_width, "recurrence": options.recurrence}
+        student, _ = build_student(self.teacher, plan, **shape)
         load_stage(stage, student)
         return student
 

@@ -111,6 +111,12 @@ def init_ssm(
     else:
         chosen = _guess(init, len(heads), config.conv_width, x_weight.device)
     b_weight, b_bias, c_weight, c_bias = _projections(init, factors, chosen)
+    a_bias = raw_decay(chosen.half_life_R)
+    if config.recurrence == "mamba2":
+        step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
+        x_weight, x_bias = _before_silu(x_weight, x_bias)
+        b_weight, b_bias = _before_silu(b_weight / step_C.unsqueeze(1), b_bias / step_C)
+        c_weight, c_bias = _before_silu(c_weight, c_bias)
     conv = torch.zeros(2 * b_bias.numel() + x_bias.numel(), config.conv_width, device=x_weight.device)
     conv[:, -1] = 1.0
     conv[: x_bias.numel()] = chosen.taps_RK.repeat_interleave(site.head_dim, dim=0)
@@ -126,7 +132,7 @@ def init_ssm(
         "z_proj.weight": (torch.zeros_like(x_weight), ()),
         "z_proj.bias": (torch.full_like(x_bias, OPEN_GATE), ()),
         "a_proj.weight": (x_weight.new_zeros(len(heads), x_weight.shape[1]), ()),
-        "a_proj.bias": (raw_decay(chosen.half_life_R), ()),
+        "a_proj.bias": (a_bias, ()),
         "conv_weight": (conv, ()),
         "D": (chosen.skip_R, ()),
     }
@@ -156,6 +162,17 @@ def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tup
         b_bias = torch.cat([average_R.abs().sqrt()[:, None], b_bias], dim=1)
         c_bias = torch.cat([(average_R.sign() * average_R.abs().sqrt())[:, None], c_bias], dim=1)
     return b_weight.flatten(0, 1), b_bias.flatten(), c_weight.flatten(0, 1), c_bias.flatten()
+
+
+def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose SiLU is about what the rows were: twice as large where they depend on the input, since its slope at 0
+    is one half, and inverted where they are a positive constant.
+    """
+    inverse_C = bias_C.clone()
+    for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
+        inverse_C = bias_C / inverse_C.sigmoid()
+    is_constant_C = (weight_CD == 0).all(dim=1) & (bias_C > 0)
+    return 2 * weight_CD, torch.where(is_constant_C, inverse_C, 2 * bias_C)
 
 
 def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 D_STATE_RANGE = (4, 128)
 CONV_WIDTH_RANGE = (1, 16)
+RECURRENCES = ("discrete", "mamba2")
 
 # Facts that belong to one file or one process, not to the architecture.
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
@@ -18,9 +19,10 @@ class HybridConfig(PretrainedConfig):
     """What a `HybridForCausalLM` is made of.
 
     ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query
-    heads that stay attention; every other head is recurrent with state size ``d_state``. ``conv_bias`` is a
-    bias behind their convolution, which only checkpoints made elsewhere have (Llamba). Raises ValueError for
-    any field that describes no model, before a tensor is allocated.
+    heads that stay attention; every other head is recurrent with state size ``d_state``, in one of the
+    `RECURRENCES` (see `SSMHeads`). ``conv_bias`` is a bias behind the convolution of discrete heads, which only
+    checkpoints made elsewhere have (Llamba). Raises ValueError for any field that describes no model, before a
+    tensor is allocated.
     """
 
     model_type = "hybrid_distill"
@@ -34,6 +36,7 @@ class HybridConfig(PretrainedConfig):
         d_state: int = 16,
         conv_width: int = 4,
         conv_bias: bool = False,
+        recurrence: str = "discrete",
         **kwargs: Any,
     ) -> None:
         if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
@@ -42,6 +45,10 @@ class HybridConfig(PretrainedConfig):
             kept = _check_kept(kept, teacher)
             _check_range("d_state", d_state, D_STATE_RANGE)
             _check_range("conv_width", conv_width, CONV_WIDTH_RANGE)
+            if recurrence not in RECURRENCES:
+                raise ValueError(f"recurrence is {recurrence!r}; it must be one of {', '.join(RECURRENCES)}.")
+            if conv_bias and recurrence != "discrete":
+                raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
             for name in _FROM_BACKBONE:
                 kwargs.setdefault(name, getattr(teacher, name, None))
         self.backbone: Any = backbone
@@ -49,6 +56,7 @@ class HybridConfig(PretrainedConfig):
         self.d_state = d_state
         self.conv_width = conv_width
         self.conv_bias = conv_bias
+        self.recurrence = recurrence
         super().__init__(**kwargs)
 
     def backbone_config(self) -> PretrainedConfig:

@@ -166,14 +166,26 @@ class SSMHeads(nn.Module):
     Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
     decay and a gate. B and C are per head. ``conv_bias`` adds one behind the convolution, as Llamba has it.
 
+    That is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
+    other programs know: the biases of x, B and C stand behind the convolution, then comes a SiLU, and what enters the
+    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u).
+
     With ``segment_len``, that many tokens are run over at a time and the states handed on. Each segment is
     recomputed in the backward pass, so that memory is for one segment, whatever the length of the row.
     """
 
     def __init__(
-        self, hidden_size: int, n_heads: int, head_dim: int, d_state: int, conv_width: int, conv_bias: bool = False
+        self,
+        hidden_size: int,
+        n_heads: int,
+        head_dim: int,
+        d_state: int,
+        conv_width: int,
+        conv_bias: bool = False,
+        recurrence: str = "discrete",
     ) -> None:
         super().__init__()
+        self.is_mamba2 = recurrence == "mamba2"
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
@@ -272,8 +284,12 @@ class SSMHeads(nn.Module):
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
-        xbc_BLC = torch.cat([self.x_proj(hidden_BLD), self.b_proj(hidden_BLD), self.c_proj(hidden_BLD)], dim=-1)
-        return xbc_BLC, self.a_proj(hidden_BLD)
+        projections = self.x_proj, self.b_proj, self.c_proj
+        if self.is_mamba2:
+            parts = [F.linear(hidden_BLD, projection.weight) for projection in projections]
+        else:
+            parts = [projection(hidden_BLD) for projection in projections]
+        return torch.cat(parts, dim=-1), self.a_proj(hidden_BLD)
 
     def _gate(self, hidden_BLD: Tensor) -> Tensor:
         return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
@@ -292,7 +308,7 @@ class SSMHeads(nn.Module):
             conv_state,
             ssm_state,
             token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
-            impl=self.impl if self.conv_bias is None else "torch",  # the kernel has no such bias
+            impl="torch" if self.is_mamba2 or self.conv_bias is not None else self.impl,  # the kernel has neither
         )
         if y_BRP is None:
             *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
@@ -327,7 +343,12 @@ class SSMHeads(nn.Module):
         if self.conv_bias is not None:
             xbc_BLC = xbc_BLC + self.conv_bias.to(xbc_BLC.dtype)
         sizes = [self.n_heads * size for size in (self.head_dim, self.d_state, self.d_state)]
+        if self.is_mamba2:
+            bias_C = torch.cat([self.x_proj.bias, self.b_proj.bias, self.c_proj.bias])
+            xbc_BLC = F.silu(xbc_BLC + bias_C.to(xbc_BLC.dtype))
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
+        if self.is_mamba2:
+            b = b * -log_decay(raw_BLR).unsqueeze(-1).to(b.dtype)
         if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
             x = x * token_BL1.unsqueeze(-1)
         return x, b, c, raw_BLR, conv_state_BCK
@@ -362,6 +383,7 @@ class HybridMixer(nn.Module):
         conv_width: int,
         layer: int,
         conv_bias: bool = False,
+        recurrence: str = "discrete",
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -374,7 +396,7 @@ class HybridMixer(nn.Module):
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
         self._handed_out: list[int] | None = None
         self.attention = self._cut_down(attention) if self.kept else None
-        sizes = (hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width, conv_bias)
+        sizes = (hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width, conv_bias, recurrence)
         self.ssm = SSMHeads(*sizes) if self.recurrent else None
 
     def _cut_down(self, attention: Any) -> nn.Module:

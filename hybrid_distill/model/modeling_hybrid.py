@@ -240,6 +240,7 @@ def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer
         conv_width=config.conv_width,
         layer=layer,
         conv_bias=config.conv_bias,
+        recurrence=config.recurrence,
     )
 
 

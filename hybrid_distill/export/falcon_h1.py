@@ -1,0 +1,234 @@
+"""A student as a `FalconH1ForCausalLM`, an architecture that transformers and servers know: no remote code.
+
+Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. Three things
+differ, and are levelled out with zeros:
+
+- all layers have the same number of heads: the missing ones get zero rows and zero columns in the output
+  projections, and hold keys, values and states of zeros in the cache;
+- each KV head serves the same number of query heads: where a student's kept heads share unevenly, a KV head
+  is stored more than once;
+- attention and Mamba-2 have an output projection each: the columns of the student's are divided among them.
+
+What zeros cannot mend is named by `obstacles`. The discrete recurrence is one: Falcon-H1 scales what enters
+the state by the step softplus(r_t) of which the decay is exp(-softplus(r_t)), and the input of a discrete head
+would have to be divided by it, token by token, which no layer of Falcon-H1 computes.
+
+Shapes: P head dim, D model width, R rows of a projection, K conv width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.mixer import HybridMixer
+
+MODEL_TYPE = "falcon_h1"
+BACKBONES = ("llama", "mistral", "qwen2")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps",
+         "max_position_embeddings", "initializer_range", "tie_word_embeddings")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Container:
+    """Configuration and tensors of a `FalconH1ForCausalLM` that computes what a student computes."""
+
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+
+    def parameters(self) -> int:
+        """Numbers stored, a tied output embedding not counted twice."""
+        tied = {"lm_head.weight"} if self.config["tie_word_embeddings"] else set()
+        return sum(tensor.numel() for name, tensor in self.state.items() if name not in tied)
+
+    def cache_bytes(self, length: int, bytes_per_element: int) -> int:
+        """Keys, values and states of one sequence, the states in fp32; convolution states not counted."""
+        config = self.config
+        kv = 2 * config["num_key_value_heads"] * config["head_dim"] * length * bytes_per_element
+        ssm = config["mamba_d_ssm"] * config["mamba_d_state"] * 4
+        return config["num_hidden_layers"] * (kv + ssm)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which heads stand where: sizes of every layer."""
+
+    n_kv_heads: int
+    per_kv_head: int
+    n_ssm_heads: int
+    head_dim: int
+
+
+def obstacles(student: PreTrainedModel) -> list[str]:
+    """Why a student is no Falcon-H1, in words; empty if it is one."""
+    config, backbone = student.config, student.model.config
+    found = []
+    if config.recurrence != "mamba2" and any(mixer.ssm for mixer in student.mixers()):
+        found.append(
+            f"its recurrent heads are {config.recurrence}: Falcon-H1 scales what enters a state by the step of "
+            "which the decay is made, and cannot divide by it again"
+        )
+    if backbone.model_type not in BACKBONES:
+        found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
+    if backbone.hidden_act != "silu":
+        found.append(f"its MLPs use {backbone.hidden_act}, and Falcon-H1 has one activation for them and the heads")
+    if any(layer.sliding_window is not None for layer in student.new_cache().layers):
+        found.append("its kept heads see a window, and Falcon-H1's see everything")
+    return found
+
+
+@torch.no_grad()
+def container(student: PreTrainedModel) -> Container:
+    """The student as a Falcon-H1. Raises ValueError, with the reasons, for a student that is none."""
+    if reasons := obstacles(student):
+        raise ValueError(
+            f"this student cannot be a Falcon-H1: {'; '.join(reasons)}. Export it as remote-code, which is the same "
+            "model and needs trust_remote_code, or train one with --student.recurrence mamba2 (docs/export.md)."
+        )
+    layout = _layout(student)
+    source = student.state_dict()
+    state = {
+        "model.embed_tokens.weight": source["model.embed_tokens.weight"],
+        "model.final_layernorm.weight": source["model.norm.weight"],
+        "lm_head.weight": source["lm_head.weight"],
+    }
+    has_bias = any(name.split(".")[-2:] in _BIASES for name in source)
+    for number, mixer in enumerate(student.mixers()):
+        tensors = {
+            "input_layernorm.weight": source[f"model.layers.{number}.input_layernorm.weight"],
+            "pre_ff_layernorm.weight": source[f"model.layers.{number}.post_attention_layernorm.weight"],
+            **_attention(mixer, layout, has_bias),
+            **_mamba(mixer, layout, student.config),
+        }
+        mlp = f"model.layers.{number}.mlp."
+        tensors |= {"feed_forward." + n.removeprefix(mlp): t for n, t in source.items() if n.startswith(mlp)}
+        state |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
+    return Container(_configuration(student, layout, has_bias), state)
+
+
+_BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
+
+
+def _layout(student: PreTrainedModel) -> _Layout:
+    """The fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
+    groups = [_kept_by_group(mixer) for mixer in student.mixers()]
+    sizes = {len(heads) for layer in groups for heads in layer} | {1}
+    needed = {size: max(sum(-(-len(heads) // size) for heads in layer) for layer in groups) for size in sizes}
+    per_kv_head = min(sizes, key=lambda size: (needed[size], size))
+    n_ssm_heads = max(len(mixer.recurrent) for mixer in student.mixers())
+    return _Layout(max(needed[per_kv_head], 1), per_kv_head, max(n_ssm_heads, 1), student.config.head_dim)
+
+
+def _kept_by_group(mixer: HybridMixer) -> list[list[int]]:
+    """Places of the kept heads among the kept ones, for each KV head that the student stores."""
+    return [
+        [place for place, head in enumerate(mixer.kept) if head // mixer.group_size == group]
+        for group in mixer.kv_groups
+    ]
+
+
+def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str, Tensor]:
+    """``self_attn``: the kept heads of a KV head stand together, ``per_kv_head`` of them, or fewer and zeros."""
+    per_kv_head, head_dim = layout.per_kv_head, layout.head_dim
+    q_places: list[int | None] = []
+    kv_places: list[int | None] = []
+    for stored, places in enumerate(_kept_by_group(mixer)):
+        for start in range(0, len(places), per_kv_head):
+            shared = places[start : start + per_kv_head]
+            q_places += [*shared, *[None] * (per_kv_head - len(shared))]
+            kv_places.append(stored)
+    kv_places += [None] * (layout.n_kv_heads - len(kv_places))
+    q_places += [None] * (layout.n_kv_heads * per_kv_head - len(q_places))
+
+    out = mixer.o_proj.weight
+    tensors = {}
+    for part, places in (("q", q_places), ("k", kv_places), ("v", kv_places)):
+        projection = None if mixer.attention is None else getattr(mixer.attention, f"{part}_proj")
+        weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
+        tensors[f"self_attn.{part}_proj.weight"] = _placed(weight, places, head_dim)
+        if has_bias:
+            bias = weight.new_zeros(len(weight)) if projection is None or projection.bias is None else projection.bias
+            tensors[f"self_attn.{part}_proj.bias"] = _placed(bias, places, head_dim)
+    heads = [None if place is None else mixer.kept[place] for place in q_places]
+    tensors["self_attn.o_proj.weight"] = _placed(out.T, heads, head_dim).T
+    if has_bias:
+        bias = mixer.o_proj.bias
+        tensors["self_attn.o_proj.bias"] = out.new_zeros(len(out)) if bias is None else bias
+    return tensors
+
+
+def _mamba(mixer: HybridMixer, layout: _Layout, config: Any) -> dict[str, Tensor]:
+    """``mamba``: rows of ``in_proj`` are the gate, x, B, C and the step; x, B and C pass the convolution."""
+    out = mixer.o_proj.weight
+    n_heads, head_dim, d_state = layout.n_ssm_heads, layout.head_dim, config.d_state
+    places = [place if place < len(mixer.recurrent) else None for place in range(n_heads)]
+    widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
+    weights, biases = {}, {}
+    for part, width in widths.items():
+        projection = None if mixer.ssm is None else getattr(mixer.ssm, f"{part}_proj")
+        weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
+        weights[part] = _placed(weight, places, width)
+        biases[part] = _placed(weight.new_zeros(0) if projection is None else projection.bias, places, width)
+    taps = {part: out.new_zeros(0, config.conv_width) for part in "xbc"}
+    if mixer.ssm is not None:
+        sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
+        taps = dict(zip("xbc", mixer.ssm.conv_weight.split(sizes), strict=True))
+    conv_RK = torch.cat([_placed(taps[part], places, widths[part]) for part in "xbc"])
+    without_gate = torch.zeros_like(torch.cat([biases[part] for part in "xbca"]))
+    skip = out.new_zeros(0) if mixer.ssm is None else mixer.ssm.D
+    heads = [None if place is None else mixer.recurrent[place] for place in places]
+    return {
+        "mamba.in_proj.weight": torch.cat([weights[part] for part in widths]),
+        "mamba.in_proj.bias": torch.cat([biases["z"], without_gate]),
+        "mamba.conv1d.weight": conv_RK.unsqueeze(1),
+        "mamba.conv1d.bias": torch.cat([biases[part] for part in "xbc"]),
+        "mamba.dt_bias": biases["a"],
+        "mamba.A_log": torch.zeros_like(biases["a"]),
+        "mamba.D": _placed(skip, places, 1),
+        "mamba.out_proj.weight": _placed(out.T, heads, head_dim).T,
+    }
+
+
+def _placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
+    """Blocks of ``width`` rows in a new order, with zeros where there is no place to take them from."""
+    blocks = rows.unflatten(0, (-1, width)) if len(rows) else rows.new_zeros(0, width, *rows.shape[1:])
+    placed = rows.new_zeros(len(places), *blocks.shape[1:])
+    for target, place in enumerate(places):
+        if place is not None:
+            placed[target] = blocks[place]
+    return placed.flatten(0, 1)
+
+
+def _configuration(student: PreTrainedModel, layout: _Layout, has_bias: bool) -> dict[str, Any]:
+    """config.json, with RoPE in the spellings of transformers 4 and 5 alike."""
+    backbone = student.config.backbone
+    rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        **{name: getattr(student.model.config, name) for name in _SAME},
+        **{name: getattr(student.config, name, None) for name in _TOKENS},
+        **rope,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "num_attention_heads": layout.n_kv_heads * layout.per_kv_head,
+        "num_key_value_heads": layout.n_kv_heads,
+        "head_dim": layout.head_dim,
+        "attention_bias": has_bias,
+        "mlp_bias": bool(getattr(student.model.config, "mlp_bias", False)),
+        "mamba_d_ssm": layout.n_ssm_heads * layout.head_dim,
+        "mamba_n_heads": layout.n_ssm_heads,
+        "mamba_d_head": layout.head_dim,
+        "mamba_n_groups": layout.n_ssm_heads,
+        "mamba_d_state": student.config.d_state,
+        "mamba_d_conv": student.config.conv_width,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_rms_norm": False,
+        "projectors_bias": False,
+    }
