@@ -30,7 +30,8 @@ from .distill.accelerator import WorldError, connect, disconnect, is_launched_ma
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe
 from .evaluate import EvalResult
-from .export import ExportError, verify_export
+from .export import ExportError
+from .export.command import ExportJob, VerifyJob, export_student, verify
 from .harness import SuiteJob, evaluate_suite, write_questions
 from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, finished_run, run
@@ -239,17 +240,25 @@ def _evaluate_suite(job: SuiteJob) -> None:
 
 
 @app.command
-def export(run_dir: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /) -> None:
-    """Export the student of a finished run as a Hugging Face checkpoint and prove that it loads elsewhere."""
-    this = finished_run(run_dir)
-    if checked := this.export(*this.trained_student(), out):
-        print(checked.table())
+def export(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
+    """Write a student so that others can load it: remote code, a stock Falcon-H1, or safetensors (docs/export.md).
+
+    What was written is loaded by another process, and must compute what the student does.
+    """
+    print(export_student(job).table())
+    print(f"export: {job.out}")
 
 
-@app.command
-def verify(path: tyro.conf.Positional[Path], /) -> None:
-    """Check an exported checkpoint against what was recorded at its export; prints a table."""
-    print(verify_export(path).table())
+@app.command(name="verify")
+def verify_command(job: tyro.conf.OmitArgPrefixes[VerifyJob]) -> None:
+    """Check an export, of any form, against what was recorded when it was made; prints a table.
+
+    Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
+    """
+    report = verify(job)
+    print(report.table())
+    if not report.ok:
+        sys.exit(1)
 
 
 @app.command

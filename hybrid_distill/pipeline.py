@@ -458,8 +458,12 @@ class Run:
         source = f"{TINY}:held_out" if source == TINY else source
         return list(islice(read_documents(source, self.config.data.text_column), n))
 
-    def export(self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None) -> GateReport | None:
+    def export(
+        self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None, **options: Any
+    ) -> GateReport | None:
         """Export the student behind the gate, with the scores and results that the directory holds.
+
+        ``options`` are `export_checkpoint`'s.
 
         The gate's report, None on all processes but the main one. Raises ExportError when what was written is not the
         student.
@@ -479,6 +483,7 @@ class Run:
                     scores=HeadScores.load(scores) if scores.exists() else None,
                     license=license,
                     base_model=base_model,
+                    **options,
                 )
             )
         )

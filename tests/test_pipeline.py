@@ -69,7 +69,7 @@ def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> No
 
 def test_an_export_of_a_finished_run_carries_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(small_run(tmp_path / "run"))
-    main(["export", str(out), str(tmp_path / "exported")])
+    main(["export", "--model", str(out), "--out", str(tmp_path / "exported")])
     assert "FAIL" not in capsys.readouterr().out
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "license: apache-2.0" in card and "| student |" in card

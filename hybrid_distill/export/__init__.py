@@ -1,7 +1,7 @@
-"""Export a student as a checkpoint that needs torch and transformers only, and prove that it works."""
+"""Export a student as a checkpoint that others can load, in one of three forms, and prove that it works."""
 
 from .card import origin
-from .checkpoint import export_checkpoint
+from .checkpoint import Form, export_checkpoint
 from .gate import ExportError, GateReport, verify_export
 
-__all__ = ["ExportError", "GateReport", "export_checkpoint", "origin", "verify_export"]
+__all__ = ["ExportError", "Form", "GateReport", "export_checkpoint", "origin", "verify_export"]

@@ -8,12 +8,13 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from ..budget import CacheBytes, cache_bytes
+from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluate import EvalResult
 from ..plan import HeadPlan
 from ..report import Row, measured, results_table
 from ..scoring import HeadScores
 from ..teacher import TINY
+from .falcon_h1 import container
 
 CARD = """---
 {front_matter}
@@ -29,16 +30,8 @@ per channel, trained to do what the replaced heads did. Method:
 
 ## Load
 
-Needs `torch` and `transformers` 4.56 or newer, nothing else.
+{load}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto")
-```
-
-`trust_remote_code=True` runs the Python files of this folder; they import torch and transformers only.
 `python gate/check.py` compares this copy, on your machine, with what the model computed when it was
 exported: every tensor's hash, logits, generated tokens with and without cache, alone and in a left-padded
 batch.
@@ -64,8 +57,42 @@ recurrent heads remember {conv_kb:.1f} kB besides.
 - A recurrent head remembers a fixed amount: what depends on heads that were not kept can fail in long or
   dense contexts, also where the figures above look fine. Test your own task, by generation.
 - It is no drop-in for tools that roll a cache back (speculative decoding) or edit keys and values in place.
-- The code of this folder is plain PyTorch; speed depends on kernels that the training package brings.
 """
+
+LOAD = {
+    "remote-code": """\
+Needs `torch` and `transformers` 4.56 or newer, nothing else.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto")
+```
+
+`trust_remote_code=True` runs the Python files of this folder; they import torch and transformers only. They are
+plain PyTorch; speed depends on kernels that the training package brings.""",
+    "falcon-h1": """\
+Needs `torch` and `transformers` 4.56 or newer, nothing else, and no remote code: the model is stored as a
+`FalconH1ForCausalLM`, which computes the same function.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+```
+
+{cost}""",
+    "safetensors": """\
+Needs the package hybrid-distill.
+
+```python
+from hybrid_distill.model import HybridForCausalLM
+
+model = HybridForCausalLM.from_pretrained(path, dtype="auto")
+```""",
+}
 
 
 def origin(teacher: str) -> tuple[str, str]:
@@ -90,6 +117,7 @@ def model_card(
     results: Mapping[str, EvalResult] | None,
     scores: HeadScores | None,
     *,
+    form: str = "remote-code",
     license: str,
     base_model: str,
 ) -> str:
@@ -110,6 +138,7 @@ def model_card(
         d_state=config.d_state,
         plan=_plan_section(plan, scores),
         results=_results_section(plan, results),
+        load=LOAD[form].format(cost=container_cost(student, plan)) if form == "falcon-h1" else LOAD[form],
         conv_kb=conv / 1e3,
         memory=_memory_table(student, plan),
     )
@@ -153,6 +182,17 @@ def _memory_table(student: PreTrainedModel, plan: HeadPlan) -> str:
             f"| {length:,} | {own.total / 1e6:.3f} | {own.kv / 1e6:.3f} | {teachers.total / 1e6:.3f} |"
         )
     return "\n".join(lines)
+
+
+def container_cost(student: PreTrainedModel, plan: HeadPlan, length: int = 4096) -> str:
+    """What a Falcon-H1 spends on heads that only fill up its layers, in a sentence."""
+    stock, own = container(student), _cache(student, plan, length)
+    n_own = sum(parameter.numel() for parameter in student.parameters())
+    cache = stock.cache_bytes(length, BF16_BYTES)
+    return (
+        f"Heads of zeros make its layers equal in size: it has {stock.parameters():,} parameters (the student "
+        f"{n_own:,}) and a cache of {cache / 1e6:.3f} MB at {length:,} tokens (the student {own.total / 1e6:.3f} MB)."
+    )
 
 
 def _cache(student: PreTrainedModel, plan: HeadPlan, length: int) -> CacheBytes:

@@ -1,20 +1,22 @@
 """Check an exported checkpoint where it lies: needs torch and transformers only.
 
+One of the form safetensors is reloaded by hybrid_distill, which is then needed too.
+
     python gate/check.py [FOLDER] [--device cpu]
 
 Every exported folder carries this program and, beside it, what the model that was exported computed: the
 hash of each tensor, logits and generated tokens for a few prompts. The checks, in the order of the table
 that is printed:
 
-- files: weights are safetensors, the code imports torch and transformers only;
+- files: weights are safetensors; code, which the form remote-code alone has, imports torch and transformers only;
 - tensors: every tensor is there under the name it had, with the same bits, on disk and after loading;
 - forward: the reloaded model's logits = those of the model that was exported;
-- cached: tokens fed one at a time through the cache = the same tokens at once;
+- cached: half a prompt, then `generate` made to write the other half, one token at a time = the prompt at once;
 - padded: a left-padded batch = each prompt alone;
 - generated: the same tokens, from the cache, without it, and in the batch;
 - tokenizer: the same ids.
 
-Exit status: 0 if all hold, 1 if one does not.
+Exit status: 0 if all hold, 1 if one does not, 2 if there is nothing to check, or nothing to load it with.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import ast
 import hashlib
 import importlib.abc
+import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -45,6 +48,7 @@ TOLERANCE = {
     torch.float16: {"forward": 4e-3, "order": 1e-2},
 }
 FORMAT = "hybrid-distill/export-gate/1"
+FORMS = ("remote-code", "falcon-h1", "safetensors")
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 ALLOWED_IMPORTS = {"torch", "transformers", *sys.stdlib_module_names}
@@ -112,8 +116,8 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
     """All checks of an export against the record in ``gate``; the first that cannot be made ends them."""
     checks: list[Check] = []
     try:
-        checks += check_files(folder)
         record, prompts = load_record(gate, device)
+        checks += check_files(folder, form_of(record))
         checks.append(check_tensors_on_disk(folder, record))
         checks += check_tokenizer(folder, record)
         model, loading = check_loading(folder, record, device)
@@ -138,8 +142,13 @@ def load_record(gate: Path, device: str) -> tuple[dict[str, Any], Prompts]:
     return record, Prompts.load(gate / "reference.safetensors", device)
 
 
-def check_files(folder: Path) -> list[Check]:
-    """No pickle; code that imports torch, transformers, the standard library and its own files only."""
+def form_of(record: dict[str, Any]) -> str:
+    """One of FORMS; those that came first had no name."""
+    return record.get("form", FORMS[0])
+
+
+def check_files(folder: Path, form: str) -> list[Check]:
+    """No pickle; no code, or code that imports torch, transformers, the standard library and its own files only."""
     pickles = [path.name for path in folder.rglob("*") if path.suffix in PICKLE_SUFFIXES]
     code = {path.stem: imports(path) for path in folder.glob("*.py")}
     known = ALLOWED_IMPORTS | {f".{stem}" for stem in code}
@@ -148,6 +157,10 @@ def check_files(folder: Path) -> list[Check]:
         Check("pickled files", len(pickles), 0, ", ".join(pickles)),
         Check("imports beyond torch and transformers", len(foreign), 0, ", ".join(foreign)),
     ]
+    if form != "remote-code":
+        named = sorted(json.loads((folder / "config.json").read_text()).get("auto_map", {}))
+        remote = [*(f"{stem}.py" for stem in sorted(code)), *(f"auto_map: {name}" for name in named)]
+        return [checks[0], Check("remote code", len(remote), 0, ", ".join(remote))]
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     entry = auto_map["AutoModelForCausalLM"].split(".")[0]
     unseen = sorted({f".{stem}" for stem in code if stem != entry} - code[entry])
@@ -214,12 +227,15 @@ def check_tensors_on_disk(folder: Path, record: dict[str, Any]) -> Check:
 
 
 def check_loading(folder: Path, record: dict[str, Any], device: str) -> tuple[Any, Check]:
-    """The model that AutoModelForCausalLM loads: every tensor in its place, none newly initialised."""
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=getattr(torch, record["dtype"]), output_loading_info=True
-    )
+    """The model that the form's loader makes: every tensor in its place, none newly initialised."""
+    form = form_of(record)
+    if form == "safetensors":
+        kind: Any = importlib.import_module("hybrid_distill.model").HybridForCausalLM
+    else:
+        from transformers import AutoModelForCausalLM as kind
+    trust = {"trust_remote_code": True} if form == "remote-code" else {}
+    dtype = getattr(torch, record["dtype"])
+    loaded: Any = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **trust)
     model, info = loaded
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
@@ -245,16 +261,16 @@ def check_forward(model: Any, prompts: Prompts, limit: float) -> Check:
 
 @torch.no_grad()
 def check_cached(model: Any, prompts: Prompts, limit: float) -> Check:
-    """Half the prompt, then token by token through the cache, against the whole prompt at once."""
+    """Half the prompt, then token by token through the cache, against the whole prompt at once.
+
+    By `generate`, because some models take no cache but one that it has prepared.
+    """
     worst = 0.0
     for ids_L in prompts.ids_L:
         full_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
         half = max(len(ids_L) // 2, 1)
-        out = model(input_ids=ids_L[None, :half], use_cache=True)
-        worst = _worse(worst, out.logits[0].float() - full_LV[:half])
-        for t in range(half, len(ids_L)):
-            out = model(input_ids=ids_L[None, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-            worst = _worse(worst, out.logits[0].float() - full_LV[t : t + 1])
+        steps = generate(model, ids_L[None, :half], None, len(ids_L) - half + 1, written_L=ids_L).logits
+        worst = _worse(worst, torch.cat(steps).float() - full_LV[half - 1 :])
     return Check("cached decode = full forward, logits", worst / prompts.scale, limit)
 
 
@@ -292,10 +308,14 @@ def check_tokenizer(folder: Path, record: dict[str, Any]) -> list[Check]:
     """The stored tokenizer against the ids recorded for a few texts; nothing to check without one."""
     if not record["texts"]:
         return []
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # Without trust, transformers 5 asks at the terminal, for the configuration's sake.
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    if form_of(record) == "safetensors":  # whose model type transformers does not know
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        # Without trust, transformers 5 asks at the terminal, for the configuration's sake.
+        trust = {"trust_remote_code": True} if form_of(record) == "remote-code" else {}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
     return [Check("tokenizer: texts with other ids", len(wrong), 0, _some(wrong))]
 
@@ -314,12 +334,33 @@ def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids_BL, (torch.arange(length, 0, -1, device=ids_BL.device) <= lengths_B1).long()
 
 
-@torch.no_grad()
 def greedy(
     model: Any, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Exactly ``new_tokens`` greedy tokens, and each one's lead over the second best logit: two [B, T]."""
-    out = model.generate(
+    out = generate(model, ids_BL, mask_BL, new_tokens, use_cache=use_cache)
+    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
+    return out.sequences[:, ids_BL.shape[1] :], best_BT2[..., 0] - best_BT2[..., 1]
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    ids_BL: Tensor,
+    mask_BL: Tensor | None,
+    new_tokens: int,
+    *,
+    use_cache: bool = True,
+    written_L: Tensor | None = None,
+) -> Any:
+    """What the model's `generate` returns for exactly ``new_tokens`` tokens: greedy, or those of ``written_L``."""
+
+    def force(past_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        forced_BV = torch.full_like(scores_BV, float("-inf"))
+        forced_BV[:, written_L[min(past_BL.shape[1], len(written_L) - 1)]] = 0.0
+        return forced_BV
+
+    return model.generate(
         input_ids=ids_BL,
         attention_mask=torch.ones_like(ids_BL) if mask_BL is None else mask_BL,
         do_sample=False,
@@ -334,9 +375,9 @@ def greedy(
         use_cache=use_cache,
         return_dict_in_generate=True,
         output_scores=True,
+        output_logits=True,
+        logits_processor=[] if written_L is None else [force],
     )
-    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
-    return out.sequences[:, ids_BL.shape[1] :], best_BT2[..., 0] - best_BT2[..., 1]
 
 
 def _compare_tokens(tokens: Iterable[Tensor], prompts: Prompts, rounding: float) -> tuple[int, int]:
@@ -391,12 +432,22 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 ...")
     parser.add_argument("--json", type=Path, help="also write the checks to this file")
     options = parser.parse_args()
-    sys.meta_path.insert(0, _Forbidden())
+    gate = options.record or options.folder / "gate"
+    try:
+        form = form_of(json.loads((gate / "reference.json").read_text()))
+    except (OSError, ValueError) as error:
+        print(f"{options.folder} is no export: {error}", file=sys.stderr)
+        return 2
+    if form != "safetensors":
+        sys.meta_path.insert(0, _Forbidden())
+    elif importlib.util.find_spec("hybrid_distill") is None:
+        print(f"{options.folder} has the form safetensors: hybrid_distill, which reloads it, is not installed here")
+        return 2
     import transformers
 
-    checks = run_checks(options.folder, options.record or options.folder / "gate", device=options.device)
+    checks = run_checks(options.folder, gate, device=options.device)
     print(
-        f"{options.folder} on {options.device}: torch {torch.__version__}, "
+        f"{options.folder} ({form}) on {options.device}: torch {torch.__version__}, "
         f"transformers {transformers.__version__}"
     )
     print(table(checks))

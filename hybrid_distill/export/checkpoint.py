@@ -1,4 +1,8 @@
-"""Write an exported folder: weights, configuration, code, tokenizer, plan, scores, results, model card."""
+"""Write an exported folder: weights, configuration, code, tokenizer, plan, scores, results, model card.
+
+Its form is one of three: ``remote-code``, the student with its Python files; ``falcon-h1``, the same function as a
+stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to reload.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
@@ -17,14 +21,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluate import EvalResult
+from ..model import HybridForCausalLM
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import model_card
+from .falcon_h1 import container
 from .gate import ExportError, GateReport
 
 # Present in every export: a folder without it is not ours to replace.
 MARK = Path("gate") / "reference.json"
+Form = Literal["remote-code", "falcon-h1", "safetensors"]
 
 
 def export_checkpoint(
@@ -33,6 +40,7 @@ def export_checkpoint(
     path: str | Path,
     *,
     plan: HeadPlan,
+    form: Form = "remote-code",
     results: Mapping[str, EvalResult] | None = None,
     scores: HeadScores | None = None,
     max_shard_size: int | str = "2GB",
@@ -42,22 +50,24 @@ def export_checkpoint(
 ) -> GateReport:
     """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` is it.
 
+    The form ``falcon-h1`` needs no trust, ``safetensors`` is read by ``HybridForCausalLM.from_pretrained(path)``.
     ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an
     identifier of the Hugging Face hub) and ``base_model`` are the teacher's. The folder appears, or
     replaces an earlier export, only when it is complete and has passed the gate (see `verify_export`); a
     failure leaves what was there.
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
-    the student's or ``path`` holds something else than an export.
+    the student's, ``path`` holds something else than an export, or ``form`` cannot express the student.
     """
     path = Path(path)
     _check_plan(student, plan)
     _check_replaceable(path)
     tied = tied_names(student)
     with _replacing(path) as folder:
-        write_weights(student, folder, tied, max_shard_size)
-        write_configuration(student, folder)
-        write_code(student, folder)
+        write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
+        write_configuration(student, folder, form)
+        if form == "remote-code":
+            write_code(student, folder)
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
         plan.save(folder / "plan.json")
@@ -65,9 +75,10 @@ def export_checkpoint(
             scores.save(folder / "head_scores.json")
         if results is not None:
             _write_json(folder / "evaluation.json", {name: r.to_dict() for name, r in results.items()})
-        card = model_card(student, plan, results, scores, license=license, base_model=base_model)
+        card = model_card(student, plan, results, scores, form=form, license=license, base_model=base_model)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        export_gate.write_record(student, folder / "gate", texts=export_gate.tokenized(tokenizer), tied=tied)
+        texts = export_gate.tokenized(tokenizer)
+        export_gate.write_record(student, folder / "gate", texts=texts, tied=tied, form=form)
         if not gate:
             return GateReport()
         report = export_gate.run_gate(folder, folder / "gate", str(student.device)).require(path)
@@ -142,12 +153,10 @@ def tied_names(student: PreTrainedModel) -> dict[str, str]:
 
 
 def write_weights(
-    student: PreTrainedModel, folder: Path, tied: Mapping[str, str], max_shard_size: int | str
+    tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str
 ) -> None:
     """Write safetensors and, for more than one file, their index. Raises ExportError for an empty tensor."""
-    state: dict[str, Tensor] = {
-        name: tensor for name, tensor in student.state_dict().items() if name not in tied
-    }
+    state = {name: tensor for name, tensor in tensors.items() if name not in tied}
     empty = [name for name, tensor in state.items() if tensor.numel() == 0]
     if empty:
         raise ExportError(
@@ -166,17 +175,22 @@ def write_weights(
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def write_configuration(student: PreTrainedModel, folder: Path) -> None:
-    """config.json, which says where the remote code is, and generation_config.json."""
-    student.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("_name_or_path", None)
-    config["architectures"] = [type(student).__name__]
-    config["auto_map"] = {
-        "AutoConfig": _dotted(type(student.config)),
-        "AutoModelForCausalLM": _dotted(type(student)),
-    }
-    config["dtype"] = str(student.dtype).removeprefix("torch.")
+def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> None:
+    """config.json, which says where remote code is if there is any, and generation_config.json."""
+    if form == "falcon-h1":
+        config = container(student).config
+    else:
+        student.config.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        for name in ("_name_or_path", "auto_map"):
+            config.pop(name, None)
+        config["architectures"] = [type(student).__name__]
+        config["dtype"] = str(student.dtype).removeprefix("torch.")
+    if form == "remote-code":
+        config["auto_map"] = {
+            "AutoConfig": _dotted(type(student.config)),
+            "AutoModelForCausalLM": _dotted(type(student)),
+        }
     _write_json(folder / "config.json", config)
     if student.generation_config is not None:
         student.generation_config.save_pretrained(folder)
@@ -187,6 +201,12 @@ def write_code(student: PreTrainedModel, folder: Path) -> None:
     for file in sorted(_file_of(type(student)).parent.glob("*.py")):
         if file.name != "__init__.py":
             shutil.copyfile(file, folder / file.name)
+
+
+def changed_code(folder: Path) -> list[str]:
+    """Python files of an exported folder, outside its gate, that `write_code` would not write like that."""
+    ours = {path.name: path.read_bytes() for path in _file_of(HybridForCausalLM).parent.glob("*.py")}
+    return sorted(path.name for path in folder.glob("*.py") if path.read_bytes() != ours.get(path.name))
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -21,11 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import check as program
-from .check import Check, Prompts, greedy, tensor_hash
+from .check import Check, Prompts, form_of, greedy, tensor_hash
+from .falcon_h1 import container
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
 NEW_TOKENS = 16
 MAX_COLUMNS = 4096
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
     "Memorize the following dictionary:\nriver:17\nlantern:62\nThe value of the key 'river' is",
     "  Two  spaces, a tab\tand é, 中, 12345; then\n\na new paragraph.",
@@ -64,11 +66,12 @@ class GateReport:
 def verify_export(
     path: str | Path, student: PreTrainedModel | None = None, *, device: str | None = None
 ) -> GateReport:
-    """Check an exported folder in a separate process that cannot import this package.
+    """Check an exported folder, of any form, in a separate process, which cannot import this package unless the
+    form needs it.
 
     The folder is held against what was recorded when it was exported, or against ``student`` as it is now.
-    ``device`` is where the reloaded model runs (default: where the student is, else the CPU). Raises
-    ExportError, with the table of checks, when one fails; ValueError for a folder that is no export.
+    ``device`` is where the reloaded model runs (default: where the student is, else the CPU). Raises ExportError
+    when the process ends without a result, ValueError for a folder that is no export.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file() or not (folder / "gate" / "reference.json").is_file():
@@ -79,12 +82,12 @@ def verify_export(
     if device is None:
         device = str(student.device) if student is not None else "cpu"
     if student is None:
-        return run_gate(folder, folder / "gate", device).require(folder)
+        return run_gate(folder, folder / "gate", device)
     stored = json.loads((folder / "gate" / "reference.json").read_text())
     with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
         gate = Path(scratch) / "gate"
-        write_record(student, gate, texts=stored["texts"], tied=stored["tied"])
-        return run_gate(folder, gate, device).require(folder)
+        write_record(student, gate, texts=stored["texts"], tied=stored["tied"], form=form_of(stored))
+        return run_gate(folder, gate, device)
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, list[int]]]:
@@ -93,25 +96,36 @@ def tokenized(tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, list
 
 
 def write_record(
-    student: PreTrainedModel, gate: Path, *, texts: Sequence[tuple[str, list[int]]], tied: Mapping[str, str]
+    student: PreTrainedModel,
+    gate: Path,
+    *,
+    texts: Sequence[tuple[str, list[int]]],
+    tied: Mapping[str, str],
+    form: str = program.FORMS[0],
 ) -> None:
     """Write the folder ``gate``: the program that checks the export, and what ``student`` computes.
 
     ``texts`` are checked with the exported tokenizer and serve as prompts; ``tied`` maps a name to the name
-    its tensor is stored by.
+    its tensor is stored by. Raises ValueError for a student that ``form`` cannot express.
     """
     gate.mkdir()
     shutil.copyfile(program.__file__, gate / "check.py")
     record = {
         "format": program.FORMAT,
+        "form": form,
         "dtype": str(student.dtype).removeprefix("torch."),
         "tied": dict(tied),
         "texts": texts,
-        "tensors": {name: tensor_hash(tensor) for name, tensor in student.state_dict().items()},
+        "tensors": {name: tensor_hash(tensor) for name, tensor in stored_tensors(student, form).items()},
     }
     (gate / "reference.json").write_text(json.dumps(record, indent=1) + "\n")
     prompts = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
     record_prompts(student, prompts).save(gate / "reference.safetensors")
+
+
+def stored_tensors(student: PreTrainedModel, form: str) -> dict[str, Tensor]:
+    """What a form holds of a student, by name, tied tensors too. Raises ValueError for one it cannot express."""
+    return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
 @torch.no_grad()
@@ -153,6 +167,8 @@ def _random_prompts(student: PreTrainedModel) -> list[Tensor]:
 def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
     """Hold a folder against the record in ``gate``, in a new interpreter with no remote code cached.
 
+    This package is on its path, for the form that needs it; the program itself forbids it to the others.
+
     Raises ExportError when that process ends without a result.
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
@@ -164,6 +180,7 @@ def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
         environment |= {
             "HF_MODULES_CACHE": str(scratch / "modules"),
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
         command = [sys.executable, program_copy, folder.resolve(), "--record", gate.resolve()]

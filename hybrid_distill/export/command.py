@@ -1,0 +1,113 @@
+"""The commands ``hybrid-distill export`` and ``hybrid-distill verify``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import tyro
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
+
+from ..evaluate import EvalResult
+from ..model import HybridConfig, HybridForCausalLM
+from ..pipeline import finished_run
+from ..plan import HeadPlan
+from ..scoring import HeadScores
+from .checkpoint import Form, changed_code, export_checkpoint
+from .falcon_h1 import MODEL_TYPE
+from .gate import GateReport, verify_export
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """Write a trained student so that others can load it, in one of three forms, and prove that it is the student."""
+
+    model: Path
+    """The folder of a finished run, or of an export of it (remote-code or safetensors)."""
+    out: Path
+    """Where the export goes: a new folder, or an export to replace."""
+    form: Form = "remote-code"
+    """``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
+    FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload."""
+    max_shard_size: str = "2GB"
+    """Weights are divided into files of at most this size; a large value merges them into one."""
+
+
+def export_student(job: ExportJob) -> GateReport:
+    """The gate's report of what was written. Raises ValueError for a folder without student, or a form that
+    cannot express it, ExportError when what was written is not the student.
+    """
+    config = _read_json(job.model / "config.json")
+    if "stages" in config:
+        run = finished_run(job.model)
+        options = {"form": job.form, "max_shard_size": job.max_shard_size}
+        return cast(GateReport, run.export(*run.trained_student(), job.out, **options))
+    if config.get("model_type") != HybridConfig.model_type:
+        hint = "the export that this one was made beside" if config.get("model_type") == MODEL_TYPE else "a student"
+        raise ValueError(
+            f"{job.model} holds a model of type {config.get('model_type')!r}; name a finished run, or {hint}: a folder "
+            f"whose config.json says {HybridConfig.model_type}."
+        )
+    student = HybridForCausalLM.from_pretrained(job.model, dtype="auto")
+    files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "tokenizer_config")}
+    results = _read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
+    license, base_model = _origin_on_card(job.model)
+    return export_checkpoint(
+        student,
+        AutoTokenizer.from_pretrained(job.model) if files["tokenizer_config"].is_file() else None,
+        job.out,
+        plan=HeadPlan.load(files["plan"]),
+        form=job.form,
+        results={name: EvalResult.from_dict(result) for name, result in results.items()},
+        scores=HeadScores.load(files["head_scores"]) if files["head_scores"].is_file() else None,
+        max_shard_size=job.max_shard_size,
+        license=license,
+        base_model=base_model,
+    )
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """Check an export against what was recorded when it was made, in a process of its own, and print a table.
+
+    Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The folder of an export, of any form."""
+    device: str = "cpu"
+    """Where the model runs: cpu, cuda, cuda:1 ..."""
+    json: Path | None = None
+    """Also write the checks to this file."""
+    trust_remote_code: bool = False
+    """Run the folder's Python files even if they are not those of this version of the package."""
+
+
+def verify(job: VerifyJob) -> GateReport:
+    """The checks. Raises ValueError for a folder that is no export, or whose code is neither ours nor trusted."""
+    if (changed := changed_code(job.path)) and not job.trust_remote_code:
+        raise ValueError(
+            f"{', '.join(changed)} in {job.path} is not what this version of hybrid-distill writes, and verifying would "
+            "run it; read it, then pass --trust-remote-code."
+        )
+    report = verify_export(job.path, device=job.device)
+    if job.json is not None:
+        job.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    return report
+
+
+def _origin_on_card(folder: Path) -> tuple[str, str]:
+    """(license, base_model) as an export's own card has them."""
+    card = folder / "README.md"
+    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
+    return data.get("license") or "other", data.get("base_model") or ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read; name the folder of a finished run, or of a student.") from error
