@@ -244,6 +244,8 @@ def check_loading(folder: Path, record: dict[str, Any], device: str) -> tuple[An
     for name, expected in record["tensors"].items():
         if name not in state or tensor_hash(state[name]) != expected:
             wrong.append(f"{name} is not what was exported")
+    if record.get("computes", record["dtype"]) != record["dtype"]:
+        model.float()  # not .to(dtype), which would round RoPE's frequencies too
     return model.to(device).eval(), Check(
         f"{len(state)} tensors after loading: wrong", len(wrong), 0, _some(wrong)
     )

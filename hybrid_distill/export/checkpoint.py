@@ -180,8 +180,7 @@ def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> N
     if form == "falcon-h1":
         config = container(student).config
     else:
-        student.config.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(student.config.to_json_string())
         for name in ("_name_or_path", "auto_map"):
             config.pop(name, None)
         config["architectures"] = [type(student).__name__]

@@ -90,8 +90,8 @@ def verify(job: VerifyJob) -> GateReport:
     """The checks. Raises ValueError for a folder that is no export, or whose code is neither ours nor trusted."""
     if (changed := changed_code(job.path)) and not job.trust_remote_code:
         raise ValueError(
-            f"{', '.join(changed)} in {job.path} is not what this version of hybrid-distill writes, and verifying would "
-            "run it; read it, then pass --trust-remote-code."
+            f"{', '.join(changed)} in {job.path} is not what this version of hybrid-distill writes, and verifying "
+            "would run it; read it, then pass --trust-remote-code."
         )
     report = verify_export(job.path, device=job.device)
     if job.json is not None:
