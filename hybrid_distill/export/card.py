@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluate import EvalResult
+from ..model import HybridForCausalLM
 from ..plan import HeadPlan
 from ..report import Row, measured, results_table
 from ..scoring import HeadScores
@@ -186,7 +188,7 @@ def _memory_table(student: PreTrainedModel, plan: HeadPlan) -> str:
 
 def container_cost(student: PreTrainedModel, plan: HeadPlan, length: int = 4096) -> str:
     """What a Falcon-H1 spends on heads that only fill up its layers, in a sentence."""
-    stock, own = container(student), _cache(student, plan, length)
+    stock, own = container(cast(HybridForCausalLM, student)), _cache(student, plan, length)
     n_own = sum(parameter.numel() for parameter in student.parameters())
     cache = stock.cache_bytes(length, BF16_BYTES)
     return (

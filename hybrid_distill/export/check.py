@@ -30,6 +30,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,12 +357,6 @@ def generate(
     written_L: Tensor | None = None,
 ) -> Any:
     """What the model's `generate` returns for exactly ``new_tokens`` tokens: greedy, or those of ``written_L``."""
-
-    def force(past_BL: Tensor, scores_BV: Tensor) -> Tensor:
-        forced_BV = torch.full_like(scores_BV, float("-inf"))
-        forced_BV[:, written_L[min(past_BL.shape[1], len(written_L) - 1)]] = 0.0
-        return forced_BV
-
     return model.generate(
         input_ids=ids_BL,
         attention_mask=torch.ones_like(ids_BL) if mask_BL is None else mask_BL,
@@ -378,8 +373,15 @@ def generate(
         return_dict_in_generate=True,
         output_scores=True,
         output_logits=True,
-        logits_processor=[] if written_L is None else [force],
+        logits_processor=[] if written_L is None else [partial(_force, written_L)],
     )
+
+
+def _force(written_L: Tensor, past_BL: Tensor, scores_BV: Tensor) -> Tensor:
+    """Scores that leave no choice but the token of ``written_L`` that comes next; behind its end, the last again."""
+    forced_BV = torch.full_like(scores_BV, float("-inf"))
+    forced_BV[:, written_L[min(past_BL.shape[1], len(written_L) - 1)]] = 0.0
+    return forced_BV
 
 
 def _compare_tokens(tokens: Iterable[Tensor], prompts: Prompts, rounding: float) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
@@ -178,7 +178,7 @@ def write_weights(
 def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> None:
     """config.json, which says where remote code is if there is any, and generation_config.json."""
     if form == "falcon-h1":
-        config = container(student).config
+        config = container(cast(HybridForCausalLM, student)).config
     else:
         config = json.loads(student.config.to_json_string())
         for name in ("_name_or_path", "auto_map"):

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 
 MODEL_TYPE = "falcon_h1"
@@ -65,7 +65,7 @@ class _Layout:
     head_dim: int
 
 
-def obstacles(student: PreTrainedModel) -> list[str]:
+def obstacles(student: HybridForCausalLM) -> list[str]:
     """Why a student is no Falcon-H1, in words; empty if it is one."""
     config, backbone = student.config, student.model.config
     found = []
@@ -84,7 +84,7 @@ def obstacles(student: PreTrainedModel) -> list[str]:
 
 
 @torch.no_grad()
-def container(student: PreTrainedModel) -> Container:
+def container(student: HybridForCausalLM) -> Container:
     """The student as a Falcon-H1. Raises ValueError, with the reasons, for a student that is none."""
     if reasons := obstacles(student):
         raise ValueError(
@@ -115,7 +115,7 @@ def container(student: PreTrainedModel) -> Container:
 _BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
 
 
-def _layout(student: PreTrainedModel) -> _Layout:
+def _layout(student: HybridForCausalLM) -> _Layout:
     """The fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
     groups = [_kept_by_group(mixer) for mixer in student.mixers()]
     sizes = {len(heads) for layer in groups for heads in layer} | {1}
@@ -205,7 +205,7 @@ def _placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
     return placed.flatten(0, 1)
 
 
-def _configuration(student: PreTrainedModel, layout: _Layout, has_bias: bool) -> dict[str, Any]:
+def _configuration(student: HybridForCausalLM, layout: _Layout, has_bias: bool) -> dict[str, Any]:
     """config.json, with RoPE in the spellings of transformers 4 and 5 alike."""
     backbone = student.config.backbone
     rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}

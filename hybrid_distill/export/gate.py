@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model import HybridForCausalLM
 from . import check as program
 from .check import Check, Prompts, form_of, greedy, tensor_hash
 from .falcon_h1 import container
@@ -129,7 +130,7 @@ def write_record(
 
 def stored_tensors(student: PreTrainedModel, form: str) -> dict[str, Tensor]:
     """What a form holds of a student, by name, tied tensors too. Raises ValueError for one it cannot express."""
-    return container(student).state if form == "falcon-h1" else student.state_dict()
+    return container(cast(HybridForCausalLM, student)).state if form == "falcon-h1" else student.state_dict()
 
 
 @torch.no_grad()
