@@ -78,7 +78,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
         found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
     if backbone.hidden_act != "silu":
         found.append(f"its MLPs use {backbone.hidden_act}, and Falcon-H1 has one activation for them and the heads")
-    if any(layer.sliding_window is not None for layer in student.new_cache().layers):
+    cache = student.new_cache()
+    if any(cache.layer(index).sliding_window is not None for index in range(len(cache.layers))):
         found.append("its kept heads see a window, and Falcon-H1's see everything")
     return found
 
