@@ -500,9 +500,9 @@ class Run:
 def finished_run(folder: Path, teacher: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None) -> Run:
     """The run in a folder, to be looked at: whatever its config says of resuming, nothing in it begins again.
 
-    Raises ValueError for another folder.
+    The folder may have been moved since. Raises ValueError for another folder.
     """
-    return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto"), teacher)
+    return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto", out=folder), teacher)
 
 
 def is_run(path: Path) -> bool:

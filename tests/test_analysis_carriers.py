@@ -89,6 +89,7 @@ def test_kinds_of_models() -> None:
         (["--counts", "0"], "counts[0] is 0"),
         (["--k", "0"], "k is 0"),
         (["--probe", "sudoku"], "there is no probe 'sudoku'"),
+        (["--probe", "needle"], "longer than the model's context"),
     ],
 )
 def test_bad_input_ends_in_one_line(argv: list[str], message: str, models: Path, tmp_path: Path, capsys) -> None:

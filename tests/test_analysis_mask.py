@@ -9,17 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, planted_teacher
+from planted import (
+    AGGREGATE,
+    GATHER_ASKED_KEY,
+    GATHER_VALUE_KEY,
+    KEYS,
+    planted_teacher,
+    probe_texts,
+    word_tokenizer,
+)
 from test_analysis_maps import PROMPT, recurrent  # noqa: F401  (a fixture)
+from test_answering import TOKENIZERS, sharp
 from test_head_sites import FAMILIES, IDS, make_model, n_hooks
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.analysis.mask import MaskedTask, mask_patterns
+from hybrid_distill.analysis.mask import MaskedTask, mask_patterns, masked_logprobs
 from hybrid_distill.analysis.mixing import mask_heads, mixing_sites
-from hybrid_distill.analysis.patterns import aggregate_mask, gather_mask, mark_example
+from hybrid_distill.analysis.patterns import aggregate_mask, gather_mask
 from hybrid_distill.cli import main
 from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.answering import Tokens, answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring.attention import eager_attention
 from hybrid_distill.teacher import HeadKind, ablate_heads
@@ -89,16 +99,35 @@ def test_masks_of_a_marked_prompt() -> None:
 def test_the_patterns_of_a_planted_circuit_are_all_it_needs() -> None:
     model, tokenizer = planted_teacher()
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(16)
-    tasks = {"kv": MaskedTask(examples, [mark_example(tokenizer, e) for e in examples], 1 / 8)}
-    table = mask_patterns(model, tokenizer, tasks, [GATHER_VALUE_KEY], [AGGREGATE], progress=False)
+    tasks = {"kv": MaskedTask.of(tokenizer, examples, 1 / 8)}
+    table = mask_patterns(model, tasks, [GATHER_VALUE_KEY], [AGGREGATE], progress=False)
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found)[:4] == ["intact", "gather: removed", "gather: pattern alone", "gather: pattern taken out"]
     assert len(found) == 10 and found["intact"] == 100
     for role in ("gather", "aggregate", "both"):
         assert found[f"{role}: pattern alone"] == 100
         assert found[f"{role}: removed"] < 50 and found[f"{role}: pattern taken out"] < 50
-    asked = mask_patterns(model, tokenizer, tasks, [GATHER_ASKED_KEY], [], progress=False)
+    asked = mask_patterns(model, tasks, [GATHER_ASKED_KEY], [], progress=False)
     assert asked.rows[2].values[0] < 50, "it gathers in the question, which is no segment"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", TOKENIZERS)
+def test_choices_of_any_tokens_are_read_as_with_a_cache(pattern: str, family_model) -> None:
+    tokenizer = word_tokenizer(probe_texts(), *TOKENIZERS[pattern])
+    model = sharp(family_model("llama", vocab_size=len(tokenizer)))
+    examples = KVRetrieval(6, seed=1, keys=KEYS).examples(3)
+    expected = answer_choices(model, tokenizer, examples).logprob_EC
+    rows: list[Tokens] = []
+
+    def everything(ids: Tokens) -> dict[HeadId, Tensor]:
+        rows.append(ids)
+        return {HeadId(1, 2): torch.ones(len(ids), len(ids), dtype=torch.bool)}
+
+    task = MaskedTask.of(tokenizer, examples, 1 / 6)
+    for encoded, logprobs in zip(task.encoded, expected, strict=True):
+        assert masked_logprobs(model, encoded, everything) == pytest.approx(logprobs, abs=2e-4)
+    assert (len(rows) > 3) == ("digits" in pattern), "a row for each first digit"
 
 
 def test_a_mask_is_for_one_prompt() -> None:
@@ -118,7 +147,7 @@ def test_the_command_finds_heads_and_masks_them(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "named").iterdir()} == {f"mask.{end}" for end in ("md", "csv", "png")}
     rows = {row["heads"]: float(row["kv"]) for row in csv.DictReader((tmp_path / "named/mask.csv").open())}
     assert rows["intact"] > 90 and rows["both: removed"] < rows["both: pattern alone"]
-    run("--pairs", 3, "--examples", 2, "--out", tmp_path / "found")
+    run("--tasks", "kv,letters", "--pairs", 3, "--examples", 2, "--out", tmp_path / "found")
     title = (tmp_path / "found/mask.md").read_text().splitlines()[0]
     assert re.fullmatch(r"tiny: gather L\dH\d, aggregate L\dH\d", title)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,14 @@ def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: P
     assert rows[0] == rows[1]
     assert [row[0] for row in rows[0][1:]] == ["none", *(f"layer {i}" for i in range(6)), "teacher"]
     assert float(rows[0][-1][1]) > 80 and float(rows[0][-1][4]) > 80, "the teacher, by choice and by generation"
+
+
+def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
+    """Not where its config says that it was made."""
+    shutil.copytree(aligned, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved/stages")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} holds no finished stage"):
+        ReplaceLayer(tmp_path / "moved").load()
 
 
 @pytest.mark.parametrize(

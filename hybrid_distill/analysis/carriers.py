@@ -6,6 +6,7 @@ Heads are ablated one by one, as `hybrid-distill score` does, then the first of 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
 from ..probes import Probe, check_counts
+from ..probes.checks import check_answerable
 from ..scoring import HeadScores, score_heads
-from ..teacher import HeadKind, ablate_heads, head_kinds, head_sites
+from ..teacher import HeadKind, ablate_heads, head_kinds, head_sites, longest_context
 from .figures import draw_bars, draw_lines
 from .tables import Column, Row, Table
 from .tasks import Questions, Subject, Task, measure
@@ -56,6 +58,8 @@ class Carriers:
         model, tokenizer = self.subject.load()
         tasks = self.questions.make(model, tokenizer)
         probe = self.questions.probe(self.probe, self.questions.seed + 1)
+        context = longest_context(model.config) or sys.maxsize
+        check_answerable(probe.examples(self.questions.examples), tokenizer, context)
         scores = score_kinds(
             model,
             tokenizer,

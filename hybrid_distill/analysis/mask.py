@@ -6,8 +6,9 @@ materialised SSM; rows are not normalised anew. Beside it: the head removed, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
 from ..probes import Example, check_counts
-from ..probes.answering import answer_choices, encode_example
+from ..probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
 from ..probes.checks import check_answerable
 from ..scoring import HeadScores
 from ..teacher import HeadKind, eval_mode, longest_context
@@ -44,7 +45,10 @@ VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mask:
-    """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed."""
+    """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed.
+
+    Tasks are those whose answer stands in one line of the prompt: kv, growing, letters, needle, two_hop.
+    """
 
     subject: Subject = field(default_factory=Subject)
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64))
@@ -72,15 +76,18 @@ class Mask:
         among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
         model, tokenizer = self.subject.load()
         max_bytes = int(self.max_gb * 2**30)
-        tasks = {name: MaskedTask.of(model, tokenizer, name, self.questions) for name in self.questions.names()}
+        asked = {name: self.questions.examples_of(name) for name in self.questions.names()}
+        for examples, _ in asked.values():
+            check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
+        tasks = {name: MaskedTask.of(tokenizer, *questions) for name, questions in asked.items()}
         if not gather and not aggregate:
-            examples = next(iter(tasks.values())).examples[:SEARCHED]
-            found = find_patterns(model, tokenizer, examples, kind=self.kind, max_bytes=max_bytes)
+            examples, _ = next(iter(asked.values()))
+            found = find_patterns(model, tokenizer, examples[:SEARCHED], kind=self.kind, max_bytes=max_bytes)
             gather, aggregate = (
                 [head for head in found.ranking(by) if among is None or head in among][: self.k]
                 for by in (GATHER, AGGREGATE)
             )
-        table = mask_patterns(model, tokenizer, tasks, gather, aggregate, kind=self.kind, max_bytes=max_bytes)
+        table = mask_patterns(model, tasks, gather, aggregate, kind=self.kind, max_bytes=max_bytes)
         table.save(self.out, NAME)
         draw_bars(table, self.out / f"{NAME}.png")
         return table.text()
@@ -88,32 +95,21 @@ class Mask:
 
 @dataclass(frozen=True)
 class MaskedTask:
-    """Questions with their marks, and what guessing gets right of them (a share)."""
+    """Questions as tokens and with their marks; ``chance`` is what guessing gets right of them, 0 to 1."""
 
-    examples: Sequence[Example]
+    encoded: Sequence[EncodedExample]
     prompts: Sequence[MarkedPrompt]
     chance: float
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, questions: Questions
-    ) -> MaskedTask:
-        """Raises ValueError for questions without marks, and for those that one forward does not answer."""
-        examples, chance = questions.examples_of(name)
-        context = longest_context(model.config)
-        if context is not None:
-            check_answerable(examples, tokenizer, context)
-        if any(encode_example(tokenizer, example).contexts() for example in examples):
-            raise ValueError(
-                f"the choices of {name} have several tokens for this tokenizer, and a mask is for one forward; "
-                "take --tasks letters."
-            )
-        return cls(examples, [mark_example(tokenizer, example) for example in examples], chance)
+    def of(cls, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], chance: float) -> MaskedTask:
+        """Raises ValueError for a question whose answer is in none of its lines, or in several."""
+        encoded = [encode_example(tokenizer, example) for example in examples]
+        return cls(encoded, [mark_example(tokenizer, example) for example in examples], chance)
 
 
 def mask_patterns(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     tasks: Mapping[str, MaskedTask],
     gather: Sequence[HeadId],
     aggregate: Sequence[HeadId],
@@ -141,10 +137,16 @@ def mask_patterns(
     for task in tasks.values():
         longest = max((prompt.ids for prompt in task.prompts), key=len)
         check_prompt(model, longest, list(both), mixing_sites(model, kind), max_bytes)
-    wanted = [(f"{role}: {name}", roles[role], name) for role in roles if roles[role] for name in VARIANTS]
+    wanted: list[tuple[str, Roles, Callable[[Tensor], Tensor]]] = [("intact", {}, torch.ones_like)]
+    wanted += [
+        (f"{role}: {name}", heads, variant)
+        for role, heads in roles.items()
+        if heads
+        for name, variant in VARIANTS.items()
+    ]
     rows = []
-    for label, heads, name in tqdm([("intact", {}, ""), *wanted], desc="masking", disable=not progress):
-        values = [_accuracy(model, tokenizer, task, heads, VARIANTS.get(name), kind) for task in tasks.values()]
+    for label, heads, variant in tqdm(wanted, desc="masking", disable=not progress):
+        values = [_accuracy(model, task, heads, variant, kind) for task in tasks.values()]
         rows.append(Row(label, tuple(100 * value for value in values)))
     named = [f"{role} {' '.join(map(str, heads))}" for role, heads in roles.items() if heads and role != "both"]
     title = f"{model.name_or_path}: {', '.join(named)}"
@@ -153,22 +155,39 @@ def mask_patterns(
 
 
 def _accuracy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: MaskedTask,
-    roles: Roles,
-    variant: Callable[[Tensor], Tensor] | None,
-    kind: HeadKind | None,
+    model: PreTrainedModel, task: MaskedTask, roles: Roles, variant: Callable[[Tensor], Tensor], kind: HeadKind | None
 ) -> float:
-    """The share of questions answered right, each prompt with masks of its own; without a variant, as the model is."""
-    if variant is None:
-        return answer_choices(model, tokenizer, task.examples).accuracy
-    n_right = 0.0
-    for example, prompt in zip(task.examples, task.prompts, strict=True):
-        masks = {}
-        for head, patterns in roles.items():
-            pattern_TS = torch.stack([pattern(prompt) for pattern in patterns]).any(0)
-            masks[head] = variant(pattern_TS)
-        with eval_mode(model), mask_heads(model, masks, kind=kind):
-            n_right += answer_choices(model, tokenizer, [example]).accuracy
-    return n_right / len(task.examples)
+    """The share of questions answered right, each prompt with masks of its own."""
+
+    def masks_of(prompt: MarkedPrompt) -> dict[HeadId, Tensor]:
+        patterns = {head: torch.stack([pattern(prompt) for pattern in own]).any(0) for head, own in roles.items()}
+        return {head: variant(pattern_TS) for head, pattern_TS in patterns.items()}
+
+    with eval_mode(model):
+        logprob_EC = [
+            masked_logprobs(model, encoded, lambda ids, prompt=prompt: masks_of(replace(prompt, ids=ids)), kind=kind)
+            for encoded, prompt in zip(task.encoded, task.prompts, strict=True)
+        ]
+    return choice_result(logprob_EC, [encoded.answer for encoded in task.encoded]).accuracy
+
+
+def masked_logprobs(
+    model: PreTrainedModel,
+    encoded: EncodedExample,
+    masks_of: Callable[[Tokens], Mapping[HeadId, Tensor]],
+    *,
+    kind: HeadKind | None = None,
+) -> list[float]:
+    """Log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
+
+    A forward for each beginning of a choice that has to be read: none of them with a cache, which masks do not fit.
+    """
+    after: dict[Tokens, Tensor] = {}
+    for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:
+        ids = encoded.prompt + path
+        ids_1L = torch.tensor([ids], device=model.device)
+        with mask_heads(model, masks_of(ids), kind=kind):
+            logits_1TV = forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1).logits
+        logprob_TV = logits_1TV[0].float().log_softmax(-1)
+        after |= {path[:t]: logprob_TV[t] for t in range(len(path) + 1)}
+    return encoded.choice_logprobs(lambda path, token: after[path][token].item())
