@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import logging
-import platform
 import tempfile
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from provenance import device_name
 
 from hybrid_distill.build import build_student
 from hybrid_distill.cache_logits import CacheJob, cache_logits, top_k_of
@@ -139,7 +139,7 @@ def main() -> None:
         "teacher": "tiny",
         "batch": f"{options.batch_size} rows of 256 tokens",
         "d_state": options.d_state,
-        "device": f"{platform.machine()} CPU, 1 thread",
+        "device": device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),

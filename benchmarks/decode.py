@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import versions
+from provenance import device_name, versions
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybrid_distill.build import empty_student
@@ -233,7 +232,7 @@ def main() -> None:
     rows = table_of_bytes(setting)
     record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "memory": setting.memory, "shapes": rows}
     if not options.bytes:
-        record["device"] = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+        record["device"] = device_name("cuda" if on_gpu else "cpu")
         record["versions"] = versions(PACKAGES)
         record["tokens_per_second"] = measured(setting, "cuda" if on_gpu else "cpu")
     out = options.out or (None if options.small or options.bytes else RESULTS)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hybrid_kernels.loss import TeacherHead, distillation_loss
-from provenance import versions
+from provenance import device_name, versions
 from torch import Tensor
 
 from hybrid_distill.distill import losses
@@ -162,7 +161,7 @@ def main() -> None:
     problem = SMALL if options.small else FULL
     args = draw(problem, "cuda" if on_gpu else "cpu")
     record = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
+        "device": device_name("cuda" if on_gpu else "cpu"),
         "versions": versions(PACKAGES),
         "date": datetime.date.today().isoformat(),
         "what": "value and gradients, bf16, median",

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from provenance import device_name
 from transformers import PreTrainedModel
 
 from hybrid_distill.build import build_student
@@ -101,7 +101,7 @@ def main() -> None:
         "batch": f"{options.batch_size} rows of 256 tokens",
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "device": f"{platform.machine()} CPU, 1 thread",
+        "device": device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),

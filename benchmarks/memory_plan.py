@@ -21,7 +21,6 @@ import datetime
 import gc
 import itertools
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import versions
+from provenance import device_name, versions
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -383,13 +382,12 @@ def _train_with_accelerate() -> int:
 def _train_with_fsdp2() -> int:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+
+    from hybrid_distill.distill.fsdp import divided_stage
 
     dist.init_process_group("gloo")
-    stage = make_real_stage(DIVIDED, "cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (*stage.student.model.layers, stage):
-        fully_shard(layer, mesh=mesh)
+    stage = divided_stage(make_real_stage(DIVIDED, "cpu"), mesh)
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
     _two_steps(lambda: stage(batch).total.backward(), optimizer)
@@ -485,7 +483,7 @@ def main() -> int:
 
 def described(device: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     """The file: results, and what they were measured on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread"
+    name = device_name(device)
     return {
         "what": "bytes of one process: predicted from shapes, and measured",
         "device": name,

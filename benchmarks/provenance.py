@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 from collections.abc import Iterable
+
+import torch
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -15,3 +18,11 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def device_name(device: str = "cpu", threads: int | None = None) -> str:
+    """The GPU's own name, or the kind of CPU and its threads, by default those that torch computes with."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    threads = threads or torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' * (threads != 1)}"

@@ -20,7 +20,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import random
 import shutil
 import subprocess
@@ -34,7 +33,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provenance import versions
+from provenance import device_name, versions
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -362,7 +361,7 @@ def main() -> None:
         "what": "one run killed with SIGKILL again and again, beside the uninterrupted one",
         "run": f"align and distill, {STEPS} steps of {BATCH_SIZE} rows each, a checkpoint every 2 steps",
         "seed": options.seed,
-        "device": f"{platform.machine()} CPU, 1 thread",
+        "device": device_name(threads=1),
         "versions": versions(PACKAGES),
         "date": datetime.date.today().isoformat(),
         "minutes": round((time.monotonic() - begun) / 60, 1),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from provenance import device_name
 from torch import Tensor
 
 from hybrid_distill.model.ssd import CHUNK_SIZE, log_decay, ssd_scan
@@ -145,9 +145,8 @@ def main() -> None:
         times = measure(shape, options.repeats, options.device)
         rows.append({"shape": shape._asdict(), "milliseconds": times, **judge(times)})
         print(json.dumps(rows[-1]), flush=True)
-    on_gpu = options.device.startswith("cuda")
     record = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU, 1 thread",
+        "device": device_name(options.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),

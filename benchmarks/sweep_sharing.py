@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import runpy
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from provenance import versions
+from provenance import device_name, versions
 
 from hybrid_distill.build import build_student
 from hybrid_distill.config import RunConfig
@@ -68,7 +67,7 @@ def main() -> None:
     for name in sys.argv[1:] or PARTS:
         record[name] = {
             **PARTS[name](),
-            "device": f"{platform.machine()} CPU, 1 thread",
+            "device": device_name(),
             "date": datetime.date.today().isoformat(),
             "versions": versions(("torch", "transformers")),
         }

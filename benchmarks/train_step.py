@@ -22,7 +22,6 @@ import argparse
 import datetime
 import itertools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from memory_plan import ALIGN, DISTILL, SHAPES, Case, allocations, large_cases, make_batch, make_real_stage, nbytes
-from provenance import versions
+from provenance import device_name, versions
 from torch import Tensor
 
 from hybrid_distill.data import Batch
@@ -192,7 +191,7 @@ def main() -> None:
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     record[device] = {
         "what": "one training step; tokens a second are medians, peak_bytes all that is held at once",
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread",
+        "device": device_name(device),
         "versions": versions(PACKAGES),
         "date": datetime.date.today().isoformat(),
         "results": results,

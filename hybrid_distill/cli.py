@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from .cache_logits import CacheJob, cache_logits
 from .config import RunConfig, on_embedded_teacher
 from .distill.accelerator import WorldError, connect, disconnect, is_launched_main
 from .distill.loop import Diverged, Interrupted
-from .dry_run import describe
+from .dry_run import describe, problems
 from .evaluate import EvalResult
 from .export import ExportError
 from .export.command import ExportJob, VerifyJob, export_student, verify
@@ -57,25 +58,44 @@ Experiment = (
 )
 
 
+OF_DRY_RUNS = ("--dry-run", "--show-config")
+
+
 def run_recipe(
-    default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None, prog: str | None = None
+    default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None, recipe: str | None = None
 ) -> None:
     """What a recipe's ``main`` calls: its config, overridden by flags, taken from start to report.
 
-    ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size. ``prog`` is what
-    the program is called in its help, by default its file.
+    ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size. ``recipe`` is
+    the recipe's file where that is not the program.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if _asks_for_tiny(argv):
         default = on_embedded_teacher(default)
 
     def go() -> None:
-        config = tyro.cli(RunConfig, default=default, args=argv, description=description, prog=prog)
-        said = describe(config) if config.dry_run else f"report: {run(config) / 'report.md'}"
+        config = tyro.cli(
+            RunConfig,
+            default=default,
+            args=argv,
+            description=description,
+            prog=None if recipe is None else f"hybrid-distill run {recipe}",
+        )
+        if config.dry_run:
+            _dry_run(config, [recipe or sys.argv[0], *argv])
+            return
+        path = run(config) / "report.md"
         if is_launched_main():
-            print(said)
+            print(f"report: {path}")
 
     _exit_cleanly(go)
+
+
+def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
+    """Print what it finds; ``words`` are the recipe and its flags. Raises ValueError for what the run would refuse."""
+    print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
+    if found := list(problems(config)):
+        raise ValueError("the run would not start: " + " ".join(found))
 
 
 def _asks_for_tiny(argv: Sequence[str]) -> bool:
@@ -323,7 +343,7 @@ def _load_recipe(path: Path) -> Any:
 
 def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
-    run_recipe(recipe.config(), argv, recipe.__doc__, prog=f"hybrid-distill run {path}")
+    run_recipe(recipe.config(), argv, recipe.__doc__, recipe=str(path))
 
 
 def _cache_recipe_file(path: Path, argv: Sequence[str]) -> None:

@@ -157,8 +157,10 @@ class RunConfig:
     profile: bool = False
     """Write a trace of a few steps of each stage, stages/*/trace-<process>.json."""
     dry_run: bool = False
-    """Print the resolved config, the plan if there is one, parameters and memory, and start nothing."""
-    gpus: int = 8
+    """Check sources, files and settings, print what to launch and the memory that each stage takes, start nothing."""
+    show_config: bool = False
+    """Of a dry run: print the whole resolved config, as JSON, below the rest."""
+    gpus: int = 1
     """How many a dry run plans memory for."""
     gpu_memory: float = 80.0
     """GB (1e9 bytes) of each of them."""
@@ -191,6 +193,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 
     return replace(
         config,
+        gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
         data=replace(config.data, sources=(TINY,), weights=(), seq_len=min(config.data.seq_len, 256)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from .budget import cache_bytes
 from .build import empty_student
 from .config import RunConfig, Stage, TeacherConfig, to_json
 from .distill.config import StageConfig
-from .memory_plan import GB, PARTS, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
-from .pipeline import make_plan
+from .memory_plan import GB, PARTS, REDUCE_BUCKET, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
+from .pipeline import Run, make_plan
 from .plan import HeadId, HeadPlan
+from .scoring import HeadScores
 from .teacher import DTYPES, head_dim_of, load_config
 
 MB = 1e6
@@ -28,26 +31,50 @@ LAUNCH = {
     "zero3": "launch/zero3.yaml",
     "fsdp2": "launch/fsdp2.yaml",
 }
+BUCKET = f"{REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB"
+COMMUNICATION = f"""\
+  communication is what gradients and divided weights are put together in to be sent: of ZeRO a bucket of
+  {BUCKET}, however small the model (DeepSpeed's reduce_bucket_size)."""
 
 
-def describe(config: RunConfig) -> str:
-    """The resolved config, the plan if there is one, parameter counts and a memory estimate, as text.
+def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
+    """What to launch, then sizes, stage by stage, then the resolved config if it is asked for; as text.
 
-    Only the teacher's config is read. Where it cannot be had, the text says so in one line.
+    ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read. Where it
+    cannot be had, the text says so in one line.
     """
-    parts = [json.dumps(to_json(config), indent=2)]
+    record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     try:
         teacher = shape_of_teacher(config.teacher)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        parts.append(
+        missing = (
             f"No parameter counts: the teacher's config cannot be had ({reason}); "
             "give a local folder with --teacher.path PATH, or --teacher tiny for the embedded default."
         )
-        return "\n\n".join(parts)
-    plan, heading = _plan(config, teacher)
-    parts += [heading, _sizes(config, teacher, plan)]
-    return "\n\n".join(parts)
+        return "\n\n".join([*record, _heading(config), missing])
+    plan, source = _plan(config, teacher)
+    stages = [_stage_plans(config, name, plan) for name in config.stages]
+    answer = "\n".join([_heading(config), _launch(config, stages, command), source])
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *record])
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Why the run would not start, one sentence each; looks at names, headers and head scores, not at weights."""
+    this = Run(config)
+    try:
+        shape_of_teacher(config.teacher)
+    except (OSError, ValueError):
+        return  # `describe` says so, and nothing else can be judged
+    checks: list[Callable[[], object]] = [this.check_data, this.check_evaluation, this.outdated]
+    options = config.plan
+    if config.scoring.file is not None and options.selection == "top":
+        checks.append(lambda: _scored_plan(config, shape_of_teacher(config.teacher)))
+    for check in checks:
+        try:
+            check()
+        except (OSError, ValueError) as error:
+            yield str(error).strip()
 
 
 def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
@@ -60,20 +87,38 @@ def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
         )
 
 
+def _heading(config: RunConfig) -> str:
+    return f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
+
+
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """(plan, what to say of it); heads that are not ranked yet are stood in for by as many, evenly spread."""
-    path = config.out / "plan.json"
+    path, options = config.out / "plan.json", config.plan
     if path.exists():
         plan = HeadPlan.load(path)
         return plan, f"Plan ({path}):\n{_plan_text(plan)}"
-    if config.plan.selection not in ("top", "restoration"):
-        plan = make_plan(config.plan, teacher, scores=lambda: None, fingerprinted=False)
-        return plan, f"Plan ({config.plan.selection}):\n{_plan_text(plan)}"
-    HeadPlan.check_k(teacher, config.plan.k)
+    if options.selection == "top" and config.scoring.file is not None:
+        try:
+            plan = _scored_plan(config, teacher)
+            return plan, f"Plan (top {options.k} of {config.scoring.file}):\n{_plan_text(plan)}"
+        except (OSError, ValueError):
+            pass  # one of the `problems`
+    elif options.selection not in ("top", "restoration"):
+        plan = make_plan(options, teacher, scores=lambda: None, fingerprinted=False)
+        return plan, f"Plan ({options.selection}):\n{_plan_text(plan)}"
+    HeadPlan.check_k(teacher, options.k)
     everything = HeadPlan.all(teacher)
-    spread = [everything.kept[i * len(everything.kept) // max(config.plan.k, 1)] for i in range(config.plan.k)]
+    spread = [everything.kept[i * len(everything.kept) // max(options.k, 1)] for i in range(options.k)]
     plan = HeadPlan.from_pairs(teacher, [HeadId(*head) for head in spread])
     return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
+
+
+def _scored_plan(config: RunConfig, teacher: PreTrainedModel) -> HeadPlan:
+    """The plan of the run's file of head scores; whether they are of these very weights shows when the run starts."""
+    assert config.scoring.file is not None
+    plan = HeadPlan.top_k(HeadScores.load(config.scoring.file), config.plan.k)
+    plan.check_fits(teacher)
+    return plan
 
 
 def _plan_text(plan: HeadPlan) -> str:
@@ -81,26 +126,90 @@ def _plan_text(plan: HeadPlan) -> str:
     return "\n".join(line for line in kept if not line.endswith(": "))
 
 
-def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
+@dataclass(frozen=True)
+class _StagePlans:
+    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with recompute the other way round.
+
+    ``problem`` is set, and there are no plans, where the stage cannot be run.
+    """
+
+    name: Stage
+    heading: str
+    own: tuple[MemoryPlan, ...] = ()
+    others: tuple[MemoryPlan, ...] = ()
+    problem: str = ""
+
+    @property
+    def allowed(self) -> list[MemoryPlan]:
+        """Those that may be recommended: nobody is told to do without a recompute that was asked for."""
+        return [*self.own, *(plan for plan in self.others if plan.recompute)]
+
+    def fitting(self, strategy: str, budget: float) -> MemoryPlan | None:
+        """The first that fits."""
+        return next((p for p in self.allowed if p.strategy == strategy and p.total <= budget), None)
+
+
+def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
+    """One command under which every stage fits; or what to change."""
+    if refused := [stage.problem for stage in stages if stage.problem]:
+        return f"Cannot be launched: {' '.join(refused)}"
+    budget = HEADROOM * config.gpu_memory * GB
+    for strategy in STRATEGIES:
+        chosen = [stage.fitting(strategy, budget) for stage in stages]
+        plans = [plan for plan in chosen if plan]
+        if len(plans) == len(stages):
+            return _command(config, stages, plans, command)
+    return f"Cannot be launched: {' '.join(_refusals(stages, budget))}"
+
+
+def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
+    again = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
+    flags = "".join(f" --{name.replace('_', '-')}.recompute" for name in again)
+    needed = f"needs {_size(max(plan.total for plan in plans))}"
+    if config.gpus == 1:
+        return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
+    launch = f"accelerate launch --config_file {LAUNCH[plans[0].strategy]} --num_processes {config.gpus}"
+    where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
+    return f"Launch ({plans[0].strategy} {needed} of {where}): {launch} {command}{flags}"
+
+
+def _refusals(stages: list[_StagePlans], budget: float) -> Iterator[str]:
+    """Which stage fits under no strategy; where each fits under one of its own, which."""
+    fits: list[str] = []
+    for stage in stages:
+        try:
+            fits.append(f"{stage.name} under {recommend(stage.allowed, budget).strategy}")
+        except ValueError as error:
+            yield str(error)
+    if len(fits) == len(stages):
+        yield (
+            f"no strategy fits every stage ({', '.join(fits)}); stop the run when a stage is finished, and go on with "
+            "the other's launch file, or take GPUs with more memory."
+        )
+
+
+def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_StagePlans]) -> str:
     student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
     n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
     n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
-    gpus = "one GPU" if config.gpus == 1 else f"each of {config.gpus} GPUs"
+    processes = "one process" if config.gpus == 1 else f"each of {config.gpus} processes"
     lines = [
         f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
-        f"Memory of {gpus} while training (1 GB = 1e9 bytes):",
-        *(_stage_plans(config, name, plan) for name in config.stages),
+        _cache_line(config, teacher, plan),
+        f"Memory of {processes} while training (1 GB = 1e9 bytes):",
+        *(f"\n  {stage.problem}" if stage.problem else _plans_table(stage) for stage in stages),
     ]
-    lines.append(_cache_line(config, teacher, plan))
+    if any(size.communication for stage in stages for size in stage.own):
+        lines.append(f"\n{COMMUNICATION}")
     return "\n".join(lines)
 
 
-def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
-    """A table, parts by strategies, and what to launch with; one line for a stage that cannot be run."""
+def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> _StagePlans:
     stage: StageConfig = getattr(config, name)
     seq_len = config.data_of(name).seq_len
     if stage.batch_size % config.gpus:
-        return f"\n  {stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
+        rows = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
+        return _StagePlans(name, "", problem=rows)
     teacher, other = config.teacher, config.teacher_of(name)
     judge = model = shape_of_teacher(teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
@@ -108,7 +217,7 @@ def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
         judge = model if other == teacher else shape_of_teacher(other)
         shape = stage_shape(stage, student, judge)
     except (OSError, ValueError) as error:
-        return f"\n  {stage.name}: {str(error).strip().splitlines()[0]}"
+        return _StagePlans(name, "", problem=f"{name}: {str(error).strip().splitlines()[0]}")
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
@@ -117,49 +226,37 @@ def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> str:
     sizes["teacher_sharding"] = config.teacher_sharding
     strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
     strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
-    plans, others = (
-        [memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies]
+    own, others = (
+        tuple(memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies)
         for recompute in (stage.recompute, not stage.recompute)
     )
     n_tokens = stage.steps * stage.batch_size * seq_len
-    heading = f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
+    heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
     heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
-    heading += f"{', recompute' if stage.recompute else ''}; {n_tokens:,} tokens in all"
-    return "\n".join(["", heading, _plans_table(plans, others), f"    {_advice(config, plans, others)}"])
+    heading += f"{', recompute' if stage.recompute else ''}; {stage.steps:,} steps, {n_tokens:,} tokens in all"
+    return _StagePlans(name, heading, own, others)
 
 
-def _plans_table(plans: list[MemoryPlan], others: list[MemoryPlan]) -> str:
-    """``others`` are the same plans with recompute where these are without, or the other way round."""
+def _plans_table(stage: _StagePlans) -> str:
+    """Parts by strategies."""
+    plans = stage.own
     unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
 
     def row(label: str, sizes: list[int]) -> str:
         return f"    {label:<24}" + "".join(f"{size / unit:>10,.2f}" for size in sizes)
 
-    lines = [f"    {name:<24}" + "".join(f"{plan.strategy if plan.world > 1 else '':>10}" for plan in plans).rstrip()]
+    header = f"    {name:<24}" + "".join(f"{plan.strategy if plan.world > 1 else '':>10}" for plan in plans)
+    lines = ["", stage.heading, header.rstrip()]
     for part, label in PARTS.items():
         sizes = [getattr(plan, part) for plan in plans]
         lines += [row(label, sizes)] if any(sizes) else []
     lines.append(row("total", [plan.total for plan in plans]))
     other = "without recompute" if plans[0].recompute else "with recompute"
-    return "\n".join([*lines, row(f"total {other}", [plan.total for plan in others])])
+    return "\n".join([*lines, row(f"total {other}", [plan.total for plan in stage.others])])
 
 
-def _advice(config: RunConfig, plans: list[MemoryPlan], others: list[MemoryPlan]) -> str:
-    """Which launch file to use, if need be with recompute; or what to change."""
-    budget = HEADROOM * config.gpu_memory * GB
-    refusal = ""
-    for variant in [plans] if plans[0].recompute else [plans, others]:
-        try:
-            best = recommend(variant, budget)
-        except ValueError as error:
-            refusal = refusal or str(error)
-            continue
-        how = " with recompute" if best.recompute and not plans[0].recompute else ""
-        if best.world == 1:
-            return f"fits in {config.gpu_memory:g} GB{how}: accelerate launch --config_file launch/single_gpu.yaml"
-        launch = f"accelerate launch --config_file {LAUNCH[best.strategy]} --num_processes {best.world}"
-        return f"{best.strategy} fits in {config.gpu_memory:g} GB{how}: {launch}"
-    return refusal
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes / GB:,.1f} GB" if n_bytes >= GB else f"{n_bytes / MB:,.0f} MB"
 
 
 def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
@@ -173,4 +270,4 @@ def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> 
         ]
         shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
     lengths = " / ".join(map(str, LENGTHS))
-    return f"\n  generating, one sequence, MB in bf16 (states fp32): cache at {lengths} tokens: {', '.join(shown)}"
+    return f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(shown)}"

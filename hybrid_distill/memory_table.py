@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .budget import CacheBytes, cache_bytes
+from .comma_lists import numbers
 from .plan import HeadId, HeadPlan
 from .scoring import HeadScores
 from .teacher import head_dim_of, load_config
@@ -62,7 +63,7 @@ class Row(NamedTuple):
 
 def memory_table(job: MemoryJob) -> str:
     """The table as text; writes ``csv``. Raises ValueError for numbers that cannot be."""
-    lengths = whole_numbers("lengths", job.lengths, least=1)
+    lengths = numbers("lengths", job.lengths, least=1)
     if job.published:
         return _published()
     shape, head_dim = model_shape(job.model)
@@ -88,8 +89,8 @@ def table_rows(job: MemoryJob, shape: HeadPlan, head_dim: int, lengths: Sequence
     """One row for each placement and state size; where all heads are kept no state is left to have a size."""
     total = shape.n_layers * shape.n_heads
     ranking = None if job.scores is None else HeadScores.load(job.scores).ranking()
-    d_states = whole_numbers("d-state", job.d_state, least=1)
-    for k in whole_numbers("heads", job.heads, least=0, every=total):
+    d_states = numbers("d-state", job.d_state, least=1)
+    for k in numbers("heads", job.heads, least=0, named={"all": total}):
         HeadPlan.check_k(shape, k)
         plans = _placements(shape, k) if ranking is None else {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
         for name, plan in plans.items():
@@ -111,22 +112,6 @@ def _placements(shape: HeadPlan, k: int) -> dict[str, HeadPlan]:
     if k == 0 or group_size == 1:
         return {f"{k} heads": together}
     return {f"{k} heads, apart": apart, f"{k} heads, groups together": together}
-
-
-def whole_numbers(name: str, text: str, *, least: int, every: int | None = None) -> list[int]:
-    """``"0,10,all"`` as numbers; ``every`` is what ``all`` means. Raises ValueError for anything else."""
-    found = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        if word == "all" and every is not None:
-            found.append(every)
-        elif word.isdigit() and int(word) >= least:
-            found.append(int(word))
-        else:
-            also = "" if every is None else ", or all"
-            raise ValueError(f"--{name} holds {word!r}; give whole numbers of at least {least}{also}, with commas.")
-    if not found:
-        raise ValueError(f"--{name} is empty; give at least one number.")
-    return found
 
 
 def _text(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[str]:

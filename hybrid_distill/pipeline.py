@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +36,7 @@ from .data import (
     open_logits,
     open_rows,
     read_documents,
+    source_files,
 )
 from .distill.accelerator import connect, on_main_process
 from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
@@ -58,7 +59,8 @@ from .teacher import TINY, fingerprint, load_teacher, longest_context, read_teac
 log = logging.getLogger(__name__)
 
 MAY_CHANGE = (
-    "out", "resume", "trackers", "group", "profile", "dry_run", "gpus", "gpu_memory", "export", "teacher_sharding",
+    "out", "resume", "trackers", "group", "profile", "dry_run", "show_config", "gpus", "gpu_memory", "export",
+    "teacher_sharding",
 )  # fmt: skip
 """Fields of a config in which a continued run may differ from its directory's config.json."""
 LEAVES = (
@@ -66,6 +68,8 @@ LEAVES = (
     "teacher/evaluation.json", "evaluation.json", "export", "report.md", f"{PROJECT}/events.out.tfevents.*",
 )  # fmt: skip
 """What a run leaves in its directory beside config.json, and a new one in its place must not read."""
+MEASURED = ("teacher/evaluation.json", "evaluation.json", "report.md")
+"""What is made again, and nothing else, when the config asks for another evaluation."""
 SHOWN_DIFFERENCES = 5
 CALIBRATION_TOKENS = 2048
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -111,7 +115,7 @@ class Run:
 
     def prepare(self) -> None:
         """Make the directory, or check that it holds this run and no other; look at the processes and the data before
-        anything is spent. With ``resume`` "never", what an earlier run has left there is removed.
+        anything is spent. What is `outdated` there is removed.
 
         Raises ValueError naming the fields that differ, or what is wrong with a source or the teacher's logits; for a
         batch that the processes cannot share, before the teacher is loaded.
@@ -119,27 +123,60 @@ class Run:
         processes = connect().num_processes
         for name in self.config.stages:
             getattr(self.config, name).check_world(processes)
-        check_sources(self.config.data, self.tokenizer)
+        self.check_data()
+        self.check_evaluation()
         for stage in self.config.stages:
-            self._check_stage(stage)
             if self._logits(stage) is not None:
                 self._rows(stage, self._tokenizer_of(stage))
-        path, again = self.out / "config.json", self.config.resume == "never"
-        left = self._left_by_an_earlier_run() if again else []
-        if path.exists() and not again:
-            self._check_same(json.loads(path.read_text()))
+        left = self.outdated()
 
         def begin() -> None:
             for found in left:
                 shutil.rmtree(found) if found.is_dir() else found.unlink()
             self.out.mkdir(parents=True, exist_ok=True)
-            write_json(path, to_json(self.config))
+            write_json(self.out / "config.json", to_json(self.config))
 
         on_main_process(begin)
 
+    def check_data(self) -> None:
+        """Raises ValueError for what is wrong with the sources of the run and its stages, as far as names and headers
+        tell; reads no text."""
+        check_sources(self.config.data, self.tokenizer)
+        for stage in self.config.stages:
+            self._check_stage(stage)
+
+    def check_evaluation(self) -> None:
+        """Raises ValueError for texts or questions that are not there: better now than when the student is trained."""
+        if self.config.evaluation.texts != TINY:
+            source_files(self.config.evaluation.texts)
+        if (knowledge := self._knowledge()) is not None:
+            knowledge.examples(1)
+
+    def outdated(self) -> list[Path]:
+        """What lies in the directory and this run must not read: with ``resume`` "never" all that an earlier run has
+        left; after a change of ``evaluation`` alone, what was measured.
+
+        Raises ValueError, naming the fields, when the directory holds a run with other settings.
+        """
+        path = self.out / "config.json"
+        if self.config.resume == "never":
+            return self._left_by_an_earlier_run()
+        if not path.exists():
+            return []
+        before, now = json.loads(path.read_text()), to_json(self.config)
+        self._check_same(before)
+        measured = [record.get("evaluation", {}) for record in (before, now)]
+        changed = differences(*measured, leave_out=("batch_size", "stated_pairs"), prefix="evaluation.")
+        left = [found for name in MEASURED if changed and (found := self.out / name).exists()]
+        if left:
+            log.info("teacher and student are measured again: %s", ", ".join(changed))
+        return left
+
     def _check_same(self, before: dict[str, Any]) -> None:
-        """Raises ValueError unless ``before`` is the record of this run's config."""
-        changed = differences(before, to_json(self.config), MAY_CHANGE)
+        """Raises ValueError unless ``before`` is the record of this run's config: what it measures, and settings of
+        stages that it has not, may be others."""
+        unused = set(get_args(Stage)) - set(self.config.stages)
+        changed = differences(before, to_json(self.config), {*MAY_CHANGE, *unused, "evaluation"})
         if changed:
             more = len(changed) - SHOWN_DIFFERENCES
             shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ def prepare(job: PrepareJob) -> str:
     another process writes to.
     """
     tokenizer = load_tokenizer(job.tokenizer)
+    is_new = not job.out.exists()
     job.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     try:
@@ -75,6 +77,10 @@ def prepare(job: PrepareJob) -> str:
             )
     except Timeout as error:
         raise ValueError(f"another process is preparing {job.out}; wait for it, or name another --out.") from error
+    except ValueError:
+        if is_new and [path.name for path in job.out.iterdir()] == [LOCK]:  # refused before anything was written
+            shutil.rmtree(job.out)
+        raise
     return summary(header, job.out, time.monotonic() - began)
 
 

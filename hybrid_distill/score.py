@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .comma_lists import numbers, words
 from .data import read_documents
 from .distill.accelerator import connect, on_main_process
 from .plan import HeadId
@@ -169,11 +170,11 @@ def _prefiltered(
 
 def _probes(job: ScoreJob) -> dict[str, Probe]:
     """The probes by name, in the order given. Raises ValueError for one named twice: their files would be one."""
-    names = [name.strip() for name in job.probe.split(",")]
+    names = words(job.probe)
     if repeated := duplicates(names):
         raise ValueError(f"--probe is {job.probe!r}, which names {repeated[0]!r} twice; name each probe once.")
-    pairs = _numbers("--pairs", job.pairs, int, "whole numbers, such as 16 or 10,25,50")
-    lengths = _numbers("--lengths", job.lengths, int, "whole numbers, such as 100 or 50,100,200")
+    pairs = tuple(numbers("pairs", job.pairs))
+    lengths = tuple(numbers("lengths", job.lengths))
     given: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "facts": job.facts, "seed": job.seed}
     return {
         name: make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
@@ -196,18 +197,11 @@ def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
     wanted = f"{n_probes} numbers, one for each probe in order" if n_probes > 1 else "one number for the one probe"
     if job.weights is None:
         raise ValueError(f"--combine weighted has no --weights; give {wanted}, such as --weights 2,1.")
-    weights = _numbers("--weights", job.weights, float, f"{wanted}, such as 2,1")
+    weights = numbers("weights", job.weights, number=float)
     if len(weights) != n_probes:
         raise ValueError(f"--weights is {job.weights!r}, --probe is {job.probe!r}; give {wanted}.")
     shares(job.combine, weights, n_probes)
-    return list(weights)
-
-
-def _numbers(flag: str, text: str, number: Callable[[str], Any], wanted: str) -> tuple[Any, ...]:
-    try:
-        return tuple(number(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{flag} is {text!r}; give {wanted}.") from None
+    return weights
 
 
 def _texts(job: ScoreJob) -> list[str]:

@@ -64,6 +64,7 @@ def config() -> RunConfig:
             data=DataConfig(sources=("tokens/math-chat", "tokens/chat"), weights=(0.5, 0.5), chat=True, seq_len=2048),
         ),
         evaluation=EvaluationConfig(n_pairs=(10, 20, 30, 50), n_examples=1000),
+        gpus=8,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,13 +131,38 @@ def test_a_damaged_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b", "sweep_llama_1b"])
-def test_a_dry_run_prints_the_config_and_starts_nothing(
+def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["run", str(RECIPES / f"{recipe}.py"), "--dry-run", "--teacher", "tiny", "--out", str(tmp_path / "run")])
+    words = ["run", str(RECIPES / f"{recipe}.py"), "--teacher", "tiny", "--out", str(tmp_path / "run")]
+    main([*words, "--dry-run"])
     printed = capsys.readouterr().out
-    assert '"d_state"' in printed and "Parameters: teacher" in printed and "cache at" in printed
+    assert f"hybrid-distill {' '.join(words)}\n" in printed.partition("\n")[2].partition("\n")[0] + "\n"
+    assert "Parameters: teacher" in printed and "Cache of one sequence" in printed and '"d_state"' not in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_the_config_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", str(RECIPES / "hybrid_tiny.py"), "--dry-run", "--show-config", "--student.d-state", "5"])
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :])["student"]["d_state"] == 5
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--data.sources", "gone", "--evaluation.texts", "lost", "--scoring.file", str(tmp_path / "scores.json")]
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", str(RECIPES / "hybrid_tiny.py"), "--dry-run", "--out", str(tmp_path / "run"), *wrong])
+    said = capsys.readouterr()
+    assert "would not start: data source 'gone' does not exist" in said.err and "Parameters: teacher" in said.out
+    assert "data source 'lost'" in said.err and f"{tmp_path / 'scores.json'} holds no head scores" in said.err
+
+
+def test_help_lists_no_field_that_nobody_can_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(RECIPES / "hybrid_tiny.py"), "--help"])
+    flags = re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out)
+    assert "--align.steps" in flags and "--distill.teacher-logits" in flags
+    assert not {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"} & set(flags)
 
 
 def test_a_dry_run_without_the_teacher_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

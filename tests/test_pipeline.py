@@ -128,6 +128,19 @@ def test_a_run_with_other_settings_names_five_of_them(tmp_path: Path) -> None:
         Run(replace(base, align=align)).prepare()
 
 
+def test_what_is_measured_may_change_and_nothing_is_trained_again(tmp_path: Path) -> None:
+    base = small_run(tmp_path / "run")
+    out = run(base)
+    trained = weights(out)
+    (out / "plan.json").touch()
+    before = {name: (out / name).stat().st_mtime_ns for name in ("plan.json", "stages/2-distill/model.safetensors")}
+    run(replace(base, evaluation=replace(base.evaluation, n_examples=6), long=replace(base.long, steps=7)))
+    for name in ("evaluation.json", "teacher/evaluation.json"):
+        assert json.loads((out / name).read_text())["n_examples"] == 6, name
+    assert weights(out) == trained
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+
+
 @pytest.mark.launched
 def test_a_run_killed_at_three_random_points_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)

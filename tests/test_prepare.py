@@ -317,7 +317,18 @@ def test_the_command(tmp_path, capsys):
     header = TokenHeader.load(out / folder.HEADER)
     assert "\n" not in line and f"{header.tokens:,} tokens of {header.documents:,} documents" in line
     assert 4000 < header.tokens <= 5000 and header.tokenizer == "tiny"
+    new = ["--out", str(tmp_path / "new")]
     for wrong, said in [(["--tokenizer", "no/such/folder"], "no/such/folder"), (["--sources", "no.txt"], "no.txt")]:
         with pytest.raises(SystemExit) as exit_:
-            main(["prepare-data", *flags, *wrong])
+            main(["prepare-data", *flags, *wrong, *new])
         assert exit_.value.code == 2 and said in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", "b.md", "c.csv", "d.rst", "e.html", ".hidden"):
+        (tmp_path / "text" / name).write_text(name)
+    with caplog.at_level("INFO"):
+        assert list(data.read_documents(str(tmp_path / "text"))) == ["a.txt"]
+    assert "text: b.md, c.csv, d.rst and 1 more left out; only .txt" in caplog.text

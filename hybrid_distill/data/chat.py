@@ -56,8 +56,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     name = tokenizer.name_or_path or "unnamed"
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer {name} has no chat template, and conversations need one; use the instruct model's: name it "
-            "as the stage's teacher (--post.teacher), or prepare the text with "
+            f"the tokenizer {name} has no chat template, and conversations need one; put a chat_template.jinja (Jinja "
+            "over `messages`, docs/data.md has one) into its folder, or use the instruct model's: name it as the "
+            "stage's teacher (--post.teacher), or prepare the text with "
             "`hybrid-distill prepare-data --chat --tokenizer INSTRUCT`."
         )
     if not tokenizer.is_fast:

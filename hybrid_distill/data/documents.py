@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -18,8 +19,11 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
 HUB = "hf:"
 BATCH_CHARACTERS = 1_000_000
+SHOWN_FILES = 3
 _BATCH_DOCUMENTS = 1000
 _TXT_CHARACTERS = 1_000_000
+
+log = logging.getLogger(__name__)
 
 Place = Any
 """Where to read on, as JSON: what `document_batches` hands out and takes back."""
@@ -111,7 +115,17 @@ def _parts(source: str, text_column: str | None) -> list[Callable[[], Iterator[s
     files = source_files(source)
     if _is_saved_dataset(path):
         return [partial(_read_saved_dataset, path, text_column)]
+    _say_what_is_left_out(path, files)
     return [partial(_read_file, file, text_column) for file in files]
+
+
+def _say_what_is_left_out(path: Path, files: Sequence[Path]) -> None:
+    """One log line on the files of a folder that are of no kind that is read; hidden ones are not spoken of."""
+    others = sorted(p for p in path.rglob("*") if p.is_file() and p not in files and not p.name.startswith("."))
+    if others:
+        shown = ", ".join(str(p.relative_to(path)) for p in others[:SHOWN_FILES])
+        more = f" and {len(others) - SHOWN_FILES} more" if len(others) > SHOWN_FILES else ""
+        log.info("%s: %s%s left out; only %s are read", path, shown, more, ", ".join(SUFFIXES))
 
 
 def _local_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:

@@ -6,7 +6,9 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
 
 from ..data import DataConfig
 from .losses import KINDS
@@ -16,6 +18,10 @@ MAY_CHANGE = frozenset(
      "max_skips"}
 )  # fmt: skip
 """Fields that a resumed run may have another value of."""
+
+T = TypeVar("T")
+Fixed = Annotated[T, tyro.conf.Suppress]
+"""A field that a command line neither lists nor needs."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16"),
@@ -31,7 +37,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class StageConfig:
     """What every stage has. Raises ValueError for a field out of range."""
 
-    name: str = "stage"
+    name: Fixed[str] = "stage"
+    """Of the stage, for messages and trackers."""
     steps: int = 1000
     batch_size: int = 32
     """Rows of an optimiser step, over all processes."""
@@ -106,7 +113,7 @@ class StageConfig:
 class AlignConfig(StageConfig):
     """Layer-to-layer alignment (arXiv 2408.10189): see `LayerAlignment`."""
 
-    name: str = "align"
+    name: Fixed[str] = "align"
     target: Literal["mixer", "layer", "head"] = "mixer"
     """What must be equal: the mixer's output, the layer's output, or each recurrent head's output."""
     loss: Literal["l2", "nmse"] = "l2"
@@ -119,14 +126,14 @@ class AlignConfig(StageConfig):
 class MatrixConfig(StageConfig):
     """Mixing matrices against attention maps (arXiv 2408.10189): see `MatrixAlignment`."""
 
-    name: str = "matrix"
+    name: Fixed[str] = "matrix"
 
 
 @dataclass(frozen=True)
 class DistillConfig(StageConfig):
     """End-to-end distillation: see `EndToEnd`."""
 
-    name: str = "distill"
+    name: Fixed[str] = "distill"
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     temperature: float = 1.0
     beta: float = 0.5
@@ -145,7 +152,8 @@ class DistillConfig(StageConfig):
 class OnPolicyConfig(DistillConfig):
     """End-to-end distillation, partly on text that the student writes itself (arXiv 2306.13649): see `OnPolicy`."""
 
-    name: str = "on_policy"
+    name: Fixed[str] = "on_policy"
+    teacher_logits: Fixed[Path | None] = None
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
     share: float = 0.5
     """Of the micro-batches, those on the student's own text."""
@@ -176,7 +184,7 @@ class OnPolicyConfig(DistillConfig):
 class LongConfig(DistillConfig):
     """End-to-end distillation on longer rows of the same data."""
 
-    name: str = "long"
+    name: Fixed[str] = "long"
     seq_len: int = 8192
     """Tokens of a row, in the place of ``data.seq_len``. The teacher must reach as far: its RoPE settings are kept."""
     segment_len: int | None = 2048
@@ -195,7 +203,7 @@ class LongConfig(DistillConfig):
 class PostConfig(DistillConfig):
     """End-to-end distillation on conversations, from a larger teacher if need be."""
 
-    name: str = "post"
+    name: Fixed[str] = "post"
     data: DataConfig = field(default_factory=lambda: DataConfig(chat=True))
     """The stage's own; by default conversations, of which the assistant's part is learned."""
     teacher: str | None = None

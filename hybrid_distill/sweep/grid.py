@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
+from ..comma_lists import numbers, words
 from ..plan import HeadPlan
 
 ALL: Literal["all"] = "all"
@@ -58,9 +59,9 @@ class Grid:
         if seeds < 1:
             raise ValueError(f"--seeds is {seeds}; a sweep needs at least 1.")
         return cls(
-            heads=tuple(ALL if part == ALL else _whole("heads", part) for part in _parts(heads)),
-            d_state=tuple(_whole("d-state", part) for part in _parts(d_state)),
-            selection=tuple(_parts(selection)),
+            heads=_each_once(numbers("heads", heads, least=0, named={ALL: ALL})),
+            d_state=_each_once(numbers("d-state", d_state, least=1)),
+            selection=_each_once(words(selection)),
             seeds=tuple(range(first_seed, first_seed + seeds)),
         )
 
@@ -103,16 +104,8 @@ class Grid:
         return Cell(selection, k, d_state, seed)
 
 
-def _parts(text: str) -> Sequence[str]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _whole(flag: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        also = f" or {ALL!r}" if flag == "heads" else ""
-        raise ValueError(f"--{flag} names {text!r}; it takes whole numbers{also}, separated by commas.") from None
+def _each_once(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def _flag(name: str) -> str:
