@@ -28,7 +28,9 @@ class TeacherConfig:
     path: Annotated[str, tyro.conf.arg(aliases=("--teacher",))] = TINY
     """``tiny`` (the embedded default), a local Hugging Face folder, or a name on the hub."""
     revision: str | None = None
+    """Of a name on the hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the teacher's weights; the student trains float32 weights in any case."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
 
@@ -42,10 +44,13 @@ class ScoringConfig:
     """How heads are ranked: KV-retrieval accuracy lost when a head is switched off."""
 
     n_pairs: int = 16
+    """Of each dictionary."""
     n_examples: int = 128
+    """Dictionaries asked of each head."""
     batch_size: int | None = None
     """Rows at a time; by default as many as are fast and fit."""
     n_control_texts: int = 16
+    """Held-out documents on which heads that matter for everything show."""
     restoration_examples: int = 32
     """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
     min_accuracy: float | None = None
@@ -80,7 +85,9 @@ class StudentConfig:
     """The recurrent heads."""
 
     d_state: int = 64
+    """N, the state size of each."""
     conv_width: int = 4
+    """Tokens that the causal convolution before it sees."""
     recurrence: Literal["discrete", "mamba2"] = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
     scaled by the step, which can be exported without remote code (docs/export.md)."""
@@ -98,11 +105,14 @@ class EvaluationConfig:
     """What teacher and student are measured on."""
 
     n_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    """Dictionary sizes, each asked by choice and by generation."""
     stated_pairs: int | None = None
     """The dictionary size that a comparison's table and finding speak of, one of ``n_pairs``; by default the one that
     heads are ranked with. The curve over all sizes is in the report in any case."""
     n_examples: int = 128
+    """Dictionaries of each size."""
     batch_size: int = 32
+    """Of questions and documents, at a time."""
     n_texts: int = 128
     """Held-out documents for perplexity and agreement."""
     knowledge: str | None = None
@@ -126,8 +136,11 @@ class RunConfig:
     """A whole run: score, plan, build, align, distil, evaluate, export, report."""
 
     name: str = "hybrid"
+    """For reports and trackers."""
     out: Path = Path("runs/hybrid")
+    """The folder of all that the run makes."""
     seed: int = 0
+    """Of the run: what is drawn and asked. The order of the data is of ``data.seed``."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -147,6 +160,7 @@ class RunConfig:
     launch file does with the student. Scoring and evaluation still need a whole teacher."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
+    """Write the student as a Hugging Face checkpoint."""
     resume: str = "auto"
     """``auto`` goes on where the run directory stopped; ``never`` begins again, and removes what an earlier run has
     left there: scores, plan, stages, evaluations, export and report."""
@@ -171,6 +185,11 @@ class RunConfig:
                 "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "
                 "'sharded'; use --align.target mixer or head, or --teacher-sharding replicated."
             )
+
+    @property
+    def unused_stages(self) -> set[str]:
+        """Names of sections that this run does not read."""
+        return set(get_args(Stage)) - set(self.stages)
 
     def data_of(self, stage: Stage) -> DataConfig:
         """What a stage trains on."""

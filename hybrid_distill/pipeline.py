@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -175,8 +175,9 @@ class Run:
     def _check_same(self, before: dict[str, Any]) -> None:
         """Raises ValueError unless ``before`` is the record of this run's config: what it measures, and settings of
         stages that it has not, may be others."""
-        unused = set(get_args(Stage)) - set(self.config.stages)
-        changed = differences(before, to_json(self.config), {*MAY_CHANGE, *unused, "evaluation"})
+        changed = differences(
+            before, to_json(self.config), {*MAY_CHANGE, *self.config.unused_stages, "evaluation"}
+        )
         if changed:
             more = len(changed) - SHOWN_DIFFERENCES
             shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")

@@ -477,8 +477,9 @@ def test_what_is_as_published(tmp_path: Path) -> None:
     share = 100 * saturating("top", 8, 4)
     assert f"With 8 of 48 heads (top, state 4) a student keeps {share:.1f} ± 0.0 % of the teacher's retrieval" in text
     assert "sharply up, then flat, as published" in text
-    assert "top 4, random 32. That is 8 times as many or more, as published" in text
-    assert "+0.0 points away from it" in text
+    top, random = (f"{100 * saturating(*setting, 64):.1f} ± 0.0 %" for setting in (("top", 4), ("random", 32)))
+    assert f"top 4 ({top}), random 32 ({random}). That is 8 times as many or more, as published" in text
+    assert "+0.0 ± 0.0 points away from it" in text
 
 
 def test_what_is_not_as_published(tmp_path: Path) -> None:
@@ -496,4 +497,34 @@ def test_what_is_not_as_published(tmp_path: Path) -> None:
     assert "No student keeps 95 % of the teacher's retrieval; the best" in text
     assert "There is no rise to speak of" in text and "top does not reach 90 %" in text
     short = said(tmp_path / "short", cells(heads=(0, 1, 2, 4)))
-    assert "random more than 4, the most that was run. How many times as many random needs cannot be told" in short
+    assert re.search(r"random more than 4, the most that was run \(.*%\). How many times as many random needs", short)
+    single = said(tmp_path / "single", cells(lambda _, k, n: 0.3 + 0.05 * k - 0.2 / n, seeds=1))
+    assert "one seed cannot tell whether a small state costs less" in single and "±" not in single
+
+
+def test_students_that_guess_show_nothing(tmp_path: Path) -> None:
+    out = write(tmp_path / "guessing", cells(lambda *_: 0.13, noise=0.01))  # of 8 values, one at random
+    results = SweepResults.read(out)
+    text = "\n".join([headline(results, 4096), *findings(results)])
+    assert "Nothing can be concluded on retrieval: all students are guessing (KV retrieval by generation, 8" in text
+    assert "guessing gives 12.5 %" in text
+    assert not any(word in text for word in ("**Heads**", "**States**", "**Selections**", "keeps"))
+    assert "nothing can be recommended by this quality: all students" in recommend(out, RecommendJob("1MB"))
+    assert "Nothing can be concluded" not in said(tmp_path / "better", cells(lambda *_: 0.25))
+
+
+def test_a_teacher_that_guesses_is_no_measure(tmp_path: Path) -> None:
+    behind = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "knowledge": 0.3}
+    rows = [row | behind | {"kv_generation_8": 0.1} for row in cells()]
+    text = said(tmp_path, rows)
+    assert "Nothing can be concluded on retrieval: the teacher itself is guessing" in text
+    assert "**Knowledge** says nothing: the teacher itself is guessing (knowledge by choice: 30.0 ± 0.0 %, " in text
+
+
+def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:
+    behind = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "n_text_tokens": 12808}
+    text = write_sweep_report(write(tmp_path, [row | behind for row in cells()])).read_text()
+    questions, guessing = (re.split(r" *\| *", line) for line in text.splitlines() if re.match(r"\|  \| [qg]u", line))
+    assert questions[5:11] == ["40", "100", "100", "100", "12,808", "12,808"]
+    assert guessing[5:11] == ["25.0", "12.5", "6.2", "12.5", "", ""]
+    assert "Of 100 questions alone, a share near 50 % is uncertain by 9.8 points in one seed, by 5.7 over 3" in text

@@ -27,11 +27,14 @@ class DataConfig:
     """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
     streamed ones in equal parts."""
     text_column: str = "text"
+    """Where records hold their text."""
     chat: bool = False
     """Sources hold conversations, in a column ``messages`` or in ``prompt`` and ``completion``: they are put into the
     chat template, and the loss is on what the assistant says."""
     seq_len: int = 256
+    """Tokens of a row."""
     seed: int = 0
+    """Of the order of rows."""
 
     def __post_init__(self) -> None:
         if not self.sources:

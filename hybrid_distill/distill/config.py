@@ -40,17 +40,21 @@ class StageConfig:
     name: Fixed[str] = "stage"
     """Of the stage, for messages and trackers."""
     steps: int = 1000
+    """Of the optimiser."""
     batch_size: int = 32
     """Rows of an optimiser step, over all processes."""
     micro_batch_size: int = 8
     """Rows of one forward pass of one process; the gradients of the others are added up."""
     learning_rate: float = 1e-3
+    """Its peak: it rises, stays, and falls."""
     warmup: float = 0.1
     """Fraction of the steps in which the learning rate rises."""
     decay: float = 0.1
     """Fraction of the steps, the last ones, in which it falls to zero."""
     weight_decay: float = 0.1
+    """Of matrices; vectors have none."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -62,9 +66,13 @@ class StageConfig:
     on_divergence: Literal["stop", "skip"] = "stop"
     """``skip`` leaves the batch out, says so in the metrics, and stops after ``max_skips`` in a row."""
     max_skips: int = 3
+    """Batches left out in a row before the run stops."""
     checkpoint_every: int = 500
+    """Steps between checkpoints."""
     log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
     keep_checkpoints: int = 2
+    """How many of the newest are left on disk."""
 
     def __post_init__(self) -> None:
         least_one = (
@@ -135,12 +143,15 @@ class DistillConfig(StageConfig):
 
     name: Fixed[str] = "distill"
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """The divergence between teacher and student (docs/training.md)."""
     temperature: float = 1.0
+    """Of both."""
     beta: float = 0.5
     """Of ``jsd``."""
     hard_weight: float = 0.0
     """Share of cross-entropy to the text itself."""
     train: Literal["all", "mixer", "ssm"] = "all"
+    """``all`` parameters; ``mixer``: kept and recurrent heads, output projection; ``ssm``: recurrent heads alone."""
     fused: bool = True
     """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""
     teacher_logits: Path | None = None
@@ -160,6 +171,7 @@ class OnPolicyConfig(DistillConfig):
     prompt_tokens: int = 64
     """Tokens of a row that the student goes on from."""
     new_tokens: int = 64
+    """Tokens that it writes."""
     sampling_temperature: float = 1.0
 
     def __post_init__(self) -> None:

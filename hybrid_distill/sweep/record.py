@@ -188,7 +188,8 @@ def _own_stages(base: RunConfig, share: bool) -> tuple[Any, ...]:
 def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     """Raise ValueError unless ``now`` asks for all that the sweep before asked for, in the same way."""
     old, place = before.record, before.out
-    changed = differences(old["config"], now["config"], MAY_CHANGE)
+    unused = from_record(now["config"]).unused_stages
+    changed = differences(old["config"], now["config"], {*MAY_CHANGE, *unused})
     if old["share_alignment"] != now["share_alignment"]:
         changed.append(f"share ({old['share_alignment']} there, {now['share_alignment']} here)")
     if changed:

@@ -16,6 +16,7 @@ FILE = "results.csv"
 FIRST = ("cell", "state", "selection", "heads", "d_state", "seed", "layers_with_heads", "kv_heads")
 LAST = ("steps", "tokens", "train_seconds", "dir", "error")
 TEACHER = "teacher"
+BEHIND = ("n_examples", "n_knowledge", "knowledge_chance", "n_text_tokens")
 
 
 def write_results(sweep: Sweep) -> Path:
@@ -39,7 +40,7 @@ def _teacher_rows(sweep: Sweep) -> list[dict[str, Any]]:
         path = folder / "teacher" / "evaluation.json"
         if path.exists():
             name = {"cell": f"{TEACHER}-s{seed}", "state": "done", "selection": TEACHER, "seed": seed}
-            rows.append({**name, **EvalResult.load(path).figures(), "dir": folder.relative_to(sweep.out).as_posix()})
+            rows.append({**name, **_figures(path), "dir": folder.relative_to(sweep.out).as_posix()})
     return rows
 
 
@@ -60,7 +61,14 @@ def _row(sweep: Sweep, task: Task) -> dict[str, Any]:
         return row
     plan = HeadPlan.load(folder / "plan.json")
     row |= {"layers_with_heads": len({head.layer for head in plan.kept}), "kv_heads": plan.n_stored_kv_heads}
-    return {**row, **EvalResult.load(folder / "evaluation.json").figures(), **_spent(folder)}
+    return {**row, **_figures(folder / "evaluation.json"), **_spent(folder)}
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    """Of an evaluation, with what stands behind them: questions, tokens, and what guessing gives."""
+    result = EvalResult.load(path)
+    behind = {name: getattr(result, name) for name in BEHIND}
+    return {**result.figures(), **{name: value for name, value in behind.items() if value is not None}}
 
 
 def _spent(folder: Path) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def _states(results: SweepResults, context: int, paths: Sequence[Path]) -> str:
             axes.minorticks_off()
             axes.set_title(NAMES[selection])
             _percent_limits(axes)
+            _guessing_level(axes, quality)
             teacher = results.teacher.estimate(quality.column)
             ends = [(100 * line.points[-1][1].mean, line.label, line.style.colour) for line in lines]
             if teacher is not None:
@@ -331,9 +332,19 @@ def _teacher_level(axes: Axes, results: SweepResults, quality: Quality, axis: He
     if teacher is None:
         return
     axes.axhline(quality.scale * teacher.mean, color=BLACK, linewidth=0.9, zorder=1)
+    _guessing_level(axes, quality)
     every = [s.estimate(quality.column) for s in results.done if s.selection == ALL]
     if axis.n_heads and every and every[0]:
         axes.plot(axis.at(axis.n_heads), quality.scale * every[0].mean, marker="s", color=BLACK, zorder=4)
+
+
+def _guessing_level(axes: Axes, quality: Quality) -> None:
+    if quality.chance is not None:
+        axes.axhline(quality.scale * quality.chance, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
+        axes.text(
+            0.99, quality.scale * quality.chance + 1, "guessing", transform=axes.get_yaxis_transform(), ha="right",
+            va="bottom", fontsize=7.5, color=GREY,
+        )  # fmt: skip
 
 
 def _legend(grid: Any, lines: Sequence[Line], *, teacher: bool = False, front: bool = False) -> None:

@@ -25,6 +25,8 @@ def headline(results: SweepResults, context: int) -> str:
     if not (measured := results.qualities("retrieval")):
         return "Nothing can be concluded: no student's retrieval was measured."
     quality = measured[0]
+    if reason := results.says_nothing(quality):
+        return f"Nothing can be concluded on retrieval: {reason}."
     students = [s for s in results.done if s.selection != ALL and s.values(quality.column)]
     found = [(s, coverage) for s in students if (coverage := results.against_teacher(s, [quality.column]))]
     if not found:
@@ -54,6 +56,8 @@ def findings(results: SweepResults) -> Iterator[str]:
     """One sentence each on heads, states, selections and knowledge, where there are cells to speak of."""
     ranked = [name for name in PREDICTABLE if any(s.selection == name for s in results.done)]
     for quality in results.qualities("retrieval") if ranked else []:
+        if results.says_nothing(quality):
+            continue
         state = results.states()[-1]
         yield from _on_heads(results, quality, ranked[0], state)
         yield from _on_states(results, quality, ranked[0])
@@ -63,11 +67,12 @@ def findings(results: SweepResults) -> Iterator[str]:
 
 def _on_heads(results: SweepResults, quality: Quality, selection: str, state: int) -> Iterator[str]:
     """Up sharply, then flat?"""
-    line = {s.heads: e.mean for s, e in _line(results, quality, selection, state)}
+    estimates = {s.heads: e for s, e in _line(results, quality, selection, state)}
+    line = {heads: found.mean for heads, found in estimates.items()}
     if len(line) < 3:
         return
     first, most = min(line), max(line)
-    shown = ", ".join(f"{heads}: {quality.text(value)}" for heads, value in sorted(line.items()))
+    shown = ", ".join(f"{heads}: {quality.shown(found)}" for heads, found in sorted(estimates.items()))
     gain = line[most] - line[first]
     text = f"**Heads** ({selection}, state {state}): {shown}."
     if gain < LITTLE:
@@ -119,10 +124,15 @@ def _costs(large: Setting, small: Setting, column: str) -> dict[int, float]:
 def _shown_costs(retrieval: Mapping[int, float], perplexity: Mapping[int, float]) -> str:
     parts = []
     if lost := estimate(list(retrieval.values())):
-        parts.append(f"retrieval {signed(-100 * lost.mean)} points")
+        parts.append(f"retrieval {_signed(-100 * lost.mean, lost)} points")
     if rise := estimate(list(perplexity.values())):
-        parts.append(f"perplexity {signed(100 * rise.mean)} %")
+        parts.append(f"perplexity {_signed(100 * rise.mean, rise)} %")
     return " and ".join(parts)
+
+
+def _signed(shown: float, of: Estimate) -> str:
+    """-3.1 ± 0.4, in hundredths."""
+    return signed(shown) + ("" if of.margin is None else f" ± {100 * of.margin:.1f}")
 
 
 def _verdict_on_states(by: str, without: Mapping[int, float], with_heads: Mapping[int, float]) -> str:
@@ -130,11 +140,13 @@ def _verdict_on_states(by: str, without: Mapping[int, float], with_heads: Mappin
     spared = estimate([without[seed] - with_heads[seed] for seed in sorted(without.keys() & with_heads.keys())])
     if spared is None:
         return ""
+    if spared.error is None:
+        return f" By {by}, one seed cannot tell whether a small state costs less once the heads are there."
     if fmean(without.values()) <= 0:
         return (
             f" By {by}, a small state costs nothing here even with the fewest heads, unlike in the published results."
         )
-    if abs(spared.mean) <= (spared.error or 0.0):
+    if abs(spared.mean) <= spared.error:
         return f" By {by}, these seeds cannot tell whether a small state costs less once the heads are there."
     less = "less once the heads are there, as published" if spared.mean > 0 else "no less once the heads are there"
     return f" By {by}, a small state costs {less}" + ("." if spared.mean > 0 else ", unlike in the published results.")
@@ -151,17 +163,26 @@ def _on_selections(results: SweepResults, quality: Quality, selection: str, stat
         percent = f"{100 * NEEDED:.0f} %"
         yield f"**Selections** (state {state}): {selection} does not reach {percent} of the teacher's retrieval."
         return
-    parts, factors = [f"{selection} {reference}"], {}
+    parts, factors = [f"{selection} {reference}{_kept_by(results, quality, selection, state, reference)}"], {}
     for other in present:
         needed = heads_needed(results, quality, other, state)
         most = max((s.heads for s in results.done if s.selection == other), default=0)
-        parts.append(f"{other} {needed}" if needed is not None else f"{other} more than {most}, the most that was run")
+        there = _kept_by(results, quality, other, state, most if needed is None else needed)
+        text = f"{other} {needed}" if needed is not None else f"{other} more than {most}, the most that was run"
+        parts.append(f"{text}{there}")
         factors[other] = ((needed or most) / max(reference, 1), needed is None)
     factors.pop("restoration", None)
     yield (
         f"**Selections** (state {state}), fewest heads run that keep {100 * NEEDED:.0f} % of the teacher's retrieval: "
         f"{', '.join(parts)}.{_verdict_on_baselines(factors)}"
     )
+
+
+def _kept_by(results: SweepResults, quality: Quality, selection: str, state: int, heads: int) -> str:
+    """What so many heads keep of the teacher's retrieval, in brackets."""
+    found = [s for s, _ in _line(results, quality, selection, state) if s.heads == heads]
+    kept = results.against_teacher(found[0], [quality.column]) if found else None
+    return "" if kept is None else f" ({_percent(kept)})"
 
 
 def _verdict_on_baselines(factors: Mapping[str, tuple[float, bool]]) -> str:
@@ -178,16 +199,21 @@ def _verdict_on_baselines(factors: Mapping[str, tuple[float, bool]]) -> str:
 
 
 def _on_knowledge(results: SweepResults) -> Iterator[str]:
+    for quality in results.qualities("knowledge"):
+        if reason := results.says_nothing(quality):
+            yield f"**Knowledge** says nothing: {reason}."
+            return
     changes = [
-        (found.mean, setting)
+        (found, setting)
         for setting in results.done
         if (found := results.against_teacher(setting, ["knowledge"], lambda a, b: a - b))
     ]
     if changes:
-        change, setting = max(changes, key=lambda pair: abs(pair[0]))
+        change, setting = max(changes, key=lambda pair: abs(pair[0].mean))
         yield (
-            f"**Knowledge**: the student farthest from the teacher, {setting.label}, is {signed(100 * change)} points "
-            "away from it; published students stay where the teacher is, heads or not."
+            f"**Knowledge**: the student farthest from the teacher, {setting.label}, is "
+            f"{_signed(100 * change.mean, change)} points away from it; published students stay where the teacher is, "
+            "heads or not."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from .recommend import Advisor, measured_text, predicted_text, size_text
 from .settings import NONE, Estimate, Setting, SweepResults, t_95
 
 CONTEXT = 4096
+Z_95 = 1.96
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Of the teacher's memory, for which the report recommends a student."""
 
@@ -133,6 +135,10 @@ def _grouped(columns: Sequence[Column], before: int) -> list[tuple[str, int]]:
 def _means(results: SweepResults, context: int) -> Table:
     columns = _columns(results)
     rows = [
+        ["", "questions a seed", "", "", *(_count(results.n_questions(c.name)) for c in columns), ""],
+        ["", "guessing", "", "", *(_guess(results.chance(c.name), c) for c in columns), ""],
+    ]
+    rows += [
         [*_name(setting), *(_cell(setting.estimate(c.name), c) for c in columns), _bytes_cell(setting, context)]
         for setting in [results.teacher, *results.done]
         if setting.rows
@@ -168,6 +174,14 @@ def _name(setting: Setting) -> list[str]:
     return [heads, chosen, ABSENT if setting.d_state is None else str(setting.d_state), setting.n_seeds]
 
 
+def _count(n: int | None) -> str:
+    return ABSENT if n is None else f"{n:,}"
+
+
+def _guess(chance: float | None, column: Column) -> str:
+    return "" if chance is None else f"{column.scale * chance:.{column.digits}f}"
+
+
 def _cell(value: Estimate | None, column: Column) -> str:
     if value is None:
         return ABSENT
@@ -194,8 +208,15 @@ def _notes(results: SweepResults, context: int) -> str:
             "± is half of the 95 % interval of the mean over seeds, by Student's t: with "
             f"{n_seeds} seeds {t_95(n_seeds - 1):.1f} standard errors."
         )
+    if results.pair_sizes and (asked := results.n_questions(f"kv_generation_{results.n_pairs}")):
+        alone, together = (100 * Z_95 * math.sqrt(0.25 / (asked * n)) for n in (1, n_seeds))
+        interval += (
+            f" Of {asked} questions alone, a share near 50 % is uncertain by {alone:.1f} points in one seed"
+            f"{f', by {together:.1f} over {n_seeds}' if n_seeds > 1 else ''}: do not read into less than that."
+        )
     return (
-        f"{interval} Our probes stand for the published tasks: multiple-choice facts for the knowledge-focused ones, "
+        f"{interval} Guessing: of a dictionary, naming one of its values; of the facts, one of the choices. "
+        "Our probes stand for the published tasks: multiple-choice facts for the knowledge-focused ones, "
         "dictionaries by generation for the retrieval-heavy ones. Perplexity is per token of held-out text; agreement "
         "is the share of its tokens where student and teacher expect the same next one. Memory: all that one sequence "
         f"holds after {context:,} tokens, that is keys and values in bfloat16, states, and the convolutions' inputs "

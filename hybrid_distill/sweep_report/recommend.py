@@ -260,6 +260,8 @@ def recommend(out: Path, job: RecommendJob) -> str:
     best = advisor.best_measured(budget)
     batch = f" for each of {job.batch} sequences" if job.batch > 1 else ""
     lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens, best {advisor.quality.label}:", ""]
+    if reason := results.says_nothing(advisor.quality):
+        lines += [f"nothing can be recommended by this quality: {reason}.", ""]
     lines += [f"measured   {measured_text(best, advisor.quality)}"]
     if cheaper := advisor.nearly_as_good(best):
         lines.append(f"  nearly as good and smaller: {measured_text(cheaper, advisor.quality)}")

@@ -21,6 +21,8 @@ DEFAULT_PAIRS = 16
 NONE = "none"
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, 97.5 %, for 1 to 10 degrees of freedom."""
+GUESSING = 2.0
+FEW_QUESTIONS = 64  # where no file tells how many were asked
 WORDS = ("cell", "state", "selection", "heads", "d_state", "seed", "dir", "error")
 """Columns that are no figures."""
 
@@ -126,10 +128,17 @@ class Quality:
     unit: str = " %"
     digits: int = 1
     higher_is_better: bool = True
+    chance: float | None = None
+    """What guessing gives, where that is known."""
 
     def text(self, value: float) -> str:
         """97.3 %, 4.83."""
         return f"{self.scale * value:.{self.digits}f}{self.unit}"
+
+    def shown(self, value: Estimate) -> str:
+        """97.3 ± 1.2 %, 4.83; without an interval where there is none."""
+        margin = "" if value.margin is None else f" ± {self.scale * value.margin:.{self.digits}f}"
+        return f"{self.scale * value.mean:.{self.digits}f}{margin}{self.unit}"
 
     def better(self, a: float, b: float) -> bool:
         """Whether ``a`` is better than ``b``."""
@@ -190,9 +199,15 @@ class SweepResults:
 
     def qualities(self, *names: str) -> list[Quality]:
         """Those of the named ones that were measured."""
+        retrieval = f"kv_generation_{self.n_pairs}"
         kinds = (
-            Quality("retrieval", f"kv_generation_{self.n_pairs}", f"KV retrieval by generation, {self.n_pairs} pairs"),
-            Quality("knowledge", "knowledge", "knowledge by choice"),
+            Quality(
+                "retrieval",
+                retrieval,
+                f"KV retrieval by generation, {self.n_pairs} pairs",
+                chance=self.chance(retrieval),
+            ),
+            Quality("knowledge", "knowledge", "knowledge by choice", chance=self.chance("knowledge")),
             Quality("perplexity", "perplexity", "perplexity", 1.0, "", 3, higher_is_better=False),
         )
         asked = [kind for kind in kinds if kind.name in names]
@@ -203,6 +218,49 @@ class SweepResults:
         if not (found := self.qualities(name)):
             raise ValueError(f"no finished cell has a figure for {name}; choose another --quality.")
         return found[0]
+
+    def chance(self, column: str) -> float | None:
+        """What guessing gives: of a dictionary, one of its values; None where that is not known, or means nothing."""
+        if match := re.fullmatch(r"kv_(choice|generation)_([1-9]\d*)", column):
+            return 1 / int(match[2])
+        return self._behind("knowledge_chance") if column == "knowledge" else None
+
+    def n_questions(self, column: str) -> int | None:
+        """How many of one seed stand behind a figure (tokens, of those on plain text); None where no file tells."""
+        if column.startswith("kv_"):
+            asked = self.record.get("config", {}).get("evaluation", {}).get("n_examples")
+            found = self._behind("n_examples") or asked
+        else:
+            found = self._behind("n_knowledge" if column == "knowledge" else "n_text_tokens")
+        return None if found is None else int(found)
+
+    def _behind(self, name: str) -> float | None:
+        """A number that is the same for all who were measured."""
+        rows = (row for setting in (self.teacher, *self.done) for row in setting.rows.values())
+        return next((row[name] for row in rows if name in row), None)
+
+    def is_guessing(self, setting: Setting, quality: Quality) -> bool:
+        """Whether the mean over seeds is not above guessing by `GUESSING` standard errors of so many guesses."""
+        found = setting.estimate(quality.column)
+        if found is None or quality.chance is None:
+            return False
+        n = (self.n_questions(quality.column) or FEW_QUESTIONS) * found.n
+        return found.mean <= quality.chance + GUESSING * math.sqrt(quality.chance * (1 - quality.chance) / n)
+
+    def says_nothing(self, quality: Quality) -> str:
+        """Why students cannot be compared by a quality, without a full stop; empty where they can."""
+        if quality.chance is None:
+            return ""
+        guessing = f"guessing gives {quality.text(quality.chance)}"
+        teacher = self.teacher.estimate(quality.column)
+        if teacher and self.is_guessing(self.teacher, quality):
+            return f"the teacher itself is guessing ({quality.label}: {quality.shown(teacher)}, {guessing})"
+        students = [s for s in self.done if s.selection != ALL and s.values(quality.column)]
+        if not students or not all(self.is_guessing(student, quality) for student in students):
+            return ""
+        best = max(students, key=lambda student: mean_of(student, quality))
+        shown = f"the best, {best.label}, answers {quality.text(mean_of(best, quality))}, and {guessing}"
+        return f"all students are guessing ({quality.label}: {shown})"
 
     def against_teacher(
         self, setting: Setting, columns: Sequence[str], compare: Callable[[float, float], float] = lambda a, b: a / b
