@@ -59,6 +59,7 @@ Experiment = (
 
 
 OF_DRY_RUNS = ("--dry-run", "--show-config")
+"""Flags that are not repeated in the command that a dry run recommends."""
 
 
 def run_recipe(
@@ -93,7 +94,8 @@ def run_recipe(
 
 def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
     """Print what it finds; ``words`` are the recipe and its flags. Raises ValueError for what the run would refuse."""
-    print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
+    if is_launched_main():
+        print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
     if found := list(problems(config)):
         raise ValueError("the run would not start: " + " ".join(found))
 

@@ -67,9 +67,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     except (OSError, ValueError):
         return  # `describe` says so, and nothing else can be judged
     checks: list[Callable[[], object]] = [this.check_data, this.check_evaluation, this.outdated]
-    options = config.plan
-    if config.scoring.file is not None and options.selection == "top":
-        checks.append(lambda: _scored_plan(config, shape_of_teacher(config.teacher)))
+    if config.scoring.file is not None and config.plan.selection == "top":
+        checks.append(lambda: _check_scores(config))
     for check in checks:
         try:
             check()
@@ -121,6 +120,13 @@ def _scored_plan(config: RunConfig, teacher: PreTrainedModel) -> HeadPlan:
     return plan
 
 
+def _check_scores(config: RunConfig) -> None:
+    """Raises ValueError for a file without head scores, or with those of a teacher of another shape."""
+    assert config.scoring.file is not None
+    scores = HeadScores.load(config.scoring.file)
+    HeadPlan.none(scores).check_fits(shape_of_teacher(config.teacher))
+
+
 def _plan_text(plan: HeadPlan) -> str:
     kept = [f"  layer {layer}: {', '.join(map(str, plan.kept_in(layer)))}" for layer in range(plan.n_layers)]
     return "\n".join(line for line in kept if not line.endswith(": "))
@@ -163,8 +169,8 @@ def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
 
 
 def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
-    again = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
-    flags = "".join(f" --{name.replace('_', '-')}.recompute" for name in again)
+    recomputed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
+    flags = "".join(f" --{name.replace('_', '-')}.recompute" for name in recomputed)
     needed = f"needs {_size(max(plan.total for plan in plans))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"

@@ -97,7 +97,7 @@ def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
     "arguments, said",
     [
         (["--heads", ""], "--heads is empty"),
-        (["--heads", "4,some"], "'some'"),
+        (["--heads", "4,some"], "'4,some'"),
         (["--heads", "1000"], "1000"),
         (["--d-state", "0"], "at least 1"),
         (["--lengths", "all"], "'all'"),
