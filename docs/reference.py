@@ -111,7 +111,8 @@ def _recipe() -> Iterator[str]:
 def _parser(of: Any, **options: Any) -> argparse.ArgumentParser:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return tyro.extras.get_parser(of, **options)
+        parser: Any = tyro.extras.get_parser(of, **options)
+    return parser
 
 
 def _groups(parser: argparse.ArgumentParser) -> Iterator[Group]:

@@ -115,7 +115,8 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
 def _scored_plan(config: RunConfig, teacher: PreTrainedModel) -> HeadPlan:
     """The plan of the run's file of head scores; whether they are of these very weights shows when the run starts."""
     assert config.scoring.file is not None
-    plan = HeadPlan.top_k(HeadScores.load(config.scoring.file), config.plan.k)
+    scores: Any = HeadScores.load(config.scoring.file)
+    plan = HeadPlan.top_k(scores, config.plan.k)
     plan.check_fits(teacher)
     return plan
 

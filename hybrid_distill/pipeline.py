@@ -175,9 +175,7 @@ class Run:
     def _check_same(self, before: dict[str, Any]) -> None:
         """Raises ValueError unless ``before`` is the record of this run's config: what it measures, and settings of
         stages that it has not, may be others."""
-        changed = differences(
-            before, to_json(self.config), {*MAY_CHANGE, *self.config.unused_stages, "evaluation"}
-        )
+        changed = differences(before, to_json(self.config), {*MAY_CHANGE, *self.config.unused_stages, "evaluation"})
         if changed:
             more = len(changed) - SHOWN_DIFFERENCES
             shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
