@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random models that the embedded teacher's tokenizer fits."""
     folder = tmp_path_factory.mktemp("models")
     _, tokenizer = load_teacher("tiny")
-    for family in ("falcon_h1", "falcon_mamba"):
+    for family in ("falcon_h1", "zamba2", "falcon_mamba"):
         model = make_model(family)
         config = type(model.config)(**{**FAMILIES[family][1], "vocab_size": len(tokenizer)})
         type(model)(config).save_pretrained(folder / family)
@@ -57,13 +57,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2"]
 
 
-def test_the_two_kinds_of_a_hybrid_are_ranked_together(models: Path, tmp_path: Path, capsys) -> None:
-    argv = ["--model", str(models / "falcon_h1"), "--min-accuracy", "0", *FEW]
+@pytest.mark.parametrize(
+    ("family", "n_attention", "n_ssm"), [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)]
+)
+def test_the_two_kinds_of_a_hybrid_are_ranked_together(
+    family: str, n_attention: int, n_ssm: int, models: Path, tmp_path: Path, capsys
+) -> None:
+    argv = ["--model", str(models / family), "--min-accuracy", "0", *FEW]
     main(["analyse", "carriers", *argv, "--out", str(tmp_path)])
     files = {f"carriers.{end}" for end in ("md", "csv", "png", "attention.json", "ssm.json")}
     assert {p.name for p in tmp_path.iterdir()} == files | {f"carriers.removed.{end}" for end in ("md", "csv", "png")}
     rows = list(csv.DictReader((tmp_path / "carriers.csv").open()))
-    for kind, n_heads in (("attention", 3 * 4), ("ssm", 3 * 6)):
+    for kind, n_heads in (("attention", n_attention), ("ssm", n_ssm)):
         own = [row for row in rows if row["head"].endswith(f" {kind}")]
         assert [row["head"].split()[0] for row in own] == [
             str(head) for head in HeadScores.load(tmp_path / f"carriers.{kind}.json").ranking()

@@ -14,8 +14,8 @@ from test_head_sites import make_model
 from training import small_run
 from transformers import PreTrainedModel
 
-from hybrid_distill.analysis.replace_layer import ReplaceLayer, replace_each
-from hybrid_distill.analysis.tables import Column
+from hybrid_distill.analysis.replace_layer import ReplaceLayer, replace_each, shortened
+from hybrid_distill.analysis.tables import Column, Row, Table
 from hybrid_distill.analysis.tasks import Task, accuracy_task
 from hybrid_distill.build import build_student
 from hybrid_distill.cli import main
@@ -85,6 +85,12 @@ def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
     assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
     assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
     assert together.label.startswith(f"heads {alone[0].label} + L") and table.rows[-1].label == "teacher"
+
+
+def test_of_a_long_table_the_best_rows_are_shown() -> None:
+    rows = tuple(Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50))
+    shown = shortened(Table("a title", "put back", (Column("kv"),), rows)).rows
+    assert shown == (*rows[:24], rows[48], rows[49])
 
 
 def test_of_a_perplexity_less_is_more(half: tuple) -> None:

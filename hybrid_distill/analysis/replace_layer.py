@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,10 @@ from .tables import Row, Table
 from .tasks import Questions, Subject, Task, measure
 
 NAME = "replace-layer"
-DRAWN = 24  # bars
+SHOWN = 24  # rows, of a table that has more
 
 By = Literal["layer", "head"]
+Restore = Callable[[list[Any]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class ReplaceLayer:
         tasks = self.questions.make(student, tokenizer)
         table = replace_each(student, teacher, tokenizer, tasks, by=self.by, together=self.together)
         table.save(self.out, NAME)
-        draw_bars(table, self.out / f"{NAME}.png", first="the student as it is", most=DRAWN)
-        return table.text()
+        shown = shortened(table)
+        draw_bars(shown, self.out / f"{NAME}.png", first="the student as it is")
+        return shown.text()
 
     def load(self) -> tuple[HybridForCausalLM, PreTrainedModel, PreTrainedTokenizerBase]:
         """Student, teacher and tokenizer. Raises ValueError for what is no student, and for another one's teacher."""
@@ -92,41 +94,55 @@ def replace_each(
     With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most for
     the first task.
     """
-    sites = head_sites(student)
-    parts: list[Any] = [site.layer for site in sites]
-    restore: Callable[[list[Any]], AbstractContextManager[None]] = partial(restore_layers, student, teacher)
-    if by == "head":
-        parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
-        restore = partial(restore_heads, student, teacher)
-    n_tried = sum(len(parts) - done for done in range(min(together, len(parts))))
-    with tqdm(total=2 + n_tried, desc=f"putting back a {by}", disable=not progress) as bar:
+    parts, restore = _parts(student, teacher, by)
+    together = min(together, len(parts))
 
-        def row(label: str, restored: list[Any]) -> Row:
+    def worth(row: Row) -> float:
+        return row.values[0] if tasks[0].column.unit else -row.values[0]  # of a perplexity less is more
+
+    with tqdm(total=2 + sum(range(len(parts), len(parts) - together, -1)), disable=not progress) as bar:
+        bar.set_description(f"putting back a {by}")
+
+        def row_of(restored: list[Any], group: str = "") -> Row:
             with restore(restored):
-                found = Row(label, measure(student, tokenizer, tasks))
+                values = measure(student, tokenizer, tasks)
             bar.update()
-            return found
+            return Row(_label(by, restored), values, group)
 
-        def worth(found: Row) -> float:
-            return found.values[0] if tasks[0].column.unit else -found.values[0]  # of a perplexity less is more
-
-        rows = [row("none", [])]
-        alone = {part: row(f"layer {part}" if by == "layer" else str(part), [part]) for part in parts}
-        chosen, company = [max(parts, key=lambda part: worth(alone[part]))], []
-        while len(chosen) < min(together, len(parts)):
-            tried = {part: row(_joined(by, [*chosen, part]), [*chosen, part]) for part in parts if part not in chosen}
-            best = max(tried, key=lambda part: worth(tried[part]))
-            chosen.append(best)
-            company.append(tried[best])
+        rows = [row_of([])]
+        alone = {part: row_of([part]) for part in parts}
         rows += alone.values() if by == "layer" else sorted(alone.values(), key=worth, reverse=True)
-        rows += [*company, Row("teacher", measure(teacher, tokenizer, tasks))]
+        chosen = [max(parts, key=lambda part: worth(alone[part]))]
+        while len(chosen) < together:
+            tried = {part: row_of([*chosen, part], "together") for part in parts if part not in chosen}
+            chosen.append(max(tried, key=lambda part: worth(tried[part])))
+            rows.append(tried[chosen[-1]])
+        rows.append(Row("teacher", measure(teacher, tokenizer, tasks), "teacher"))
         bar.update()
     title = f"{student.name_or_path}: one {by} of the teacher put back"
     return Table(title, "put back", tuple(task.column for task in tasks), tuple(rows))
 
 
-def _joined(by: By, parts: Sequence[int | HeadId]) -> str:
-    return f"{'layers' if by == 'layer' else 'heads'} {' + '.join(map(str, parts))}"
+def _parts(student: HybridForCausalLM, teacher: PreTrainedModel, by: By) -> tuple[list[Any], Restore]:
+    """What can be put back, bottom to top, and how some of it is."""
+    sites = head_sites(student)
+    if by == "layer":
+        return [site.layer for site in sites], partial(restore_layers, student, teacher)
+    heads = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+    return heads, partial(restore_heads, student, teacher)
+
+
+def _label(by: By, restored: Sequence[int | HeadId]) -> str:
+    named = " + ".join(map(str, restored))
+    if len(restored) > 1:
+        return f"{by}s {named}"
+    return f"layer {named}" if restored and by == "layer" else named or "none"
+
+
+def shortened(table: Table) -> Table:
+    """The first rows of those put back alone, and all others."""
+    rows = [row for number, row in enumerate(table.rows) if number < SHOWN or row.group]
+    return replace(table, rows=tuple(rows))
 
 
 def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
