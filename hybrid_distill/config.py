@@ -33,6 +33,8 @@ class TeacherConfig:
     """Of the teacher's weights; the student trains float32 weights in any case."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
+    allow_bin: bool = False
+    """Take weights that are a pickle (``*.bin``) too, which whoever made them could have made to run programs here."""
 
     def __post_init__(self) -> None:
         if not self.path.strip():

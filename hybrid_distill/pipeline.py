@@ -96,6 +96,7 @@ class Run:
             dtype=options.dtype,
             revision=options.revision,
             attn_implementation=options.attn_implementation,
+            allow_bin=options.allow_bin,
         )
 
     @property
@@ -401,7 +402,12 @@ class Run:
         if options == self.config.teacher:
             return self.teacher_and_tokenizer
         log.info("%s distils from %s: from its logits alone, for its hidden states are others", stage, options.path)
-        return load_teacher(options.path, dtype=options.dtype, attn_implementation=options.attn_implementation)
+        return load_teacher(
+            options.path,
+            dtype=options.dtype,
+            attn_implementation=options.attn_implementation,
+            allow_bin=options.allow_bin,
+        )
 
     def _tokenizer_of(self, stage: Stage) -> PreTrainedTokenizerBase:
         """The tokenizer of `teacher_of`, without the weights."""

@@ -87,6 +87,8 @@ class ScoreJob:
     """Rows at a time; by default as many as are fast and fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """By default bfloat16 on a GPU, float32 on a CPU."""
+    allow_bin: bool = False
+    """Take weights that are a pickle (``*.bin``) too."""
     seed: int = 0
     compare: tuple[Path, Path] | None = None
     """Score nothing: how do these two files agree? One may be a published ranking."""
@@ -106,7 +108,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     weights = _weights(job, len(probes))
     device: Any = connect().device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(job.model, dtype=dtype)
+    model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin)
     model.to(device)
     on_main_process(lambda: job.out.parent.mkdir(parents=True, exist_ok=True))
     limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none

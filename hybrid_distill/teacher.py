@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .guard import check_checkpoint, is_bin_only
 from .llamba import is_llamba, llamba_config, load_llamba
 from .plan import HeadId
 
@@ -489,16 +489,20 @@ def load_teacher(
     revision: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    allow_bin: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (eval mode, on the CPU) and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
-    Code that comes with a checkpoint is run only where ``trust_remote_code`` is set. Raises ValueError, in one line,
-    for an unknown dtype, a folder without config or weights, and a name that cannot be had.
+    Code that comes with a checkpoint is run only where ``trust_remote_code`` is set, and weights are safetensors unless
+    ``allow_bin``. Raises ValueError, in one line, for an unknown dtype, a name that cannot be had, a folder without
+    config or weights, and one that `check_checkpoint` refuses.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
     with _refusal(name_or_path):
+        if isinstance(path, Path):
+            _check_folder(path, allow_bin)
         tokenizer = _tokenizer(path, revision, trust_remote_code)
         if is_llamba(path):
             llamba = load_llamba(path, DTYPES[dtype])
@@ -510,6 +514,7 @@ def load_teacher(
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_bin else True,
             output_loading_info=True,
         )
         model, loading = loaded
@@ -525,10 +530,7 @@ def read_teacher(
     """Config and tokenizer: what `load_teacher` reads, and refuses, without the weights."""
     path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
     with _refusal(name_or_path):
-        tokenizer = _tokenizer(path, revision)
-        if is_llamba(path):
-            return llamba_config(path), tokenizer
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False), tokenizer
+        return load_config(name_or_path, revision), _tokenizer(path, revision)
 
 
 def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -540,7 +542,7 @@ def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool =
             "a Llamba is published without its tokenizer: copy tokenizer.json and tokenizer_config.json of the Llama "
             "it was distilled from into the folder"
         )
-    return AutoTokenizer.from_pretrained(path, config=llamba_config(path))
+    return AutoTokenizer.from_pretrained(path, config=llamba_config(path), trust_remote_code=False)
 
 
 def longest_context(config: Any) -> int | None:
@@ -564,8 +566,8 @@ def _refusal(name_or_path: str | Path) -> Iterator[None]:
     """Says in one line why a teacher cannot be had."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # of transformers, of the tokenizers library: whatever a damaged file leads to
+        reason = str(error).strip().splitlines()[0].rstrip(".;") if str(error).strip() else type(error).__name__
         raise ValueError(
             f"the teacher {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder ({FLAGS}), "
             f"or take the embedded teacher, {TINY} (`make demo` runs it)."
@@ -580,15 +582,26 @@ def head_dim_of(config: Any) -> int:
 def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:
     """The config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError where there is none."""
     path = _tiny_path() if str(name_or_path) == TINY else Path(name_or_path).expanduser()
+    name = path if path.is_dir() else str(name_or_path)
     try:
         if is_llamba(path):
             return llamba_config(path)
-        return AutoConfig.from_pretrained(path if path.is_dir() else str(name_or_path), revision=revision)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
         raise ValueError(
             f"{str(name_or_path)!r} has no config that transformers can read; give a local folder, a name on the hub, "
             "or tiny."
         ) from error
+
+
+def _check_folder(folder: Path, allow_bin: bool) -> None:
+    if not is_bin_only(folder):
+        check_checkpoint(folder)
+    elif not allow_bin:
+        raise ValueError(
+            "its weights are *.bin, which are pickles: convert them to safetensors (load with transformers and "
+            "save_pretrained), or pass --allow-bin (--teacher.allow-bin in a recipe) if you trust whoever made them"
+        )
 
 
 def _tiny_path() -> Path:

@@ -259,7 +259,9 @@ def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
         )
     with (path / "modeling_hybrid.py").open("a") as code:
         code.write("\n_token_mask = lambda *args: None\n")
-    said = verify_export(path).table()
+    with pytest.raises(ValueError, match=r"modeling_hybrid.py, ssd.py in .* --trust-remote-code"):
+        verify_export(path)
+    said = verify_export(path, trust_remote_code=True).table()
     failed = [line for line in said.splitlines() if line.startswith("FAILED")]
     assert "cached decode = full forward" in failed[0] and "left-padded batch = single" in failed[1]
     assert "ok       reloaded = exported model" in said

@@ -12,6 +12,7 @@ from transformers.dynamic_module_utils import get_imports
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("plan", "budget", "comma_lists", "model", "probes", "assets"),  # of the probes: the questions, without a model
+    ("guard",),
     ("build", "ssm_init", "llamba", "teacher"),
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),

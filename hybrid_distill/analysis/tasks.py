@@ -63,10 +63,14 @@ class Subject:
     """A local folder (a student's export too), a hub id, or ``tiny`` for the embedded teacher."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """By default bfloat16 on a GPU, float32 on a CPU."""
+    allow_bin: bool = False
+    """Take weights that are a pickle (``*.bin``) too."""
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         device: Any = connect().device
-        model, tokenizer = load_teacher(self.model, dtype=self.dtype or _dtype_of(device))
+        model, tokenizer = load_teacher(
+            self.model, dtype=self.dtype or _dtype_of(device), allow_bin=self.allow_bin
+        )
         model.to(device)
         return model, tokenizer
 

@@ -202,12 +202,6 @@ def write_code(student: PreTrainedModel, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def changed_code(folder: Path) -> list[str]:
-    """Python files of an exported folder, outside its gate, that `write_code` would not write like that."""
-    ours = {path.name: path.read_bytes() for path in _file_of(HybridForCausalLM).parent.glob("*.py")}
-    return sorted(path.name for path in folder.glob("*.py") if path.read_bytes() != ours.get(path.name))
-
-
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Tokenizer files, in words that transformers 4 understands too."""
     tokenizer.save_pretrained(folder)

@@ -9,14 +9,14 @@ from typing import Annotated, Any, cast
 
 import tyro
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer
 
 from ..evaluate import EvalResult
-from ..model import HybridConfig, HybridForCausalLM
+from ..guard import load_student
+from ..model import HybridConfig
 from ..pipeline import finished_run
 from ..plan import HeadPlan
 from ..scoring import HeadScores
-from .checkpoint import Form, changed_code, export_checkpoint
+from .checkpoint import Form, export_checkpoint
 from .falcon_h1 import MODEL_TYPE
 from .gate import GateReport, verify_export
 
@@ -51,13 +51,13 @@ def export_student(job: ExportJob) -> GateReport:
             f"{job.model} holds a model of type {config.get('model_type')!r}; name a finished run, or {hint}: a folder "
             f"whose config.json says {HybridConfig.model_type}."
         )
-    student = HybridForCausalLM.from_pretrained(job.model, dtype="auto")
-    files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "tokenizer_config")}
+    student, tokenizer = load_student(job.model)
+    files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation")}
     results = _read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
     license, base_model = _origin_on_card(job.model)
     return export_checkpoint(
         student,
-        AutoTokenizer.from_pretrained(job.model) if files["tokenizer_config"].is_file() else None,
+        tokenizer,
         job.out,
         plan=HeadPlan.load(files["plan"]),
         form=job.form,
@@ -87,13 +87,8 @@ class VerifyJob:
 
 
 def verify(job: VerifyJob) -> GateReport:
-    """The checks. Raises ValueError for a folder that is no export, or whose code is neither ours nor trusted."""
-    if (changed := changed_code(job.path)) and not job.trust_remote_code:
-        raise ValueError(
-            f"{', '.join(changed)} in {job.path} is not what this version of hybrid-distill writes, and verifying "
-            "would run it; read it, then pass --trust-remote-code."
-        )
-    report = verify_export(job.path, device=job.device)
+    """The checks. Raises ValueError as `verify_export` does."""
+    report = verify_export(job.path, device=job.device, trust_remote_code=job.trust_remote_code)
     if job.json is not None:
         job.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     return report

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..guard import check_checkpoint, code_differs
 from ..model import HybridForCausalLM
 from . import check as program
 from .check import Check, Prompts, form_of, greedy, tensor_hash
@@ -66,14 +67,19 @@ class GateReport:
 
 
 def verify_export(
-    path: str | Path, student: PreTrainedModel | None = None, *, device: str | None = None
+    path: str | Path,
+    student: PreTrainedModel | None = None,
+    *,
+    device: str | None = None,
+    trust_remote_code: bool = False,
 ) -> GateReport:
     """Check an exported folder, of any form, in a separate process, which cannot import this package unless the
     form needs it.
 
     The folder is held against what was recorded when it was exported, or against ``student`` as it is now.
-    ``device`` is where the reloaded model runs (default: where the student is, else the CPU). Raises ExportError
-    when the process ends without a result, ValueError for a folder that is no export.
+    ``device`` is where the reloaded model runs (default: where the student is, else the CPU). The folder's code runs
+    there, so it must be this package's own, byte for byte, unless ``trust_remote_code``. Raises ExportError when the
+    process ends without a result, ValueError for a folder that is no export or that `check_checkpoint` refuses.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file() or not (folder / "gate" / "reference.json").is_file():
@@ -81,6 +87,9 @@ def verify_export(
             f"{folder} is no exported checkpoint: it lacks config.json or gate/reference.json; "
             "pass the folder of an export."
         )
+    if not trust_remote_code:
+        check_checkpoint(folder, numbers=False)
+        _check_code(folder)
     if device is None:
         device = str(student.device) if student is not None else "cpu"
     if student is None:
@@ -90,6 +99,14 @@ def verify_export(
         gate = Path(scratch) / "gate"
         write_record(student, gate, texts=stored["texts"], tied=stored["tied"], form=form_of(stored))
         return run_gate(folder, gate, device)
+
+
+def _check_code(folder: Path) -> None:
+    if other := code_differs(folder):
+        raise ValueError(
+            f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
+            "verifying runs it; read it, then pass --trust-remote-code."
+        )
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, list[int]]]:

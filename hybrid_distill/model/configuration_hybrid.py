@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from reprlib import repr as shortened
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -10,8 +13,30 @@ D_STATE_RANGE = (4, 128)
 CONV_WIDTH_RANGE = (1, 16)
 RECURRENCES = ("discrete", "mamba2")
 
+# Far above every model there is, far below what would fill a memory before the first error: name -> largest value.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**10,
+    "num_key_value_heads": 2**10,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31,
+    "num_labels": 2**14,  # transformers writes down a name for each
+}
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+LARGEST_MODEL = 2**41  # parameters, roughly counted
+FRACTIONS = ("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
+MAX_ENTRIES = 2**14  # of one list, dictionary or text
+MAX_DEPTH = 8
+
 # Facts that belong to one file or one process, not to the architecture.
-_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
+_NOT_ARCHITECTURE = (
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "attn_implementation",
+    "auto_map",
+)  # fmt: skip
 _FROM_BACKBONE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
@@ -39,18 +64,23 @@ class HybridConfig(PretrainedConfig):
         recurrence: str = "discrete",
         **kwargs: Any,
     ) -> None:
+        check_values("", kwargs)
         if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
             backbone = _clean_backbone(backbone)
+            check_sizes(backbone)
             teacher = _backbone_config(backbone)
             kept = _check_kept(kept, teacher)
             _check_range("d_state", d_state, D_STATE_RANGE)
             _check_range("conv_width", conv_width, CONV_WIDTH_RANGE)
             if recurrence not in RECURRENCES:
-                raise ValueError(f"recurrence is {recurrence!r}; it must be one of {', '.join(RECURRENCES)}.")
+                raise ValueError(f"recurrence is {shortened(recurrence)}; it must be one of {', '.join(RECURRENCES)}.")
+            if type(conv_bias) is not bool:
+                raise ValueError(f"conv_bias is {shortened(conv_bias)}; it must be true or false.")
             if conv_bias and recurrence != "discrete":
                 raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
             for name in _FROM_BACKBONE:
                 kwargs.setdefault(name, getattr(teacher, name, None))
+            check_token_ids(kwargs, backbone["vocab_size"])
         self.backbone: Any = backbone
         self.kept: Any = kept
         self.d_state = d_state
@@ -108,9 +138,84 @@ class HybridConfig(PretrainedConfig):
         return self.backbone.get("initializer_range", 0.02)
 
 
+def check_values(name: str, value: Any, depth: int = 0) -> None:
+    """Raise ValueError for a number that is none, and for what is longer or deeper than any configuration.
+
+    Looks into lists and dictionaries; ``name`` is what the value is called in the message.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; a configuration holds finite numbers only.")
+    if isinstance(value, (str, list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"{name} has {len(value)} entries; a configuration has at most {MAX_ENTRIES} in one place.")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels; no configuration is.")
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        if key in LARGEST and depth == 0:
+            _check_whole(str(key), item, LARGEST[key])
+        check_values(f"{name}.{key}" if name else str(key), item, depth + 1)
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the field, for a decoder's configuration that describes no model or an absurd one.
+
+    Nothing is allocated and no class is built: the fields are looked at as they stand in a config.json.
+    """
+    check_values("", fields)
+    for name in REQUIRED:
+        if fields.get(name) is None:
+            raise ValueError(f"{name} is missing; a decoder's configuration has it.")
+    for name in FRACTIONS:
+        value = fields.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < 1):
+            raise ValueError(f"{name} is {shortened(value)}; it must be a number from 0 to less than 1.")
+    rope = fields.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters is {shortened(rope)}; it must be a dictionary, or null.")
+    for theta in (fields.get("rope_theta"), rope.get("rope_theta")):
+        if theta is not None and (type(theta) not in (int, float) or theta <= 0):
+            raise ValueError(f"rope_theta is {shortened(theta)}; it must be a positive number.")
+    for name in SWITCHES:
+        if fields.get(name) is not None and type(fields[name]) is not bool:
+            raise ValueError(f"{name} is {shortened(fields[name])}; it must be true or false.")
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if (groups := fields.get("num_key_value_heads")) is not None and heads % groups:
+        raise ValueError(f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}.")
+    if (head_dim := fields.get("head_dim")) is None and width % heads:
+        raise ValueError(f"num_attention_heads is {heads}; without a head_dim it must divide hidden_size, {width}.")
+    layer = width * (4 * heads * (head_dim or width // heads) + 3 * (fields.get("intermediate_size") or 4 * width))
+    if (size := 2 * fields["vocab_size"] * width + fields["num_hidden_layers"] * layer) > LARGEST_MODEL:
+        raise ValueError(f"the sizes make a model of {size:.1e} parameters; it must be at most {LARGEST_MODEL:.1e}.")
+
+
+def check_token_ids(fields: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ValueError for a special token that is no token id."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = fields.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids):
+            raise ValueError(f"{name} is {shortened(value)}; it must be a token id, a list of them, or null.")
+    padding = fields.get("pad_token_id")
+    if isinstance(padding, int) and padding >= vocab_size:
+        raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
+
+
+def _check_whole(name: str, value: Any, largest: int) -> None:
+    if value is not None and (type(value) is not int or not 1 <= value <= largest):
+        raise ValueError(f"{name} is {shortened(value)}; it must be a whole number from 1 to {largest}.")
+
+
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
     fields = dict(backbone)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"backbone describes no {backbone['model_type']} model ({type(error).__name__}: {reason}); "
+            "pass the teacher's config.to_dict()."
+        ) from error
 
 
 def _clean_backbone(backbone: Any) -> dict[str, Any]:
@@ -118,9 +223,10 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
         raise ValueError(
             f"backbone is {type(backbone).__name__} without a model_type; pass the teacher's config.to_dict()."
         )
-    if backbone["model_type"] not in CONFIG_MAPPING:
+    model_type = backbone["model_type"]
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or model_type == HybridConfig.model_type:
         raise ValueError(
-            f"backbone has model_type {backbone['model_type']!r}, which this transformers does not know; "
+            f"backbone has model_type {shortened(model_type)}, which this transformers does not know as a teacher's; "
             "use a teacher of a model type that transformers implements."
         )
     cleaned = {name: value for name, value in backbone.items() if name not in _NOT_ARCHITECTURE}
@@ -144,13 +250,15 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
     n_layers, n_heads = teacher.num_hidden_layers, teacher.num_attention_heads
     if not isinstance(kept, (list, tuple)) or len(kept) != n_layers:
         raise ValueError(
-            f"kept is {kept!r}; it lists the kept heads of each layer, so it needs {n_layers} lists for this backbone."
+            f"kept is {shortened(kept)}; it lists the kept heads of each layer, "
+            f"so it needs {n_layers} lists for this backbone."
         )
     for layer, heads in enumerate(kept):
         valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
         if not valid or list(heads) != sorted(set(heads)) or any(not 0 <= head < n_heads for head in heads):
             raise ValueError(
-                f"kept[{layer}] is {heads!r}; it must list heads from 0 to {n_heads - 1}, ascending, each once."
+                f"kept[{layer}] is {shortened(heads)}; "
+                f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
             )
     return [list(heads) for heads in kept]
 
@@ -158,4 +266,4 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
 def _check_range(name: str, value: Any, allowed: tuple[int, int]) -> None:
     low, high = allowed
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}.")
+        raise ValueError(f"{name} is {shortened(value)}; it must be a whole number from {low} to {high}.")

@@ -212,8 +212,9 @@ def _additive(seen_BLL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) -> PreTrainedModel:
-    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    chosen: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     # Explicit, because the backbone's own configuration may name the dtype of another checkpoint.
+    chosen["trust_remote_code"] = False
     backbone = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
     layers = getattr(getattr(backbone, "model", None), "layers", None)
     if layers is None or not hasattr(backbone, "lm_head"):

@@ -1,0 +1,349 @@
+"""Two hundred ways to damage an exported student, each a function of its folder and a random generator.
+
+What is planted writes the file CANARY beside the folder if it is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+CANARY = "canary"
+INDEX = "model.safetensors.index.json"
+HUGE = 10**9
+Damage = Callable[[Path, Random], None]
+
+
+class Bomb:
+    """Unpickled, it leaves the canary."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.canary,)
+
+
+def evil_code(folder: Path) -> str:
+    return f"import pathlib\npathlib.Path({str(folder.parent / CANARY)!r}).touch()\n"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def edit_json(file: str, edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """The file with what ``edit`` makes of its object, or does to it."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        record = json.loads((folder / file).read_text())
+        changed = edit(record)
+        (folder / file).write_text(json.dumps(record if changed is None else changed))
+
+    return damage
+
+
+def set_field(file: str, *path_and_value: Any) -> Damage:
+    *path, last, value = path_and_value
+
+    def edit(record: Any) -> None:
+        for name in path:
+            record = record[name]
+        record[last] = value
+
+    return edit_json(file, edit)
+
+
+def write(file: str, content: str | bytes) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return damage
+
+
+def cut(share: float) -> Damage:
+    """A weight file's first bytes."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        file = rng.choice(shards(folder))
+        whole = file.read_bytes()
+        file.write_bytes(whole[: min(int(len(whole) * share), len(whole) - 1)])
+
+    return damage
+
+
+def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
+    """A weight file rewritten with one of its tensors, of two dimensions, changed."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        file = rng.choice(shards(folder))
+        tensors = load_file(file)
+        name = rng.choice([name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2])
+        edit(tensors, name)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def one_number(value: float) -> Damage:
+    def edit(tensors: dict[str, torch.Tensor], name: str) -> None:
+        tensors[name].view(-1)[tensors[name].numel() // 2] = value
+
+    return edit_tensors(edit)
+
+
+def as_dtype(dtype: torch.dtype) -> Damage:
+    return edit_tensors(lambda tensors, name: tensors.update({name: tensors[name].to(dtype)}))
+
+
+def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
+    """A weight file's header rewritten; ``edit`` gets it and the name of a tensor, and may return its text."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        file = rng.choice(shards(folder))
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        name = rng.choice([name for name in header if name != "__metadata__"])
+        text = edit(header, name) or json.dumps(header)
+        file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[end:])
+
+    return damage
+
+
+def entry(field: str, value: Any) -> Damage:
+    return edit_header(lambda header, name: header[name].update({field: value}))
+
+
+def header_length(change: Callable[[int], int]) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        file = rng.choice(shards(folder))
+        content = file.read_bytes()
+        length = change(int.from_bytes(content[:8], "little"))
+        file.write_bytes(length.to_bytes(8, "little") + content[8:])
+
+    return damage
+
+
+def flip_header_bit(folder: Path, rng: Random) -> None:
+    file = rng.choice(shards(folder))
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def repeat_key(file: str) -> Damage:
+    """The file's first key twice, with another value."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        record = json.loads((folder / file).read_text())
+        first = next(iter(record))
+        (folder / file).write_text(f"{{{json.dumps(first)}: 1, {json.dumps(record)[1:]}")
+
+    return damage
+
+
+def link_out(file: str) -> Damage:
+    """The file moved out of the folder, and a link to it in its place."""
+
+    def damage(folder: Path, rng: Random) -> None:
+        outside = folder.parent / f"outside-{file}"
+        shutil.move(folder / file, outside)
+        (folder / file).symlink_to(outside)
+
+    return damage
+
+
+def plant_pickle(file: str) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(pickle.dumps(Bomb(folder.parent / CANARY)))
+
+    return damage
+
+
+def only_a_pickle(folder: Path, rng: Random) -> None:
+    for file in [*shards(folder), folder / INDEX]:
+        file.unlink()
+    plant_pickle("pytorch_model.bin")(folder, rng)
+
+
+def plant_code(file: str, auto_map: str | None = None) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        old = (folder / file).read_text() if (folder / file).exists() else ""
+        (folder / file).write_text(old + "\n" + evil_code(folder))
+        if auto_map is not None:
+            set_field("config.json", "auto_map", "AutoModelForCausalLM", auto_map)(folder, rng)
+
+    return damage
+
+
+def append_code(file: str, text: str) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        with (folder / file).open("a") as code:
+            code.write(f"\n{text}\n")
+
+    return damage
+
+
+def remove(pattern: str) -> Damage:
+    def damage(folder: Path, rng: Random) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return damage
+
+
+def move_weight(folder: Path, rng: Random) -> None:
+    """The index has a tensor in another file."""
+    files = [file.name for file in shards(folder)]
+    index = json.loads((folder / INDEX).read_text())
+    name = rng.choice(sorted(index["weight_map"]))
+    index["weight_map"][name] = next(file for file in files if file != index["weight_map"][name])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def in_two_files(folder: Path, rng: Random) -> None:
+    first, second, *_ = shards(folder)
+    tensors = load_file(first)
+    save_file({**load_file(second), **dict([next(iter(tensors.items()))])}, second, metadata={"format": "pt"})
+
+
+def config_edits() -> Iterator[tuple[str, Damage]]:
+    bad_sizes: list[Any] = [0, -1, HUGE**2, "64", 64.5, True, [64], float("nan"), None]
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        for value in bad_sizes:
+            yield f"{name}={value}", set_field("config.json", "backbone", name, value)
+    other: list[tuple[str, list[Any]]] = [
+        ("intermediate_size", [HUGE, -96, 97]), ("num_key_value_heads", [0, 3, HUGE, 2]), ("head_dim", [-8, HUGE, 4]),
+        ("max_position_embeddings", [-1, "many"]), ("rms_norm_eps", [float("nan"), -1, "small", float("inf")]),
+        ("rope_theta", [0, -1.0, "far"]), ("hidden_act", ["no_such_function", 7]), ("num_labels", [HUGE]),
+        ("attention_dropout", [-0.5, 2]), ("tie_word_embeddings", ["yes"]), ("attention_bias", [True]),
+        ("pad_token_id", [10**6, "x"]), ("model_type", ["no_such_model", "bert", ["llama"], "hybrid_distill"]),
+        ("attn_implementation", ["somebody/kernel"]), ("rope_parameters", ["far", {"rope_type": "no_such_type"}]),
+        ("id2label", [{str(i): "x" for i in range(20000)}]), ("initializer_range", [float("inf")]),
+    ]  # fmt: skip
+    for name, values in other:
+        for value in values:
+            yield f"{name}={str(value)[:20]}", set_field("config.json", "backbone", name, value)
+    top: list[tuple[str, list[Any]]] = [
+        ("d_state", [0, -8, HUGE, "8", 8.5, True, 16]), ("conv_width", [0, HUGE, "4", 5]), ("model_type", ["llama", 3]),
+        ("kept", [None, "all", [], [[0]], [[1], [2, 3, 7], [], []], [[1], [3, 2, 7], []], [[1], [2, 3, 8], []],
+                  [[1], [2, 3, -1], []], [[1.0], [2, 3, 7], []], [[2], [2, 3, 7], []], [[0]] * 10**5]),
+        ("backbone", [None, [], "llama", {}]), ("dtype", [None, "float99", "int8", "bfloat16"]),
+        ("eos_token_id", ["x", 1.5]), ("tie_word_embeddings", [True, "yes"]), ("attn_implementation", ["a/kernel"]),
+        ("hidden_size", [64]), ("vocab_size", [HUGE, 299]), ("num_labels", [-1, HUGE]),
+    ]  # fmt: skip
+    for name, values in top:
+        for value in values:
+            yield f"top {name}={str(value)[:20]}", set_field("config.json", name, value)
+    for value in ("../evil.Model", "/tmp/evil.Model", "somebody/repo--evil.Model", "evil.Model", "evil", 7, ["x.Y"]):
+        yield f"auto_map={value}", set_field("config.json", "auto_map", "AutoModelForCausalLM", value)
+
+
+def broken_json(file: str) -> Iterator[tuple[str, Damage]]:
+    texts = {
+        "empty": "", "null": "null", "list": "[]", "cut": '{"a": [1, 2', "nan": '{"a": NaN}',
+        "binary": b"\xff\xfe\x00{", "deep": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "junk": "{} x",
+    }  # fmt: skip
+    for kind, text in texts.items():
+        yield f"{file} {kind}", write(file, text)
+    yield f"{file} key twice", repeat_key(file)
+
+
+def index_edits() -> Iterator[tuple[str, Damage]]:
+    yield "index without map", edit_json(INDEX, lambda record: {"metadata": {}})
+    yield "index with an empty map", set_field(INDEX, "weight_map", {})
+    yield "index lists one more", set_field(INDEX, "weight_map", "model.layers.9.weight", "model-9.safetensors")
+    yield "index lists one less", edit_json(INDEX, lambda record: record["weight_map"].popitem() and None)
+    yield "index has a tensor elsewhere", move_weight
+    for value in ("../w.safetensors", "/w.safetensors", "a/w.safetensors", "..\\w.safetensors", "w.bin", 7, "..", ""):
+        yield f"index -> {value}", set_field(INDEX, "weight_map", "lm_head.weight", value)
+
+
+def weight_edits() -> Iterator[tuple[str, Damage]]:
+    for share in (0, 0.0001, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0):
+        yield f"cut to {share:.2%}", cut(share)
+    for i in range(40):
+        yield f"bit {i} flipped in a header", flip_header_bit
+    for what, change in {"huge": lambda n: 2**63, "all ones": lambda n: 2**64 - 1, "0": lambda n: 0,
+                         "+1": lambda n: n + 1, "-1": lambda n: n - 1, "+8": lambda n: n + 8}.items():  # fmt: skip
+        yield f"header length {what}", header_length(change)
+    for field, value in [
+        ("shape", [-1, 64]), ("shape", "64"), ("shape", [64.0, 64]), ("shape", [0, 2**62]), ("shape", [True]),
+        ("dtype", "F31"), ("dtype", "f32"), ("dtype", None), ("dtype", "I32"), ("data_offsets", [4, 0]),
+        ("data_offsets", [0]),
+        ("data_offsets", [2**62, 2**62 + 4]),
+        ("data_offsets", [0.5, 4]), ("extra", 1), ("dtype", ["F32"]),
+    ]:  # fmt: skip
+        yield f"header {field}={value}", entry(field, value)
+    yield "header names a tensor twice", edit_header(
+        lambda header, name: f'{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}'
+    )
+    yield "header is a list", edit_header(lambda header, name: "[]")
+    yield "header is deep", edit_header(lambda header, name: '{"a":' * 10**5)
+    yield "header lacks a tensor", edit_header(lambda header, name: header.pop(name) and None)
+    yield "metadata of another format", edit_header(lambda header, name: header.update(__metadata__={"format": "np"}))
+    yield "bytes after the tensors", lambda folder, rng: shards(folder)[0].open("ab").write(b"\0" * 8) and None
+    for i in range(3):
+        yield f"tensor missing {i}", edit_tensors(lambda held, name: held.pop(name))
+        yield f"tensor renamed {i}", edit_tensors(lambda held, name: held.update({f"{name}.x": held.pop(name)}))
+        yield f"tensor too many {i}", edit_tensors(lambda held, name: held.update(extra=torch.zeros(2, 2)))
+        yield f"wrong shape {i}", edit_tensors(lambda held, name: held.update({name: held[name][:, 1:].clone()}))
+        yield f"flat {i}", edit_tensors(lambda held, name: held.update({name: held[name].flatten()}))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for i in range(3):
+            yield f"{value} {i}", one_number(value)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn):
+        yield str(dtype), as_dtype(dtype)
+    yield "tensor in two files", in_two_files
+
+
+def file_edits() -> Iterator[tuple[str, Damage]]:
+    for file in ("model.bin", "pytorch_model.bin", "a.pt", "x.PKL", "gate/x.pickle", "optimizer.pt", "x.npy"):
+        yield f"planted {file}", plant_pickle(file)
+    yield "only a pickle", only_a_pickle
+    yield "planted evil.py", plant_code("evil.py")
+    yield "planted evil.py, in auto_map", plant_code("evil.py", "evil.Model")
+    yield "planted tokenization.py", plant_code("tokenization.py")
+    for file in ("modeling_hybrid.py", "configuration_hybrid.py", "ssd.py"):
+        yield f"code in {file}", plant_code(file)
+    for text in ("exec('1')", "__import__('os')", "import os", "open('x')", "importlib.import_module('os')", "def (",
+                 "torch.load('x')", "from subprocess import run", "torch.utils.cpp_extension.load('x')"):  # fmt: skip
+        yield f"ssd.py {text}", append_code("ssd.py", text)
+    yield "no config", remove("config.json")
+    yield "no weights", remove("model-*.safetensors")
+    yield "one shard gone", remove("model-00002*")
+    yield "index gone", remove(INDEX)
+    yield "code gone", remove("modeling_hybrid.py")
+    yield "tokenizer.json gone", remove("tokenizer.json")
+    for file in ("config.json", INDEX, "tokenizer.json", "ssd.py"):
+        yield f"link out: {file}", link_out(file)
+    yield "folder linked out", lambda folder, rng: (folder / "more").symlink_to(folder.parent)
+    yield "adapter", write("adapter_config.json", '{"base_model_name_or_path": "somebody/model"}')
+    yield "weights besides", lambda folder, rng: shutil.copy(shards(folder)[0], folder / "other.safetensors") and None
+    yield "tokenizer.json cut", write("tokenizer.json", '{"version": "1.0", "trunc')
+    yield "tokenizer.json empty", write("tokenizer.json", "{}")
+    yield "tokenizer code", set_field("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["../evil.T", None]})
+    yield "tokenizer file", set_field("tokenizer_config.json", "vocab_file", "/etc/hostname")
+    yield "another plan", set_field("plan.json", "kept", [[0, 0]])
+
+
+def all_damages() -> dict[str, Damage]:
+    """Every damage by name."""
+    damages: dict[str, Damage] = {}
+    sources = [config_edits(), weight_edits(), index_edits(), file_edits()]
+    files = ("config.json", INDEX, "tokenizer_config.json", "plan.json", "generation_config.json")
+    for name, damage in (pair for source in [*sources, *map(broken_json, files)] for pair in source):
+        assert name not in damages, name
+        damages[name] = damage
+    return damages
