@@ -235,7 +235,7 @@ def test_pickled_weights_and_other_dtypes(tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(config).items()}
     model, tokenizer = load_teacher(write(tmp_path, config, tensors, pickled=True), allow_bin=True)
     assert model.dtype == torch.float32 and len(tokenizer) <= model.config.vocab_size == 2048
-    half, _ = load_teacher(tmp_path, dtype="bfloat16")
+    half, _ = load_teacher(tmp_path, dtype="bfloat16", allow_bin=True)
     assert half.dtype == torch.bfloat16
     assert load_config(tmp_path).kept == read_teacher(tmp_path)[0].kept == [[], []]
 

@@ -70,6 +70,8 @@ class SuiteJob:
     """By default bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Our own exports do not need it."""
+    allow_bin: bool = False
+    """Take weights that are a pickle (``*.bin``) too."""
     again: bool = False
     """Measure anew, in the place of what was measured before."""
     out: Path | None = None
@@ -160,7 +162,9 @@ def _measure(job: SuiteJob, name: str, out: Path, tasks: SuiteTasks, questions: 
     accelerator = make_accelerator()
     device: Any = accelerator.device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(name, dtype=dtype, trust_remote_code=job.trust_remote_code)
+    model, tokenizer = load_teacher(
+        name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin
+    )
     model.to(device)
     return run_suite(
         model,
