@@ -34,6 +34,7 @@ from ..teacher import (
     ablate_heads_by_row,
     decoder_blocks,
     record_heads,
+    replaced_forward,
     replay_blocks,
 )
 from .memory import Rows
@@ -178,7 +179,7 @@ class FromLayer(Forwards):
         heads_RLC = recorded.heads_BLHP[:, -kept:].flatten(2).repeat(n_groups, 1, 1)
         with ExitStack() as patches:
             patches.enter_context(self._replaying(layer, below_RLD))
-            patches.enter_context(_forward_as(site.module, lambda *_, **__: self.as_mixed(site.o_proj(heads_RLC))))
+            patches.enter_context(replaced_forward(site.module, lambda *_, **__: self.as_mixed(site.o_proj(heads_RLC))))
             if layer < self.last:
                 patches.enter_context(self._short_last_layer(part))
             patches.enter_context(
@@ -202,7 +203,7 @@ class FromLayer(Forwards):
         else:
             block, site = self.blocks[self.last], self.sites.get(self.last)
             queries = getattr(site.module, "q_proj", None) if site is not None else None
-            with _forward_as(block, _reading_only(block.forward, part.n_read, self.model, queries)):
+            with replaced_forward(block, _reading_only(block.forward, part.n_read, self.model, queries)):
                 yield
 
 
@@ -248,7 +249,7 @@ def _reading_only(
         cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         kwargs[cache] = _KeysAndValues()
         try:
-            with nullcontext() if queries is None else _forward_as(queries, no_queries):
+            with nullcontext() if queries is None else replaced_forward(queries, no_queries):
                 forward(hidden_RLD, *args, **kwargs)
         except _Enough:
             pass
@@ -281,20 +282,6 @@ def _filled_like(output: Any) -> Callable[[Tensor], Any]:
     """How a module returns a tensor: by itself, or at the head of a tuple."""
     n_others = len(output) - 1 if isinstance(output, tuple) else None
     return lambda tensor: tensor if n_others is None else (tensor, *[None] * n_others)
-
-
-@contextmanager
-def _forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module computes this instead; what it had as its own forward is restored."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def _parts(sheet: Sheet, rows: int) -> Iterator[tuple[slice, Sheet]]:
