@@ -33,6 +33,7 @@ from .dry_run import describe, problems
 from .evaluate import EvalResult
 from .export import ExportError
 from .export.command import ExportJob, VerifyJob, export_student, verify
+from .export.publish import publish
 from .harness import SuiteJob, evaluate_suite, write_questions
 from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, finished_run, run
@@ -281,6 +282,21 @@ def verify_command(job: tyro.conf.OmitArgPrefixes[VerifyJob]) -> None:
     print(report.table())
     if not report.ok:
         sys.exit(1)
+
+
+@app.command(name="publish")
+def publish_command(
+    path: tyro.conf.Positional[Path], /, push_to_hub: str, public: bool = False, dry_run: bool = False
+) -> None:
+    """Upload an export to the Hugging Face hub, once nothing is found in it that does not belong there.
+
+    Args:
+        path: The folder of the export.
+        push_to_hub: The repository, OWNER/NAME; it is made if it does not exist.
+        public: Make a new repository public, not private.
+        dry_run: Upload nothing: print the files, their sizes and the model card. Needs no network.
+    """
+    print(publish(path, push_to_hub, public=public, dry_run=dry_run))
 
 
 @app.command

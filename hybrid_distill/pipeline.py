@@ -525,11 +525,22 @@ class Run:
                     scores=HeadScores.load(scores) if scores.exists() else None,
                     license=license,
                     base_model=base_model,
+                    training=self._training(),
                     **options,
                 )
             )
         )
         return next(iter(reports), None)
+
+    def _training(self) -> list[dict[str, Any]]:
+        """Steps and tokens of each finished stage."""
+        stages = []
+        for number, name in enumerate(self.config.stages, start=1):
+            if StageManifest.read(self.out / "stages" / f"{number}-{name}"):
+                options, seq_len = getattr(self.config, name), self.config.data_of(name).seq_len
+                tokens = options.steps * options.batch_size * seq_len
+                stages.append({"name": name, "steps": options.steps, "tokens": tokens})
+        return stages
 
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
         """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""

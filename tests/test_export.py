@@ -180,7 +180,7 @@ def test_tokenizer_files_suit_transformers_4(exports):
 def test_licence_and_name_come_from_the_teachers_own_card(tmp_path):
     teacher = tmp_path / "Some-1B"
     teacher.mkdir()
-    assert origin(str(teacher)) == ("other", "Some-1B")
+    assert origin(str(teacher)) == ("unknown", "Some-1B")
     (teacher / "README.md").write_text("---\nlicense: llama3.2\n---\n# Some\n")
     assert origin(str(teacher)) == ("llama3.2", "Some-1B")
     assert origin("tiny") == ("apache-2.0", "")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
@@ -18,6 +18,8 @@ from ..scoring import HeadScores
 from ..teacher import TINY
 from .falcon_h1 import container
 
+UNKNOWN = "unknown"
+MOST_MISSED = 10
 CARD = """---
 {front_matter}
 ---
@@ -42,6 +44,10 @@ batch.
 
 {plan}
 
+## Training
+
+{training}
+
 ## Results
 
 {results}
@@ -52,6 +58,10 @@ Cache of one sequence, states in 32-bit and all else in 16-bit numbers, 1 MB = 1
 recurrent heads remember {conv_kb:.1f} kB besides.
 
 {memory}
+
+## Licence
+
+{licence}
 
 ## Limitations
 
@@ -100,7 +110,7 @@ model = HybridForCausalLM.from_pretrained(path, dtype="auto")
 def origin(teacher: str) -> tuple[str, str]:
     """(license, base_model) for `export_checkpoint`, from the teacher's own model card.
 
-    A card that cannot be had or names no licence leaves the hub's "other".
+    A card that cannot be had or names no licence leaves the hub's "unknown".
     """
     if teacher == TINY:
         return "apache-2.0", ""
@@ -110,7 +120,7 @@ def origin(teacher: str) -> tuple[str, str]:
         license = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
     except (OSError, ValueError):
         license = None
-    return license or "other", local.resolve().name if local.is_dir() else teacher
+    return license or UNKNOWN, local.resolve().name if local.is_dir() else teacher
 
 
 def model_card(
@@ -122,8 +132,12 @@ def model_card(
     form: str = "remote-code",
     license: str,
     base_model: str,
+    training: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """README.md of an export, in Markdown with the hub's YAML header."""
+    """README.md of an export, in Markdown with the hub's YAML header.
+
+    ``training`` has ``name``, ``steps`` and ``tokens`` of each stage.
+    """
     config = student.config
     front_matter = [f"license: {license}", "library_name: transformers", "pipeline_tag: text-generation"]
     if base_model:
@@ -139,7 +153,9 @@ def model_card(
         heads=plan.n_layers * plan.n_heads,
         d_state=config.d_state,
         plan=_plan_section(plan, scores),
+        training=_training_section(training),
         results=_results_section(plan, results),
+        licence=_licence_section(license, teacher),
         load=LOAD[form].format(cost=container_cost(student, plan)) if form == "falcon-h1" else LOAD[form],
         conv_kb=conv / 1e3,
         memory=_memory_table(student, plan),
@@ -156,7 +172,37 @@ def _plan_section(plan: HeadPlan, scores: HeadScores | None) -> str:
     text = "Counted from 0; `plan.json` holds the same for programs."
     if scores is not None:
         text += " `head_scores.json` holds the score of every head of the teacher and how it was measured."
+        lines += ["", _most_missed(scores, plan)]
     return f"{text}\n\n" + "\n".join(lines)
+
+
+def _most_missed(scores: HeadScores, plan: HeadPlan) -> str:
+    """The heads with the highest scores, and whether they are kept."""
+    value_LH = scores.value_LH()
+    reading = scores.reading
+    heads = ", ".join(
+        f"{head} {reading(value_LH[head.layer, head.head].item()):.1f}{'' if head in plan.kept else ' (not kept)'}"
+        for head in scores.ranking()[:MOST_MISSED]
+    )
+    return f"Heads with the highest scores ({reading.name}, {reading.unit}): {heads}."
+
+
+def _training_section(training: Sequence[Mapping[str, Any]]) -> str:
+    if not training:
+        return "Tokens seen: not recorded."
+    lines = ["| stage | steps | tokens seen |", "| --- | ---: | ---: |"]
+    lines += [f"| {stage['name']} | {stage['steps']:,} | {stage['tokens']:,} |" for stage in training]
+    lines.append(f"| all | | {sum(stage['tokens'] for stage in training):,} |")
+    return "\n".join(lines)
+
+
+def _licence_section(license: str, teacher: str) -> str:
+    if license == UNKNOWN:
+        return (
+            f"**Not known.** No licence of {teacher} was found when this was exported. The weights here were made from "
+            "its weights: find out what its authors allow before you use or pass them on."
+        )
+    return f"`{license}`, that of {teacher}: the weights here were made from its weights."
 
 
 def _results_section(plan: HeadPlan, results: Mapping[str, EvalResult] | None) -> str:

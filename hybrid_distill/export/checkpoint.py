@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,7 +25,7 @@ from ..model import HybridForCausalLM
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
-from .card import model_card
+from .card import UNKNOWN, model_card
 from .falcon_h1 import container
 from .gate import ExportError, GateReport
 
@@ -45,14 +45,16 @@ def export_checkpoint(
     scores: HeadScores | None = None,
     max_shard_size: int | str = "2GB",
     gate: bool = True,
-    license: str = "other",
+    license: str = UNKNOWN,
     base_model: str = "",
+    training: Sequence[Mapping[str, Any]] = (),
 ) -> GateReport:
     """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` is it.
 
     The form ``falcon-h1`` needs no trust, ``safetensors`` is read by ``HybridForCausalLM.from_pretrained(path)``.
     ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an
-    identifier of the Hugging Face hub) and ``base_model`` are the teacher's. The folder appears, or
+    identifier of the Hugging Face hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and
+    tokens of each stage. No path of this machine is written. The folder appears, or
     replaces an earlier export, only when it is complete and has passed the gate (see `verify_export`); a
     failure leaves what was there.
 
@@ -73,9 +75,14 @@ def export_checkpoint(
         plan.save(folder / "plan.json")
         if scores is not None:
             scores.save(folder / "head_scores.json")
+            _write_json(folder / "head_scores.json", _without_paths(_read_json(folder / "head_scores.json")))
         if results is not None:
-            _write_json(folder / "evaluation.json", {name: r.to_dict() for name, r in results.items()})
-        card = model_card(student, plan, results, scores, form=form, license=license, base_model=base_model)
+            record = {name: result.to_dict() for name, result in results.items()}
+            _write_json(folder / "evaluation.json", _without_paths(record))
+        if training:
+            _write_json(folder / "training.json", {"stages": list(training)})
+        origin = {"license": license, "base_model": base_model}
+        card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         (folder / "README.md").write_text(card, encoding="utf-8")
         texts = export_gate.tokenized(tokenizer)
         export_gate.write_record(student, folder / "gate", texts=texts, tied=tied, form=form)
@@ -221,6 +228,19 @@ def _file_of(kind: type) -> Path:
 def _dotted(kind: type) -> str:
     """A class as config.json names it: file and class."""
     return f"{_file_of(kind).stem}.{kind.__name__}"
+
+
+def _without_paths(value: Any) -> Any:
+    """The values of a JSON record with absolute paths cut down to their last part."""
+    if isinstance(value, dict):
+        return {name: _without_paths(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).expanduser().is_absolute() else value
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _write_json(path: Path, record: Any) -> None:

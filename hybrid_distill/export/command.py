@@ -16,6 +16,7 @@ from ..model import HybridConfig
 from ..pipeline import finished_run
 from ..plan import HeadPlan
 from ..scoring import HeadScores
+from .card import UNKNOWN
 from .checkpoint import Form, export_checkpoint
 from .falcon_h1 import MODEL_TYPE
 from .gate import GateReport, verify_export
@@ -52,7 +53,7 @@ def export_student(job: ExportJob) -> GateReport:
             f"whose config.json says {HybridConfig.model_type}."
         )
     student, tokenizer = load_student(job.model)
-    files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation")}
+    files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "training")}
     results = _read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
     license, base_model = _origin_on_card(job.model)
     return export_checkpoint(
@@ -64,6 +65,7 @@ def export_student(job: ExportJob) -> GateReport:
         results={name: EvalResult.from_dict(result) for name, result in results.items()},
         scores=HeadScores.load(files["head_scores"]) if files["head_scores"].is_file() else None,
         max_shard_size=job.max_shard_size,
+        training=_read_json(files["training"])["stages"] if files["training"].is_file() else (),
         license=license,
         base_model=base_model,
     )
@@ -98,7 +100,7 @@ def _origin_on_card(folder: Path) -> tuple[str, str]:
     """(license, base_model) as an export's own card has them."""
     card = folder / "README.md"
     data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
-    return data.get("license") or "other", data.get("base_model") or ""
+    return data.get("license") or UNKNOWN, data.get("base_model") or ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
