@@ -22,6 +22,17 @@ def test_the_readme_names_every_module_and_no_other() -> None:
     assert named == {path.name + "/" * path.is_dir() for path in [*modules, *model]}
 
 
+PAGES = sorted(path for folder in (".", "docs", "launch") for path in (ROOT / folder).glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_links_to_what_is_there(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)}
+    gone = [target for target in targets if target and "://" not in target and not (page.parent / target).exists()]
+    assert not gone
+
+
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
 def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
     text = path.read_text()

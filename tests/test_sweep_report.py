@@ -513,6 +513,28 @@ def test_students_that_guess_show_nothing(tmp_path: Path) -> None:
     assert "Nothing can be concluded" not in said(tmp_path / "better", cells(lambda *_: 0.25))
 
 
+def test_few_seeds_leave_open_no_more_than_is_possible(tmp_path: Path, no_figures: None) -> None:
+    def one_or_nothing(row: dict[str, object]) -> dict[str, object]:
+        return row | {"kv_generation_8": 0.98 * (row["seed"] == 1)} if row["selection"] == "top" else row
+
+    rows = [one_or_nothing(row) for row in cells()]
+    text = write_sweep_report(write(tmp_path, [row for row in rows if row["seed"] != 2])).read_text()
+    assert "49.0 ± 51.0" in text and "± 6" not in text
+
+
+def test_the_headline_says_what_few_seeds_do_not_rule_out(tmp_path: Path) -> None:
+    values = {0: 0.98, 1: 0.90, 2: 0.98}
+    rows = [row | {"kv_generation_8": values[row["seed"]]} if row["cell"][:5] == "top8-" else row for row in cells()]
+    assert re.search(r"keeps 97\.3 ± 11\.7 % .* 3 seeds do not rule out 86 %\.", said(tmp_path / "few", rows))
+    assert "rule out" not in said(tmp_path / "sure", cells())
+
+
+def test_a_recommended_student_that_guesses_is_called_that(tmp_path: Path) -> None:
+    out = write(tmp_path, cells(lambda selection, k, n: 0.9 if k == 8 else 0.05))
+    assert re.search(r"measured .*, no better than guessing \(12\.5 %\)", recommend(out, RecommendJob("200kB")))
+    assert "guessing" not in recommend(out, RecommendJob("20MB"))
+
+
 def test_a_teacher_that_guesses_is_no_measure(tmp_path: Path) -> None:
     behind = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "knowledge": 0.3}
     rows = [row | behind | {"kv_generation_8": 0.1} for row in cells()]

@@ -48,8 +48,16 @@ def headline(results: SweepResults, context: int) -> str:
     heads = f"{best.heads}{of} head{'s' * (best.heads != 1)} ({chosen}state {best.d_state})"
     return (
         f"With {heads} a student keeps {_percent(coverage)} of the teacher's retrieval{memory}: the smallest that "
-        f"keeps {100 * COVERED:.0f} % ({quality.label})."
+        f"keeps {100 * COVERED:.0f} % ({quality.label}).{_left_open(coverage)}"
     )
+
+
+def _left_open(coverage: Estimate) -> str:
+    """What so few seeds do not rule out."""
+    if coverage.margin is None:
+        return " It is one seed's figure."
+    least = coverage.mean - coverage.margin
+    return "" if least >= NEEDED else f" {coverage.n} seeds do not rule out {100 * max(least, 0.0):.0f} %."
 
 
 def findings(results: SweepResults) -> Iterator[str]:
@@ -74,7 +82,8 @@ def _on_heads(results: SweepResults, quality: Quality, selection: str, state: in
     first, most = min(line), max(line)
     shown = ", ".join(f"{heads}: {quality.shown(found)}" for heads, found in sorted(estimates.items()))
     gain = line[most] - line[first]
-    text = f"**Heads** ({selection}, state {state}): {shown}."
+    n_seeds = min(found.n for found in estimates.values())
+    text = f"**Heads** ({selection}, state {state}, {n_seeds} seed{'s' * (n_seeds != 1)}): {shown}."
     if gain < LITTLE:
         yield f"{text} There is no rise to speak of, unlike in the published results."
         return
@@ -230,5 +239,5 @@ def _line(results: SweepResults, quality: Quality, selection: str, state: int) -
 
 
 def _percent(value: Estimate) -> str:
-    margin = "" if value.margin is None else f" ± {100 * value.margin:.1f}"
+    margin = "" if value.share_margin is None else f" ± {100 * value.share_margin:.1f}"
     return f"{100 * value.mean:.1f}{margin} %"

@@ -158,7 +158,7 @@ def _changes(results: SweepResults, context: int) -> Table:
         rows.append(
             [
                 *_name(setting)[:3],
-                *(ABSENT if e is None else _with_margin(100 * e.mean, e.margin, 100, 1) for e in coverage),
+                *(ABSENT if e is None else _with_margin(100 * e.mean, e.share_margin, 100, 1) for e in coverage),
                 *(ABSENT if e is None else _change(e.mean) for e in changes),
                 ABSENT if memory is None else _change(memory),
             ]
@@ -185,7 +185,8 @@ def _guess(chance: float | None, column: Column) -> str:
 def _cell(value: Estimate | None, column: Column) -> str:
     if value is None:
         return ABSENT
-    return _with_margin(column.scale * value.mean, value.margin, column.scale, column.digits)
+    margin = value.share_margin if column.scale == 100 else value.margin
+    return _with_margin(column.scale * value.mean, margin, column.scale, column.digits)
 
 
 def _with_margin(shown: float, margin: float | None, scale: float, digits: int) -> str:
@@ -206,7 +207,7 @@ def _notes(results: SweepResults, context: int) -> str:
     if n_seeds > 1:
         interval = (
             "± is half of the 95 % interval of the mean over seeds, by Student's t: with "
-            f"{n_seeds} seeds {t_95(n_seeds - 1):.1f} standard errors."
+            f"{n_seeds} seeds {t_95(n_seeds - 1):.1f} standard errors, and of a share no more than reaches 0 and 100 %."
         )
     if results.pair_sizes and (asked := results.n_questions(f"kv_generation_{results.n_pairs}")):
         alone, together = (100 * Z_95 * math.sqrt(0.25 / (asked * n)) for n in (1, n_seeds))
@@ -260,7 +261,7 @@ def _front(advisor: Advisor) -> Iterator[Block]:
     rows = [
         [
             choice.setting.label,
-            _with_margin(100 * choice.quality.mean, choice.quality.margin, 100, 1),
+            _with_margin(100 * choice.quality.mean, choice.quality.share_margin, 100, 1),
             size_text(choice.n_bytes),
         ]
         for choice in advisor.measured
@@ -277,7 +278,7 @@ def _recommendations(advisor: Advisor) -> Iterator[Block]:
         best, predicted = advisor.best_measured(share * whole), advisor.better_predicted(share * whole)
         shown = "none" if predicted is None else predicted_text(predicted, advisor.quality)
         budget = f"1/{round(1 / share)} of the teacher's, {size_text(share * whole)}"
-        rows.append([budget, measured_text(best, advisor.quality), shown])
+        rows.append([budget, measured_text(best, advisor.quality) + advisor.doubt(best), shown])
     if rows:
         yield Table(["under a budget of", "best that was run", "predicted to be better, not run"], rows, n_text=3)
     if advisor.surfaces:

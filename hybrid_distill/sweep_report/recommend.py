@@ -95,6 +95,12 @@ class Advisor:
             )
         return fitting[-1]
 
+    def doubt(self, choice: Measured) -> str:
+        """A remark on a student that guesses; empty for others."""
+        if not self.results.is_guessing(choice.setting, self.quality) or self.quality.chance is None:
+            return ""
+        return f", no better than guessing ({self.quality.text(self.quality.chance)})"
+
     def nearly_as_good(self, best: Measured) -> Measured | None:
         """The smallest setting that is worse, seed by seed, by no more than the standard error of the difference; None
         where that is the best one itself, and with one seed."""
@@ -262,7 +268,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
     lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens, best {advisor.quality.label}:", ""]
     if reason := results.says_nothing(advisor.quality):
         lines += [f"nothing can be recommended by this quality: {reason}.", ""]
-    lines += [f"measured   {measured_text(best, advisor.quality)}"]
+    lines += [f"measured   {measured_text(best, advisor.quality)}{advisor.doubt(best)}"]
     if cheaper := advisor.nearly_as_good(best):
         lines.append(f"  nearly as good and smaller: {measured_text(cheaper, advisor.quality)}")
     return "\n".join([*lines, *_predicted_lines(advisor, best, budget)])
@@ -270,7 +276,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
 
 def measured_text(choice: Measured, quality: Quality) -> str:
     """``top 4 heads, state 16: 97.1 % ± 3.2 (3 seeds), 1.28 MB``."""
-    mean, margin, n = choice.quality.mean, choice.quality.margin, choice.quality.n
+    mean, margin, n = choice.quality.mean, quality.margin(choice.quality), choice.quality.n
     spread = "" if margin is None else f" ± {quality.scale * margin:.{quality.digits}f}"
     seeds = f"{n} seeds" if n > 1 else "one seed, so no interval"
     return f"{choice.setting.label}: {quality.text(mean)}{spread} ({seeds}), {size_text(choice.n_bytes)}"

@@ -39,6 +39,11 @@ class Estimate(NamedTuple):
         """Half the width of the mean's 95 % interval, by Student's t."""
         return None if self.error is None else t_95(self.n - 1) * self.error
 
+    @property
+    def share_margin(self) -> float | None:
+        """The same of a share, no wider than reaches 0 and 1: what two or three seeds leave open may be all."""
+        return None if self.margin is None else min(self.margin, max(self.mean, abs(1 - self.mean)))
+
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """The mean of what seeds gave; None without values."""
@@ -137,8 +142,13 @@ class Quality:
 
     def shown(self, value: Estimate) -> str:
         """97.3 ± 1.2 %, 4.83; without an interval where there is none."""
-        margin = "" if value.margin is None else f" ± {self.scale * value.margin:.{self.digits}f}"
-        return f"{self.scale * value.mean:.{self.digits}f}{margin}{self.unit}"
+        margin = self.margin(value)
+        spread = "" if margin is None else f" ± {self.scale * margin:.{self.digits}f}"
+        return f"{self.scale * value.mean:.{self.digits}f}{spread}{self.unit}"
+
+    def margin(self, value: Estimate) -> float | None:
+        """Of a share, or of a number without bounds."""
+        return value.share_margin if self.unit else value.margin
 
     def better(self, a: float, b: float) -> bool:
         """Whether ``a`` is better than ``b``."""
