@@ -161,5 +161,5 @@ def test_verify_runs_no_code_that_this_package_did_not_write(tmp_path: Path) -> 
     export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
     with (tmp_path / "export/ssd.py").open("a") as code:
         code.write("print('run')\n")
-    with pytest.raises(ValueError, match=r"^ssd\.py in .* read it, then pass --trust-remote-code"):
+    with pytest.raises(ValueError, match=r"does not write \(ssd\.py\).*read it, then pass --trust-remote-code"):
         verify(VerifyJob(tmp_path / "export"))

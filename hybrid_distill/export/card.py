@@ -27,7 +27,7 @@ CARD = """---
 # {title}
 
 A hybrid of attention and recurrence, distilled from {teacher}: {kept} of its {heads} attention heads stay
-attention; the others were replaced by recurrent (discrete Mamba-2) heads with a state of {d_state} numbers
+attention; the others were replaced by recurrent ({recurrence}) heads with a state of {d_state} numbers
 per channel, trained to do what the replaced heads did. Method:
 [2504.18574](https://arxiv.org/abs/2504.18574), [2502.14458](https://arxiv.org/abs/2502.14458),
 [2408.10189](https://arxiv.org/abs/2408.10189). Made with hybrid-distill.
@@ -152,6 +152,7 @@ def model_card(
         kept=plan.k,
         heads=plan.n_layers * plan.n_heads,
         d_state=config.d_state,
+        recurrence="Mamba-2" if config.recurrence == "mamba2" else "discrete Mamba-2",
         plan=_plan_section(plan, scores),
         training=_training_section(training),
         results=_results_section(plan, results),
@@ -221,7 +222,7 @@ def _results_section(plan: HeadPlan, results: Mapping[str, EvalResult] | None) -
 def _memory_table(student: PreTrainedModel, plan: HeadPlan) -> str:
     every = HeadPlan.all(plan)
     lines = [
-        "| tokens | this model, MB | of which keys and values | teacher, MB |",
+        "| tokens | student, MB | of which keys and values | teacher, MB |",
         "| ---: | ---: | ---: | ---: |",
     ]
     for length in (128, 2048, 4096, 32768):
@@ -238,7 +239,7 @@ def container_cost(student: PreTrainedModel, plan: HeadPlan, length: int = 4096)
     n_own = sum(parameter.numel() for parameter in student.parameters())
     cache = stock.cache_bytes(length, BF16_BYTES)
     return (
-        f"Heads of zeros make its layers equal in size: it has {stock.parameters():,} parameters (the student "
+        f"Heads of zeros make its layers equal in size: it has {stock.parameters():,} parameters\n(the student "
         f"{n_own:,}) and a cache of {cache / 1e6:.3f} MB at {length:,} tokens (the student {own.total / 1e6:.3f} MB)."
     )
 
