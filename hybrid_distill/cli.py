@@ -31,8 +31,8 @@ from .distill.accelerator import WorldError, connect, disconnect, is_launched_ma
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe, problems
 from .evaluate import EvalResult
-from .export import ExportError
-from .export.command import ExportJob, VerifyJob, export_student, verify
+from .export import ExportError, verify_export
+from .export.command import ExportJob, export_student
 from .export.publish import publish
 from .harness import SuiteJob, evaluate_suite, write_questions
 from .memory_table import MemoryJob, memory_table
@@ -273,13 +273,23 @@ def export(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
 
 
 @app.command(name="verify")
-def verify_command(job: tyro.conf.OmitArgPrefixes[VerifyJob]) -> None:
+def verify_command(
+    path: tyro.conf.Positional[Path], /, device: str = "cpu", to: Path | None = None, trust_remote_code: bool = False
+) -> None:
     """Check an export, of any form, against what was recorded when it was made; prints a table.
 
     Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
+
+    Args:
+        path: The folder of the export.
+        device: Where its model runs: cpu, cuda, cuda:1 ...
+        to: A file for the checks in JSON.
+        trust_remote_code: Run the folder's Python files even if they are not those of this version.
     """
-    report = verify(job)
+    report = verify_export(path, device=device, trust_remote_code=trust_remote_code)
     print(report.table())
+    if to is not None:
+        to.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.ok:
         sys.exit(1)
 

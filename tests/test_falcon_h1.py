@@ -9,13 +9,15 @@ import pytest
 import torch
 from check_export_elsewhere import tiny_student
 from conftest import make_family_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.build import build_student
+from hybrid_distill.cli import main
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import container_cost
 from hybrid_distill.export.check import greedy, left_padded
-from hybrid_distill.export.command import ExportJob, VerifyJob, export_student, verify
+from hybrid_distill.export.command import ExportJob, export_student
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -145,7 +147,7 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> Non
     export_checkpoint(student, None, tmp_path / "own", plan=plan, form="safetensors", gate=False)
     job = ExportJob(tmp_path / "own", tmp_path / "stock", "falcon-h1", max_shard_size="100KB")
     assert export_student(job).ok
-    assert verify(VerifyJob(tmp_path / "own", json=tmp_path / "checks.json")).ok
+    main(["verify", str(tmp_path / "own"), "--to", str(tmp_path / "checks.json")])
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
 
     assert not list((tmp_path / "stock").glob("*.py")) + list((tmp_path / "own").glob("*.py"))
@@ -156,10 +158,20 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> Non
         export_student(ExportJob(tmp_path / "stock", tmp_path / "back"))
 
 
-def test_verify_runs_no_code_that_this_package_did_not_write(tmp_path: Path) -> None:
-    student, plan = tiny_student("llama")
-    export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
-    with (tmp_path / "export/ssd.py").open("a") as code:
-        code.write("print('run')\n")
-    with pytest.raises(ValueError, match=r"does not write \(ssd\.py\).*read it, then pass --trust-remote-code"):
-        verify(VerifyJob(tmp_path / "export"))
+@pytest.mark.launched
+def test_the_exit_status_says_whether_every_check_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student, plan = tiny_student("llama", recurrence="mamba2")
+    export_checkpoint(student, None, tmp_path / "stock", plan=plan, form="falcon-h1", gate=False)
+    weights = load_file(tmp_path / "stock/model.safetensors")
+    weights["model.layers.0.mamba.A_log"] += 0.1
+    save_file(weights, tmp_path / "stock/model.safetensors", metadata={"format": "pt"})
+    for folder, status in (("stock", 1), ("nowhere", 2)):
+        with pytest.raises(SystemExit) as end:
+            main(["verify", str(tmp_path / folder)])
+        assert end.value.code == status
+    said = capsys.readouterr()
+    assert "FAILED   reloaded = exported model, logits" in said.out
+    assert "ok       cached decode = full forward, logits" in said.out
+    assert "nowhere is no exported checkpoint" in said.err

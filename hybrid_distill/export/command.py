@@ -1,13 +1,12 @@
-"""The commands ``hybrid-distill export`` and ``hybrid-distill verify``."""
+"""The command ``hybrid-distill export``."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-import tyro
 from huggingface_hub import ModelCard
 
 from ..evaluate import EvalResult
@@ -19,7 +18,7 @@ from ..scoring import HeadScores
 from .card import UNKNOWN
 from .checkpoint import Form, export_checkpoint
 from .falcon_h1 import MODEL_TYPE
-from .gate import GateReport, verify_export
+from .gate import GateReport
 
 
 @dataclass(frozen=True)
@@ -69,31 +68,6 @@ def export_student(job: ExportJob) -> GateReport:
         license=license,
         base_model=base_model,
     )
-
-
-@dataclass(frozen=True)
-class VerifyJob:
-    """Check an export against what was recorded when it was made, in a process of its own, and print a table.
-
-    Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
-    """
-
-    path: Annotated[Path, tyro.conf.Positional]
-    """The folder of an export, of any form."""
-    device: str = "cpu"
-    """Where the model runs: cpu, cuda, cuda:1 ..."""
-    json: Path | None = None
-    """Also write the checks to this file."""
-    trust_remote_code: bool = False
-    """Run the folder's Python files even if they are not those of this version of the package."""
-
-
-def verify(job: VerifyJob) -> GateReport:
-    """The checks. Raises ValueError as `verify_export` does."""
-    report = verify_export(job.path, device=job.device, trust_remote_code=job.trust_remote_code)
-    if job.json is not None:
-        job.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-    return report
 
 
 def _origin_on_card(folder: Path) -> tuple[str, str]:
