@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
 
@@ -25,13 +26,17 @@ class HybridLayerCache(DynamicLayer):
     """What one layer remembers: keys and values of its kept heads, conv and SSM state of its recurrent ones.
 
     Counts the tokens it has seen by itself, because a layer may hold no keys at all. ``sliding_window`` as in
-    the backbone: only the keys a later token can still see are held.
+    the backbone: only the keys a later token can still see are held. Keys and values are stored in ``kv_dtype``
+    (`KV_DTYPES`; as they come if absent) and handed out in the dtype of the new ones.
     """
 
     is_croppable = False
 
-    def __init__(self, sliding_window: int | None = None) -> None:
+    def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None) -> None:
+        if kv_dtype not in (None, *KV_DTYPES):
+            raise ValueError(f"kv_dtype is {kv_dtype}; keys are stored in one of {', '.join(map(str, KV_DTYPES))}.")
         super().__init__()
+        self.kv_dtype = kv_dtype
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.keys: Tensor | None = None
@@ -47,6 +52,8 @@ class HybridLayerCache(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; returns all that the new tokens may see."""
+        dtype = key_states.dtype
+        key_states, value_states = (new.to(self.kv_dtype or dtype) for new in (key_states, value_states))
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], dim=-2)
             value_states = torch.cat([self.values, value_states], dim=-2)
@@ -55,7 +62,7 @@ class HybridLayerCache(DynamicLayer):
             # Cloned: a slice would hold on to the whole.
             self.keys = key_states[..., -self.sliding_window + 1 :, :].clone()
             self.values = value_states[..., -self.sliding_window + 1 :, :].clone()
-        return key_states, value_states
+        return key_states.to(dtype), value_states.to(dtype)
 
     def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
         """Store states [B, C, K - 1] and [B, R, P, N] as copies: they come as slices of larger tensors."""
@@ -75,7 +82,7 @@ class HybridLayerCache(DynamicLayer):
         return held + query_length, self.seen - held
 
     def reset(self) -> None:
-        self.__init__(self.sliding_window)
+        self.__init__(self.sliding_window, self.kv_dtype)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
@@ -110,8 +117,8 @@ def _nbytes(tensor: Tensor | None) -> int:
 class HybridCache(Cache):
     """One `HybridLayerCache` per layer; ``model.new_cache()`` makes one that fits."""
 
-    def __init__(self, sliding_windows: list[int | None]) -> None:
-        super().__init__(layers=[HybridLayerCache(window) for window in sliding_windows])
+    def __init__(self, sliding_windows: list[int | None], kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(layers=[HybridLayerCache(window, kv_dtype) for window in sliding_windows])
 
     def layer(self, index: int) -> HybridLayerCache:
         """The cache of one layer."""

@@ -6,11 +6,11 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig
@@ -77,9 +77,37 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             if mixer.ssm is not None:
                 mixer.ssm.impl = impl
 
-    def new_cache(self) -> HybridCache:
-        """An empty cache that fits this model."""
-        return HybridCache(_sliding_windows(self.model.config))
+    def new_cache(self, kv_dtype: torch.dtype | None = None) -> HybridCache:
+        """An empty cache that fits this model.
+
+        Keys and values are stored in ``kv_dtype``, of `KV_DTYPES`, or as they come; recurrent states stay in float32.
+        """
+        return HybridCache(_sliding_windows(self.model.config), kv_dtype)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """`generate` starts from this model's own cache. Raises ValueError for another kind, and for a draft model."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation is {kind!r}; a hybrid has a cache of its own, which holds recurrent states too: "
+                "leave it out."
+            )
+        if getattr(generation_config, "is_assistant", False):
+            raise ValueError(
+                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
+                "tokens; use an assistant_model without recurrent heads."
+            )
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = self.new_cache()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it lays several sequences end to end, and a recurrent state would run from one into the next."""
+        raise ValueError(
+            "continuous batching (cache_implementation='paged') keeps keys and values only, no recurrent states; "
+            "call generate with a left-padded batch."
+        )
 
     def forward(
         self,
@@ -155,6 +183,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask)
             attention_mask = packed["attention_mask"]
             position_ids = packed["position_ids"] if position_ids is None else position_ids
+        if not any(mixer.kept for mixer in self.mixers()):
+            attention_mask = None  # nobody reads it, and the backbone would make length² numbers of it
         return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

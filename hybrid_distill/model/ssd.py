@@ -225,8 +225,8 @@ def check_implementation(impl: str) -> None:
 
 def _choose(impl: str, x: Tensor, *sizes: int) -> str:
     """What "auto" is for a tensor and these head and state sizes; any other name is checked and returned."""
-    check_implementation(impl)
     if impl != "auto":
+        check_implementation(impl)
         return impl
     fits = x.dtype in (torch.bfloat16, torch.float32) and all(size <= LARGEST_IN_KERNELS for size in sizes)
     return "triton" if x.is_cuda and fits and not _absent("triton") else "torch"
