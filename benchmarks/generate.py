@@ -242,8 +242,8 @@ def main() -> None:
         "few": setting.few,
         "heads": config.num_hidden_layers * config.num_attention_heads,
         "d_state": setting.d_state,
+        "prefill_bytes": prefill_memory(setting),  # first: memory that decoding has left free would be used again
         "decoding": decoding(setting),
-        "prefill_bytes": prefill_memory(setting),
     }
     out = options.out or (None if options.small else RESULTS)
     if out is not None:

@@ -40,6 +40,7 @@ from .pipeline import Run, finished_run, run
 from .prepare import PrepareJob, prepare
 from .report import write_report
 from .score import ScoreJob, compare_files, run_score, table
+from .serve import serve
 from .sweep import SweepFailed, SweepJob, sweep
 from .sweep import status as sweep_status
 from .sweep_report import CONTEXT, RecommendJob, is_sweep, recommend, write_sweep_report
@@ -346,12 +347,21 @@ def recommend_command(
     print(recommend(path, job))
 
 
+@app.command(name="serve")
+def serve_command(folder: tyro.conf.Positional[Path], /) -> None:
+    """Answer OpenAI-style requests over HTTP with an exported student.
+
+    Takes the flags of ``transformers serve`` after the folder, of which --help there is the list.
+    """
+    raise AssertionError("dispatched by main, because the server's own flags follow")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``hybrid-distill``."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    of_recipes = {"run": _run_recipe_file, "cache-logits": _cache_recipe_file}
-    if argv[:1] and argv[0] in of_recipes and len(argv) > 1 and not argv[1].startswith("-"):
-        _exit_cleanly(lambda: of_recipes[argv[0]](Path(argv[1]), argv[2:]))
+    with_others_flags = {"run": _run_recipe_file, "cache-logits": _cache_recipe_file, "serve": serve}
+    if argv[:1] and argv[0] in with_others_flags and len(argv) > 1 and not argv[1].startswith("-"):
+        _exit_cleanly(lambda: with_others_flags[argv[0]](Path(argv[1]), argv[2:]))
         return
     _exit_cleanly(lambda: app.cli(prog="hybrid-distill", args=argv, description=__doc__))
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots", "harness"),
     ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep", "sweep_report", "analysis.replace_layer")
-    + ("memory_plan", "memory_table", "dry_run", "score", "export.command", "cli", "__main__"),
+    + ("memory_plan", "memory_table", "dry_run", "score", "serve", "export.command", "cli", "__main__"),
 )
 LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}
 OPTIONAL = {

@@ -10,7 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig
@@ -87,7 +94,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """`generate` starts from this model's own cache. Raises ValueError for another kind, and for a draft model."""
+        """`generate` starts from this model's own cache. Raises ValueError for what would come out wrong."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
@@ -98,6 +105,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
                 "tokens; use an assistant_model without recurrent heads."
+            )
+        mask = model_kwargs.get("attention_mask")
+        in_pieces = generation_config.prefill_chunk_size is not None
+        if in_pieces and __version__.startswith("4.") and mask is not None and not mask.all():
+            raise ValueError(
+                f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
+                "use version 5, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()

@@ -1,0 +1,100 @@
+"""Serving: what is refused, what the server is given; and the benchmarks of generation at their smallest."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cli import transformers as transformers_cli
+
+from hybrid_distill.cli import main
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.serve import PACKAGES
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def benchmark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of benchmarks/ as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module(request.param)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **packages: bool) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: packages[name] if name in packages else find_spec(name, *of)
+    )
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        main(argv)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "has no config.json; name the folder of an export" in refusal(["serve", str(tmp_path)], capsys)
+    (tmp_path / "config.json").write_text("{}")
+    installed(monkeypatch, **{name: None for name in PACKAGES})
+    assert "pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
+
+
+def test_the_server_gets_the_folder_the_flags_and_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks the class up by the name in config.json, which transformers itself does not have."""
+    (tmp_path / "config.json").write_text("{}")
+    installed(monkeypatch, **{name: True for name in PACKAGES})
+    monkeypatch.setattr(transformers, "HybridForCausalLM", None, raising=False)  # taken back after the test
+    given: list[Any] = []
+    monkeypatch.setattr(transformers_cli, "app", given.append)
+    main(["serve", str(tmp_path), "--port", "8123"])
+    assert given == [["serve", str(tmp_path), "--port", "8123"]]
+    assert transformers.HybridForCausalLM is HybridForCausalLM
+
+
+@pytest.mark.parametrize("benchmark", ["generate"], indirect=True)
+def test_the_benchmark_of_generation_counts_the_bytes_that_are_held(benchmark: Any) -> None:
+    """It fails by itself where `cache_bytes` differs from the tensors."""
+    torch.manual_seed(0)
+    found = benchmark.decoding(benchmark.TINY)
+    short, long = (found[str(context)] for context in benchmark.TINY.contexts)
+    assert long["none"]["cache_bytes"] == short["none"]["cache_bytes"]
+    assert long["teacher"]["cache_bytes"]["kv"] == 4 * short["teacher"]["cache_bytes"]["kv"]
+    assert long["all"]["cache_bytes"] == long["teacher"]["cache_bytes"]
+    assert 0 < long["few"]["ms_of_recurrent_heads"] < long["few"]["ms_per_token"]
+    teacher = benchmark.contestants(benchmark.TINY)[0]
+    benchmark.read(teacher, 5)
+    teacher.cache.layers[0].keys = teacher.cache.layers[0].keys[..., :4, :].clone()
+    with pytest.raises(RuntimeError, match="bytes are held after"):
+        benchmark.held_bytes(teacher, benchmark.TINY.d_state)
+
+
+@pytest.mark.parametrize("benchmark", ["serve_vllm"], indirect=True)
+def test_continuations_are_compared_up_to_a_token_without_lead(benchmark: Any) -> None:
+    expected = benchmark.Continuation([5, 6, 7], [1.0, 1e-4, 1.0])
+    assert benchmark.first_difference(expected, [5, 6, 7]) is None
+    assert benchmark.first_difference(expected, [4, 6, 7]) == 0
+    assert benchmark.first_difference(expected, [5, 8, 9]) is None
+    assert benchmark.first_difference(expected, [5, 6, 9]) == 2
+
+
+@pytest.mark.parametrize("benchmark", ["serve_vllm"], indirect=True)
+def test_without_a_gpu_nothing_is_compared(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["serve_vllm.py", "nowhere"])
+    with pytest.raises(SystemExit) as exit_info:
+        benchmark.main()
+    assert exit_info.value.code == 2
+    assert "nothing was compared" in capsys.readouterr().out
