@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,13 +12,40 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedModel
 from transformers.cli import transformers as transformers_cli
 
+from hybrid_distill.build import build_student
 from hybrid_distill.cli import main
+from hybrid_distill.export.falcon_h1 import container
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
 from hybrid_distill.serve import PACKAGES
 
 ROOT = Path(__file__).parent.parent
+# Parameters of a layer in vLLM 0.33's Falcon-H1, listed from the class itself, and what fills them.
+VLLM_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "pre_ff_layernorm.weight": ("pre_ff_layernorm.weight",),
+    "self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "self_attn.o_proj.weight": ("self_attn.o_proj.weight",),
+    "feed_forward.gate_up_proj.weight": ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+    "feed_forward.down_proj.weight": ("feed_forward.down_proj.weight",),
+    "mamba.mamba.A": ("mamba.A_log",),
+    **{
+        f"mamba.mamba.{name}": (f"mamba.{name}",)
+        for name in ("D", "dt_bias", "conv1d.weight", "conv1d.bias", "in_proj.weight", "in_proj.bias",
+                     "out_proj.weight", "out_proj.bias")
+    },
+}  # fmt: skip
+VLLM_READS = (
+    "attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "head_dim", "hidden_act",
+    "hidden_size", "intermediate_size", "key_multiplier", "lm_head_multiplier", "mamba_conv_bias", "mamba_d_conv",
+    "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads",
+    "mamba_proj_bias", "mamba_rms_norm", "max_position_embeddings", "mlp_multipliers", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "ssm_in_multiplier",
+    "ssm_multipliers", "ssm_out_multiplier", "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -27,7 +55,8 @@ def benchmark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return importlib.import_module(request.param)
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, **packages: bool) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch, **packages: Any) -> None:
+    """What `find_spec` answers for these packages: None is absent."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: packages[name] if name in packages else find_spec(name, *of)
@@ -60,6 +89,19 @@ def test_the_server_gets_the_folder_the_flags_and_the_class(tmp_path: Path, monk
     main(["serve", str(tmp_path), "--port", "8123"])
     assert given == [["serve", str(tmp_path), "--port", "8123"]]
     assert transformers.HybridForCausalLM is HybridForCausalLM
+
+
+def test_a_container_holds_what_vllm_reads(family_model: Callable[..., PreTrainedModel]) -> None:
+    teacher = family_model("llama")
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1), (2, 3)]), d_state=4, recurrence="mamba2")
+    written = container(student)
+    layer = "model.layers.1."
+    names = {name.removeprefix(layer) for name in written.state if name.startswith(layer)}
+    assert names == {name for sources in VLLM_LAYER.values() for name in sources}
+    config = transformers.FalconH1Config(**written.config)
+    assert [field for field in VLLM_READS if not hasattr(config, field)] == []
+    multipliers = [getattr(config, field) for field in VLLM_READS if "multiplier" in field]
+    assert all(value == 1 or set(value) == {1} for value in multipliers)
 
 
 @pytest.mark.parametrize("benchmark", ["generate"], indirect=True)

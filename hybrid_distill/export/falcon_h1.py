@@ -193,6 +193,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, config: Any) -> dict[str, Tensor
         "mamba.A_log": torch.zeros_like(biases["a"]),
         "mamba.D": _placed(skip, places, 1),
         "mamba.out_proj.weight": _placed(out.T, heads, head_dim).T,
+        "mamba.out_proj.bias": out.new_zeros(len(out)),  # vLLM has one switch for this bias and that of in_proj
     }
 
 
@@ -231,5 +232,5 @@ def _configuration(student: HybridForCausalLM, layout: _Layout, has_bias: bool) 
         "mamba_conv_bias": True,
         "mamba_proj_bias": True,
         "mamba_rms_norm": False,
-        "projectors_bias": False,
+        "projectors_bias": True,
     }
