@@ -8,6 +8,7 @@ from pathlib import Path
 
 import transformers
 
+from .guard import check_checkpoint
 from .model import HybridForCausalLM
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
@@ -17,14 +18,13 @@ def serve(folder: Path, options: Sequence[str] = ()) -> None:
     """Run ``transformers serve FOLDER OPTIONS`` until it is stopped.
 
     That server takes a model's class from transformers by its name, so it is put there; the folder's own code is not
-    run. Raises ValueError for a folder without a model, absent packages, and transformers before 5.
+    run. Raises ValueError for absent packages, transformers before 5, and as `check_checkpoint` does.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; name the folder of an export.")
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(absent)}: pip install 'transformers[serving]'.")
     if importlib.util.find_spec("transformers.cli") is None:
         raise ValueError(f"transformers {transformers.__version__} has no such server; serving needs version 5.")
+    check_checkpoint(folder)
     from transformers.cli.transformers import app
 
     setattr(transformers, HybridForCausalLM.__name__, HybridForCausalLM)

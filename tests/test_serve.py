@@ -55,8 +55,8 @@ def benchmark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return importlib.import_module(request.param)
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, **packages: Any) -> None:
-    """What `find_spec` answers for these packages: None is absent."""
+def installed(monkeypatch: pytest.MonkeyPatch, **packages: bool | None) -> None:
+    """What `find_spec` answers for these packages: None for an absent one."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: packages[name] if name in packages else find_spec(name, *of)
@@ -73,22 +73,26 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_cannot_be_served_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "has no config.json; name the folder of an export" in refusal(["serve", str(tmp_path)], capsys)
-    (tmp_path / "config.json").write_text("{}")
-    installed(monkeypatch, **{name: None for name in PACKAGES})
-    assert "pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
+    with monkeypatch.context() as patch:
+        installed(patch, **{**dict.fromkeys(PACKAGES, True), "fastapi": None})
+        assert "serving needs fastapi: pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
+    installed(monkeypatch, **dict.fromkeys(PACKAGES, True))
+    assert "config.json" in refusal(["serve", str(tmp_path)], capsys)
 
 
-def test_the_server_gets_the_folder_the_flags_and_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_gets_the_folder_the_flags_and_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_model: Callable[..., PreTrainedModel]
+) -> None:
     """It looks the class up by the name in config.json, which transformers itself does not have."""
-    (tmp_path / "config.json").write_text("{}")
-    installed(monkeypatch, **{name: True for name in PACKAGES})
+    teacher = family_model("llama")
+    build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].save_pretrained(tmp_path)
+    installed(monkeypatch, **dict.fromkeys(PACKAGES, True))
     monkeypatch.setattr(transformers, "HybridForCausalLM", None, raising=False)  # taken back after the test
     given: list[Any] = []
     monkeypatch.setattr(transformers_cli, "app", given.append)
     main(["serve", str(tmp_path), "--port", "8123"])
     assert given == [["serve", str(tmp_path), "--port", "8123"]]
-    assert transformers.HybridForCausalLM is HybridForCausalLM
+    assert vars(transformers)["HybridForCausalLM"] is HybridForCausalLM
 
 
 def test_a_container_holds_what_vllm_reads(family_model: Callable[..., PreTrainedModel]) -> None:
