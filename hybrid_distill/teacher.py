@@ -30,7 +30,7 @@ from .llamba import is_llamba, llamba_config, load_llamba
 from .plan import HeadId
 
 TINY = "tiny"
-FLAGS = "--teacher.path PATH, or --model PATH of score and analyse"
+FLAGS = "--teacher.path PATH, or --model PATH of score, analyse and evaluate"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 SUPPORTED = "Llama, Qwen2, Qwen3 or Mistral"

@@ -53,9 +53,11 @@ def row(task: str, number: int) -> dict[str, Any]:
     raise AssertionError(task)
 
 
-def write_all(folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK)) -> list[Part]:
-    """Files of all stock tasks, ``n`` rows for each split of each part."""
-    questions = Questions()
+def write_all(
+    folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK), n_shots: int | None = None
+) -> list[Part]:
+    """Files of stock tasks, ``n`` rows for each split of each part."""
+    questions = Questions(n_shots=n_shots)
     parts = [part for task in STOCK if task.name in tasks for part in questions.parts(task)]
     for part in parts:
         for split in part.splits:

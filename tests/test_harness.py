@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness_rows import KnowsHalf, write_all
+from test_launch import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill import cli
@@ -270,6 +271,20 @@ def test_the_command_prints_tables_and_fails_where_a_figure_is_missing(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["evaluate", *flags[:-1], str(tmp_path / "other"), "--max-length", "20"])
     assert stopped.value.code == 2 and "2 without a figure" in capsys.readouterr().err
+
+
+@pytest.mark.launched
+def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "5", "--pairs", "4", "--max-length", "16"]
+    launcher = ("--multi_gpu", "--num_processes", "2", "-m")
+    done = launch(launcher, "evaluate", *flags, "--truncate", "--out", tmp_path / "two", program=Path("hybrid_distill"))
+    assert done.returncode == 0, done.stderr
+    two = SuiteResult.load(tmp_path / "two")
+    questions = Questions(limit=5, pairs=(4,))
+    one = run_suite(
+        *tiny, tasks_of("kv,kv_generate"), questions, tmp_path / "one", make_accelerator(), max_length=16, truncate=True
+    )
+    assert two.tasks == one.tasks and one.tasks["kv"].n_cut == 20
 
 
 def test_a_runs_folder_and_flags_of_a_suite_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,10 +150,11 @@ def _missing(missing: Sequence[Path], job: SuiteJob) -> str:
     """Which files a data folder lacks, and how to get them."""
     named = ", ".join(f"{path}.jsonl" for path in missing[:NAMED])
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
+    command = f"hybrid-distill evaluate --write-task-files {job.data_dir} --suite {job.suite}{shots}"
     return (
-        f"--data-dir {job.data_dir} lacks {named}{more}; where there is a network, `hybrid-distill evaluate "
-        f"--write-task-files {job.data_dir} --suite {job.suite}` writes them (docs/evaluation.md says what is in "
-        "them), or name with --suite the tasks whose files are there."
+        f"--data-dir {job.data_dir} lacks {named}{more}; where there is a network, `{command}` writes them "
+        "(docs/evaluation.md says what is in them), or name with --suite the tasks whose files are there."
     )
 
 
@@ -162,9 +163,17 @@ def _measure(job: SuiteJob, name: str, out: Path, tasks: SuiteTasks, questions: 
     accelerator = make_accelerator()
     device: Any = accelerator.device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(
-        name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin
-    )
+    try:
+        model, tokenizer = load_teacher(
+            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin
+        )
+    except ValueError as error:
+        if "custom code" not in str(error):
+            raise
+        raise ValueError(
+            f"the model {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
+            "trust it, add --trust-remote-code."
+        ) from error
     model.to(device)
     return run_suite(
         model,

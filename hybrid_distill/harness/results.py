@@ -132,7 +132,8 @@ def _asked(score: TaskScore) -> tuple[Any, ...]:
 def tables(result: SuiteResult, teacher: SuiteResult | None = None) -> str:
     """Markdown: a row a task, then coverage of the teacher by group, then what is missing."""
     compared = None if teacher is None else compare(result, teacher)
-    return "\n\n".join(filter(None, [_task_table(result, teacher, compared), *_remarks(result, compared)]))
+    table = [_task_table(result, teacher, compared)] if result.tasks else []
+    return "\n\n".join([*table, *_remarks(result, compared)])
 
 
 def _task_table(result: SuiteResult, teacher: SuiteResult | None, compared: Comparison | None) -> str:

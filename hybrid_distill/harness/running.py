@@ -59,12 +59,13 @@ def run_suite(
     parts = {part.name: part for task in tasks for part in questions.parts(task)}
     left = [part for name, part in parts.items() if name not in result.parts]
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
-    lm = make_lm(
-        model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate
-    )  # fmt: skip
+    with quiet():
+        lm = make_lm(
+            model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate
+        )  # fmt: skip
     for number, part in enumerate(left, start=1):
         lm.doing = f"{part.name} ({number} of {len(left)})"
-        with _quiet():
+        with quiet():
             _run_part(result, part, lm, tokenizer, questions)
         _put_together(result, part.task, questions)
         on_main_process(lambda: result.save(out / FILE))
@@ -93,7 +94,7 @@ def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the lines and bars of lm-eval and datasets; what they warn of is counted or refused by `make_lm`."""
     import datasets
     import lm_eval.api.task
@@ -126,10 +127,17 @@ def _run_part(
     except Exception as error:
         if lm.world_size > 1 and not isinstance(error, ValueError):
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = lines[0] if isinstance(error, ValueError) else f"{type(error).__name__}: {lines[0]}"
+        reason = first_line(error)
+        if isinstance(part.task, StockTask) and questions.data_dir is None:
+            reason += "; without a network, give its questions with --data-dir"
         result.failed[part.name] = reason
         log.warning("%s failed: %s", part.name, reason)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without what it says below."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines[:1]])
 
 
 def measure_part(part: Part, lm: Any, tokenizer: PreTrainedTokenizerBase, questions: Questions) -> PartResult | None:

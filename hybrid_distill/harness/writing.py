@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .files import find_split, write_rows
+from .running import first_line, quiet
 from .suites import ProbeTask, StockTask
 from .tasks import TEST, Part, Questions, stock_tasks
-
-log = logging.getLogger(__name__)
 
 
 def write_task_files(
@@ -30,10 +28,11 @@ def write_task_files(
     for task in tasks:
         try:
             for part in questions.parts(task):
-                written += _write_part(folder, part, questions, tokenizer)
+                with quiet():
+                    written += _write_part(folder, part, questions, tokenizer)
         except Exception as error:  # of the hub and of its libraries, there are many kinds
-            failed[task.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    (folder / "README.md").parent.mkdir(parents=True, exist_ok=True)
+            failed[task.name] = first_line(error)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text("\n".join(_readme(tasks, questions)) + "\n")
     return written, failed
 
