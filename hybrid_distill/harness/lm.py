@@ -42,17 +42,20 @@ def make_lm(
         n_cut = 0
         n_requests = 0
         doing = ""
+        n_own: int | None = None  # lm-eval repeats the last request of a process that has fewer; those do not count
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, **kwargs: Any) -> Any:
             # The last token is predicted and not read.
-            self.count([len(context) + len(continuation) - 1 for _, context, continuation in requests])
+            self.count([len(context) + len(continuation) - 1 for _, context, continuation in requests[: self.n_own]])
             with self.progress(len(requests)):
                 return super()._loglikelihood_tokens(requests, disable_tqdm=True, **kwargs)
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.n_own = len(set(map(id, requests)))
             return super().loglikelihood(requests, disable_tqdm=True)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.n_own = None  # what follows are windows of texts
             return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
@@ -62,7 +65,8 @@ def make_lm(
                     f"{max(room)} tokens are to be generated, and the context holds {max_length}; "
                     "take another task, or a model with a longer context."
                 )
-            self.count([len(self.tok_encode(r.args[0])) + n for r, n in zip(requests, room, strict=True)])
+            lengths = [len(self.tok_encode(r.args[0])) + n for r, n in zip(requests, room, strict=True)]
+            self.count(lengths[: len(set(map(id, requests)))])
             with self.progress(len(requests)):
                 return super().generate_until(requests, disable_tqdm=True)
 
