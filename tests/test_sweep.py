@@ -62,9 +62,9 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     [
         (["--heads", ""], "--heads is empty"),
         (["--heads", "0,49"], "k is 49"),
-        (["--heads", "-1"], "--heads names -1"),
+        (["--heads", "-1"], "--heads is '-1'; give whole numbers"),
         (["--heads", "two"], "'two'"),
-        (["--d-state", "0,4"], "--d-state names 0"),
+        (["--d-state", "0,4"], "--d-state is '0,4'; give whole numbers"),
         (["--d-state", ","], "--d-state is empty"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--selection", "best"], "'best'"),

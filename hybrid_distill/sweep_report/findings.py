@@ -57,7 +57,7 @@ def _left_open(coverage: Estimate) -> str:
     if coverage.margin is None:
         return " It is one seed's figure."
     least = coverage.mean - coverage.margin
-    return "" if least >= NEEDED else f" {coverage.n} seeds do not rule out {100 * max(least, 0.0):.0f} %."
+    return "" if least >= NEEDED else f" {coverage.n} seeds do not rule out that it is only {100 * max(least, 0.0):.0f} %."
 
 
 def findings(results: SweepResults) -> Iterator[str]:
