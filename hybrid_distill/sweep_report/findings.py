@@ -56,8 +56,8 @@ def _left_open(coverage: Estimate) -> str:
     """What so few seeds do not rule out."""
     if coverage.margin is None:
         return " It is one seed's figure."
-    least = coverage.mean - coverage.margin
-    return "" if least >= NEEDED else f" {coverage.n} seeds do not rule out that it is only {100 * max(least, 0.0):.0f} %."
+    least = max(coverage.mean - coverage.margin, 0.0)
+    return "" if least >= NEEDED else f" {coverage.n} seeds do not rule out that it is only {100 * least:.0f} %."
 
 
 def findings(results: SweepResults) -> Iterator[str]:
