@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_documents
 from ..distill.accelerator import connect
+from ..harness.tasks import Questions as HarnessQuestions
 from ..probes import Example, Probe
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.checks import check_answerable
@@ -21,6 +22,7 @@ from ..probes.knowledge import Knowledge
 from ..probes.plain_text import text_batches
 from ..probes.registry import PROBES, make_probe, options_of
 from ..teacher import TINY, eval_mode, load_teacher, longest_context
+from .lm_eval_tasks import LM_EVAL, lm_eval_column
 from .tables import Column
 
 KNOWLEDGE, TEXT, GENERATED = "knowledge", "text", ":generate"
@@ -84,16 +86,18 @@ class Questions:
     """The tasks that a model is measured on."""
 
     tasks: str = "kv,knowledge,text"
-    """kv, growing, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), and
-    text (perplexity)."""
+    """kv, growing, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
+    (perplexity), and tasks of lm-eval, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
     pairs: int = 16
     """Dictionary size of kv and two_hop."""
     facts: Path | None = None
     """JSON lines of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
+    data_dir: Path | None = None
+    """Where the questions of lm-eval's tasks are as files, instead of the hub (docs/evaluation.md)."""
     examples: int = 128
-    """Questions of each probe, and documents of the text."""
+    """Questions of each probe and task of lm-eval (of each part of mmlu, bbh and niah), and documents of the text."""
     seed: int = 1
     """Of the questions; take another one than for scoring heads."""
     batch_size: int = 32
@@ -112,6 +116,9 @@ class Questions:
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
         if name == TEXT:
             return self._text()
+        if name.startswith(LM_EVAL):
+            asked = HarnessQuestions(data_dir=self.data_dir, limit=self.examples, seed=self.seed)
+            return Task(*lm_eval_column(name.removeprefix(LM_EVAL), asked, batch_size=self.batch_size))
         probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
         examples, chance = self.examples_of(probe_name)
         check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
