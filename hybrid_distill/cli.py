@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -34,6 +34,7 @@ from .evaluate import EvalResult
 from .export import ExportError, verify_export
 from .export.command import ExportJob, export_student
 from .export.publish import publish
+from .export.quantise import quantise
 from .harness import SuiteJob, evaluate_suite, write_questions
 from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, finished_run, run
@@ -293,6 +294,20 @@ def verify_command(
         to.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.ok:
         sys.exit(1)
+
+
+@app.command(name="quantise")
+def quantise_command(
+    path: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /, to: Literal["int8", "fp8"] = "int8"
+) -> None:
+    """Write an export again with the weights of its linear projections in 8 bits; needs torchao.
+
+    Args:
+        path: The folder of an export in its remote-code form.
+        out: A new folder.
+        to: The 8-bit numbers, one scale a row: whole ones, or with an exponent.
+    """
+    print(quantise(path, out, to))
 
 
 @app.command(name="publish")

@@ -22,7 +22,7 @@ LAYERS = (
 )
 LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}
 OPTIONAL = {
-    "deepspeed", "wandb", "trackio", "tensorboard", "lm_eval", "matplotlib", "mamba_ssm", "flash_attn",
+    "deepspeed", "wandb", "trackio", "tensorboard", "lm_eval", "matplotlib", "mamba_ssm", "flash_attn", "torchao",
     "causal_conv1d", "triton", "submitit",
 }  # fmt: skip
 MODEL_MAY_IMPORT = {"torch", "transformers", *sys.stdlib_module_names}

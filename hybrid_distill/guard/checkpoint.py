@@ -46,7 +46,9 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, E
         raise ValueError(f"{unknown[0]} belongs to no weights of {folder} ({INDEX} names them); remove it.")
     tensors = read_headers(files)
     _check_index(folder, tensors)
-    if config.get("model_type") == HybridConfig.model_type:
+    if config.get("quantization_config") is not None and strict:
+        _check_quantised(folder, config)
+    elif config.get("model_type") == HybridConfig.model_type:
         _check_tensors(folder, config, tensors)
     if numbers:
         check_numbers(tensors)
@@ -138,6 +140,14 @@ def _check_index(folder: Path, tensors: dict[str, Entry]) -> None:
     for name, file in listed.items():
         if tensors[name].file.name != file:
             raise ValueError(f"{folder}: {INDEX} has the tensor {name} in {file}, it is in {tensors[name].file.name}.")
+
+
+def _check_quantised(folder: Path, record: dict[str, Any]) -> None:
+    """A quantised student's tensors are its library's; its config is still ours."""
+    settings = record["quantization_config"]
+    if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
+        raise ValueError(f"{folder / 'config.json'} has another quantization_config than torchao's; quantise it again.")
+    _described(folder / "config.json", record)
 
 
 def _check_tensors(folder: Path, record: dict[str, Any], tensors: dict[str, Entry]) -> None:
