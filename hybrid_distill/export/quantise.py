@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from ..guard import load_student
-from .check import Prompts, load_record
+from .check import Prompts, _worse, load_record
 
 Numbers = Literal["int8", "fp8"]
 IN_FULL = ("lm_head", "a_proj")
@@ -39,7 +39,8 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8") -> str:
     _, prompts = load_record(folder / "gate", "cpu")
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
-        load(folder, dtype=dtype, quantization_config=_config(to), trust_remote_code=False).save_pretrained(out)
+        settings = _config(to, student)
+        load(folder, dtype=dtype, quantization_config=settings, trust_remote_code=False).save_pretrained(out)
         reloaded = load(out, dtype=dtype, trust_remote_code=False).eval()
         difference, same = compare(reloaded, prompts)
     except BaseException:
@@ -62,11 +63,13 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8") -> str:
     )
 
 
-def _config(to: Numbers) -> TorchAoConfig:
+def _config(to: Numbers, student: PreTrainedModel) -> TorchAoConfig:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     kind = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[to]
-    return TorchAoConfig(kind(), modules_to_not_convert=list(IN_FULL))
+    # Whole names: transformers does not find a part of one.
+    in_full = [name for name, _ in student.named_modules() if name.split(".")[-1] in IN_FULL]
+    return TorchAoConfig(kind(), modules_to_not_convert=in_full)
 
 
 @torch.no_grad()
@@ -75,7 +78,7 @@ def compare(model: PreTrainedModel, prompts: Prompts) -> tuple[float, float]:
     worst, same, places = 0.0, 0, 0
     for ids_L, expected_LC in zip(prompts.ids_L, prompts.logits_LC, strict=True):
         logits_LC = model(input_ids=ids_L[None], use_cache=False).logits[0].float()[:, prompts.columns_C]
-        worst = max(worst, float((logits_LC - expected_LC).abs().max()))
+        worst = _worse(worst, logits_LC - expected_LC)
         same += int((logits_LC.argmax(-1) == expected_LC.argmax(-1)).sum())
         places += len(ids_L)
     return worst / prompts.scale, same / places
