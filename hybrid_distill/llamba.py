@@ -93,8 +93,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _sizes(published: Mapping[str, Any]) -> _Sizes:
     """Raises ValueError for a field that is missing or out of range, and for what no published Llamba has."""
     given = {**DEFAULTS, **published}
-    ssm = {**SSM_DEFAULTS, **given.get("ssm_cfg", {})}
-    mlp = {**MLP_DEFAULTS, **given.get("mlp_cfg", {})}
+    ssm = {**SSM_DEFAULTS, **(given.get("ssm_cfg") or {})}
+    mlp = {**MLP_DEFAULTS, **(given.get("mlp_cfg") or {})}
     counts = {
         **{name: given.get(name) for name in ("vocab_size", "pad_vocab_size_multiple", "d_model", "n_layer")},
         **{f"ssm_cfg.{name}": ssm.get(name) for name in ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand")},
