@@ -21,8 +21,8 @@ help: ## list the commands
 demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the report goes to runs/demo/report.md
 	HF_HUB_OFFLINE=1 $(BIN)/hybrid-distill demo --out runs/demo
 
-test: $(VENV)/test.stamp ## run the tests
-	$(BIN)/python -m pytest
+test: $(VENV)/test.stamp ## run the tests, several at a time
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
 
 lint: $(VENV)/test.stamp ## ruff and pyright
 	$(BIN)/ruff check .
