@@ -428,7 +428,7 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
             print(stop, file=sys.stderr)
         disconnect()
     except KeyboardInterrupt:
-        print("stopped; finished steps are kept, and the same command goes on from there.", file=sys.stderr)
+        print("stopped; the same command goes on from what was finished, or begins again.", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, ExportError, WorldError, Diverged) as error:
         print(f"error: {error}", file=sys.stderr)

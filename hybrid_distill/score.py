@@ -213,7 +213,7 @@ def _texts(job: ScoreJob) -> list[str]:
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no figures: matplotlib is not installed (pip install hybrid-distill[plot])")
+        log.info("no figures: matplotlib is not installed (pip install matplotlib)")
         return
     from .plots import score_bars, score_map
 

@@ -20,11 +20,11 @@ def serve(folder: Path, options: Sequence[str] = ()) -> None:
     That server takes a model's class from transformers by its name, so it is put there; the folder's own code is not
     run. Raises ValueError for absent packages, transformers before 5, and as `check_checkpoint` does.
     """
+    check_checkpoint(folder)
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(absent)}: pip install 'transformers[serving]'.")
     if importlib.util.find_spec("transformers.cli") is None:
         raise ValueError(f"transformers {transformers.__version__} has no such server; serving needs version 5.")
-    check_checkpoint(folder)
     from transformers.cli.transformers import app
 
     setattr(transformers, HybridForCausalLM.__name__, HybridForCausalLM)

@@ -317,6 +317,9 @@ def test_refuses_a_folder_that_is_no_export(exports, tmp_path):
         export_checkpoint(student, None, tmp_path / "thesis.tex", plan=plan, gate=False)
     with pytest.raises(ValueError, match="is no exported checkpoint"):
         verify_export(tmp_path)
+    (tmp_path / "export").mkdir()
+    with pytest.raises(ValueError, match=r"is a run; name its export, .*export\.$"):
+        verify_export(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

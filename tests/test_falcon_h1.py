@@ -174,4 +174,4 @@ def test_the_exit_status_says_whether_every_check_holds(
     said = capsys.readouterr()
     assert "FAILED   reloaded = exported model, logits" in said.out
     assert "ok       cached decode = full forward, logits" in said.out
-    assert "nowhere is no exported checkpoint" in said.err
+    assert "nowhere is not a folder" in said.err

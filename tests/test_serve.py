@@ -71,13 +71,16 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family_model: Callable[..., PreTrainedModel],
 ) -> None:
-    with monkeypatch.context() as patch:
-        installed(patch, **{**dict.fromkeys(PACKAGES, True), "fastapi": None})
-        assert "serving needs fastapi: pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
-    installed(monkeypatch, **dict.fromkeys(PACKAGES, True))
+    assert "nowhere is not a folder" in refusal(["serve", "nowhere"], capsys)
     assert "config.json" in refusal(["serve", str(tmp_path)], capsys)
+    family_model("llama").save_pretrained(tmp_path)
+    installed(monkeypatch, **{**dict.fromkeys(PACKAGES, True), "fastapi": None})
+    assert "serving needs fastapi: pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
 
 
 def test_the_server_gets_the_folder_the_flags_and_the_class(

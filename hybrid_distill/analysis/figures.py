@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def can_draw() -> bool:
     """Whether matplotlib is installed; says so where it is not."""
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no figures: matplotlib is not installed (pip install hybrid-distill[plot])")
+        log.info("no figures: matplotlib is not installed (pip install matplotlib)")
         return False
     return True
 

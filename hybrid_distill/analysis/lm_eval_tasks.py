@@ -30,7 +30,7 @@ def lm_eval_column(
     is returned raises it for a task that lm-eval cannot ask this model.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(f"{LM_EVAL}{name} needs lm-eval, which is not installed; pip install 'hybrid-distill[eval]'.")
+        raise ValueError(f"{LM_EVAL}{name} needs lm-eval, which is not installed; pip install lm-eval.")
     task = next((task for task in STOCK if task.name == name), None)
     if task is None:
         raise ValueError(f"there is no task {LM_EVAL}{name}; there are {', '.join(task.name for task in STOCK)}.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from ..model import HybridForCausalLM
 from . import check as program
 from .check import Check, Prompts, form_of, greedy, tensor_hash
 from .falcon_h1 import container
+
+log = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
 NEW_TOKENS = 16
@@ -82,11 +85,7 @@ def verify_export(
     process ends without a result, ValueError for a folder that is no export or that `check_checkpoint` refuses.
     """
     folder = Path(path)
-    if not (folder / "config.json").is_file() or not (folder / "gate" / "reference.json").is_file():
-        raise ValueError(
-            f"{folder} is no exported checkpoint: it lacks config.json or gate/reference.json; "
-            "pass the folder of an export."
-        )
+    _check_is_export(folder)
     if not trust_remote_code:
         check_checkpoint(folder, numbers=False)
         _check_code(folder)
@@ -99,6 +98,16 @@ def verify_export(
         gate = Path(scratch) / "gate"
         write_record(student, gate, texts=stored["texts"], tied=stored["tied"], form=form_of(stored))
         return run_gate(folder, gate, device)
+
+
+def _check_is_export(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name the folder of an export.")
+    lacking = [name for name in ("config.json", "gate/reference.json") if not (folder / name).is_file()]
+    if lacking and (folder / "export").is_dir():
+        raise ValueError(f"{folder} is a run; name its export, {folder / 'export'}.")
+    if lacking:
+        raise ValueError(f"{folder} is no exported checkpoint: it lacks {' and '.join(lacking)}; name one that has it.")
 
 
 def _check_code(folder: Path) -> None:
@@ -193,6 +202,7 @@ def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
 
     Raises ExportError when that process ends without a result.
     """
+    log.info("%s: loading it in a separate process, to hold it against its record", folder)
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     with tempfile.TemporaryDirectory(prefix="export-gate-") as name:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from ..guard import load_student
+from ..guard import check_checkpoint, load_student
 from .check import Prompts, _worse, load_record
 
 Numbers = Literal["int8", "fp8"]
@@ -30,10 +30,11 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8") -> str:
     What was written is loaded again and held against the export's record. Raises ValueError without torchao, for a
     folder that is no export, for an ``out`` that exists, and when logits differ by more than `TOLERANCE`.
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError("quantise needs torchao, which is not installed; pip install torchao.")
     if out.exists():
         raise ValueError(f"{out} exists; pass a new folder.")
+    check_checkpoint(folder, numbers=False)
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError("quantise needs torchao, which is not installed; pip install torchao.")
     student, _ = load_student(folder)
     dtype = student.dtype
     _, prompts = load_record(folder / "gate", "cpu")

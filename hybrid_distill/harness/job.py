@@ -122,7 +122,7 @@ def write_questions(job: SuiteJob) -> tuple[str, str]:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-eval is not installed, which asks the tasks; pip install 'hybrid-distill[eval]'.")
+        raise ValueError("lm-eval is not installed, which asks the tasks; pip install lm-eval.")
 
 
 def _questions(job: SuiteJob) -> Questions:
