@@ -173,7 +173,7 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     """Whatever the batch holds: lengths differ, choices have one token or form a tree, windows slide."""
     model = random_model(family)
     probe = KVRetrieval(6, keys=KEYS[:16])
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
         scores = score_heads(model, tokenizer, probe, n_examples=7, min_accuracy=0.0, progress=False)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 7))
     windowed = "sliding_window" in FAMILIES[family][1] and tokenizer is DIGITS

@@ -114,7 +114,7 @@ def _check_code(folder: Path) -> None:
     if other := code_differs(folder):
         raise ValueError(
             f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
-            "verifying runs it; read it, then pass --trust-remote-code."
+            "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
         )
 
 

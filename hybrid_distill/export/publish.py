@@ -42,13 +42,15 @@ def publish(folder: Path, repo: str, *, public: bool = False, dry_run: bool = Fa
     ValueError for a folder that `check_checkpoint` refuses or that did not pass its gate, a file that is no part of an
     export, and a token or a home path in one; ExportError when the folder is not what was exported.
     """
+    if "/" not in repo:
+        raise ValueError(f"the repository is {repo!r}; name it with its owner, OWNER/NAME.")
     validate_repo_id(repo)
     check_checkpoint(folder)
     files = publishable(folder)
     listing = _listing(folder, files)
+    verify_export(folder).require(folder)
     if dry_run:
         return f"would go to {repo}:\n{listing}\n\n{(folder / 'README.md').read_text()}"
-    verify_export(folder).require(folder)
     hub = HfApi()
     hub.create_repo(repo, private=not public, exist_ok=True)
     names = [path.relative_to(folder).as_posix() for path in files]

@@ -311,7 +311,7 @@ def fastest_exact(
             reason = next((r for sheet in sheets if (r := _differs(short, in_full, sheet.part(0, 1)))), None)
             if reason is None:
                 return short
-            log.info("answers_only=%s cannot be used: %s", answers_only, reason)
+            log.debug("answers_only=%s cannot be used: %s", answers_only, reason)
     log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
     return in_full
 
