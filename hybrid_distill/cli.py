@@ -229,6 +229,8 @@ def evaluate(
         if n_examples is not None:
             raise ValueError(f"--n-examples is {n_examples}, which goes with the folder of a run; here it is --limit.")
         _evaluate_suite(job)
+    elif (run_dir / "gate").is_dir():
+        raise ValueError(f"{run_dir} is an export, not a run; evaluate it with --model {run_dir}.")
     elif job != SuiteJob(again=job.again):
         raise ValueError(f"{run_dir} is evaluated by its own settings; of its export, --model {run_dir / 'export'}.")
     else:

@@ -89,7 +89,9 @@ def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
 
 def test_of_a_long_table_the_best_rows_are_shown() -> None:
     rows = tuple(Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50))
-    shown = shortened(Table("a title", "put back", (Column("kv"),), rows)).rows
+    short = shortened(Table("a title", "put back", (Column("kv"),), rows))
+    shown = short.rows
+    assert short.title == "a title (24 more in the file)"
     assert shown == (*rows[:24], rows[48], rows[49])
 
 

@@ -174,3 +174,10 @@ def test_a_file_that_is_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "README.md"])
     assert "README.md is no recipe" in capsys.readouterr().err
+
+
+def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gate").mkdir()
+    with pytest.raises(SystemExit) as exit_:
+        main(["evaluate", str(tmp_path)])
+    assert exit_.value.code == 2 and f"evaluate it with --model {tmp_path}" in capsys.readouterr().err

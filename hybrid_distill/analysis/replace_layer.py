@@ -142,7 +142,8 @@ def _label(by: By, restored: Sequence[int | HeadId]) -> str:
 def shortened(table: Table) -> Table:
     """The first rows of those put back alone, and all others."""
     rows = [row for number, row in enumerate(table.rows) if number < SHOWN or row.group]
-    return replace(table, rows=tuple(rows))
+    left = len(table.rows) - len(rows)
+    return replace(table, title=table.title + (f" ({left} more in the file)" if left else ""), rows=tuple(rows))
 
 
 def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
