@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .guard import check_checkpoint, is_bin_only
+from .guard import check_checkpoint, check_no_run, is_bin_only
 from .llamba import is_llamba, llamba_config, load_llamba
 from .plan import HeadId
 
@@ -624,6 +624,7 @@ def _checked(path: str | Path) -> str | Path:
         raise ValueError(
             f"the teacher folder {str(path)!r} has no config.json; give a Hugging Face model folder."
         )
+    check_no_run(folder)
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(
             f"the teacher folder {str(path)!r} has no weights (*.safetensors or *.bin); "

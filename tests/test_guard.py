@@ -198,3 +198,10 @@ def test_a_plan_from_elsewhere_is_noticed(copied) -> None:
     HeadPlan.none(plan).save(copied / "plan.json")
     with pytest.raises(ValueError, match="keep other heads"):
         check_checkpoint(copied)
+
+
+def test_a_run_is_told_from_its_export(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a run; name its export, .*export\.$"):
+        check_checkpoint(tmp_path)

@@ -34,6 +34,7 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, E
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a checkpoint.")
+    check_no_run(folder)
     check_links(folder)
     config = read_json(folder / "config.json")
     strict = is_student(folder, config)
@@ -53,6 +54,12 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, E
     if numbers:
         check_numbers(tensors)
     return tensors
+
+
+def check_no_run(folder: Path) -> None:
+    """Raise ValueError for the folder of a run, which is easily taken for the export that is in it."""
+    if (folder / "export" / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} is a run; name its export, {folder / 'export'}.")
 
 
 def _check_largest(folder: Path, config: dict[str, Any]) -> None:
