@@ -18,7 +18,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from .data import (
     check_sources,
     open_logits,
     open_rows,
-    read_documents,
+    read_held_out,
     source_files,
 )
 from .distill.accelerator import connect, on_main_process
@@ -496,9 +495,7 @@ class Run:
         return None if source is None else Knowledge(None if source == TINY else source)
 
     def _held_out_texts(self, n: int) -> list[str]:
-        source = self.config.evaluation.texts
-        source = f"{TINY}:held_out" if source == TINY else source
-        return list(islice(read_documents(source, self.config.data.text_column), n))
+        return read_held_out(self.config.evaluation.texts, n, self.config.data.text_column)
 
     def export(
         self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None, **options: Any

@@ -8,19 +8,18 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .comma_lists import numbers, words
-from .data import read_documents
+from .data import read_held_out
 from .distill.accelerator import connect, on_main_process
 from .plan import HeadId
 from .probes import Probe, duplicates
 from .probes.checks import check_answerable
-from .probes.registry import make_probe, options_of
+from .probes.registry import options_of, probe_with
 from .scoring import HeadScores, score_heads
 from .scoring.artefact import Reading
 from .scoring.attention import attention_to_answer, copy_score
@@ -139,7 +138,7 @@ def _score(
         *asked,
         n_examples=job.examples,
         batch_size=job.batch_size,
-        control_texts=_texts(job),
+        control_texts=read_held_out(job.control_texts, job.n_control_texts),
         min_accuracy=job.min_accuracy,
         replacement="mean" if job.method == "mean-ablation" else "zero",
         race_k=None if job.exhaustive else job.k,
@@ -178,10 +177,7 @@ def _probes(job: ScoreJob) -> dict[str, Probe]:
     pairs = tuple(numbers("pairs", job.pairs))
     lengths = tuple(numbers("lengths", job.lengths))
     given: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "facts": job.facts, "seed": job.seed}
-    return {
-        name: make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
-        for name in names
-    }
+    return {name: probe_with(name, given) for name in names}
 
 
 def _shorter(name: str) -> str:
@@ -204,11 +200,6 @@ def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
         raise ValueError(f"--weights is {job.weights!r}, --probe is {job.probe!r}; give {wanted}.")
     shares(job.combine, weights, n_probes)
     return weights
-
-
-def _texts(job: ScoreJob) -> list[str]:
-    source = f"{TINY}:held_out" if job.control_texts == TINY else job.control_texts
-    return list(islice(read_documents(source), job.n_control_texts))
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,11 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
             f"its heads are of kind {', '.join(sorted(set(kinds)))}."
         )
     return sites
+
+
+def asked_for(kind: str) -> HeadKind | None:
+    """How `head_sites` is asked for sites of a kind: a student's mixers are what it gives by itself."""
+    return None if kind == "hybrid" else cast(HeadKind, kind)
 
 
 def head_kinds(model: nn.Module) -> list[str]:

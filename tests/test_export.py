@@ -318,6 +318,7 @@ def test_refuses_a_folder_that_is_no_export(exports, tmp_path):
     with pytest.raises(ValueError, match="is no exported checkpoint"):
         verify_export(tmp_path)
     (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is a run; name its export, .*export\.$"):
         verify_export(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from ..plan import HeadId
 from ..probes import Probe, check_counts
 from ..probes.checks import check_answerable
 from ..scoring import HeadScores, score_heads
-from ..teacher import HeadKind, ablate_heads, head_kinds, head_sites, longest_context
+from ..teacher import HeadKind, ablate_heads, asked_for, head_kinds, head_sites, longest_context
 from .figures import draw_bars, draw_lines
 from .tables import Column, Row, Table
 from .tasks import Questions, Subject, Task, measure
@@ -104,19 +104,14 @@ def score_kinds(
             f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; give a model whose recurrent "
             "heads are those of Mamba-2."
         )
-    return {kind: score_heads(model, tokenizer, probe, kind=_asked_for(kind), **options) for kind in kinds}
-
-
-def _asked_for(kind: str) -> HeadKind | None:
-    """How `head_sites` is asked for the heads of a kind of site: a student's are what it gives by itself."""
-    return None if kind == "hybrid" else cast(HeadKind, kind)
+    return {kind: score_heads(model, tokenizer, probe, kind=asked_for(kind), **options) for kind in kinds}
 
 
 def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> list[RankedHead]:
     """All heads, best first: by accuracy lost, equal ones by log-probability lost, then as they stand."""
     ranked = []
     for kind, found in scores.items():
-        sites = {site.layer: site for site in head_sites(model, _asked_for(kind))}
+        sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
         for head in found.ranking():
             control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
@@ -186,5 +181,5 @@ def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[No
         else:
             for kind in {ranked.kind for ranked in heads}:
                 own = [ranked.head for ranked in heads if ranked.kind == kind]
-                removed.enter_context(ablate_heads(model, own, kind=_asked_for(kind)))
+                removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
         yield

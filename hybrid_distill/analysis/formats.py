@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..comma_lists import words
 from ..data.chat import check_template
 from ..probes import Example
 from ..probes.answering import tokenize
@@ -89,7 +90,7 @@ class Formats:
         """The formats asked for; None for all that the tokenizer can do. Raises ValueError for an unknown one."""
         if self.formats is None:
             return None
-        names = [name.strip() for name in self.formats.split(",") if name.strip()]
+        names = words(self.formats)
         unknown = [name for name in names if name not in FORMATS[self.of]]
         if unknown or not names:
             raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(FORMATS[self.of])}.")

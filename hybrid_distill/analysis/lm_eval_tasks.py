@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,11 +13,9 @@ from ..distill.accelerator import make_accelerator
 from ..harness.running import run_suite
 from ..harness.suites import STOCK
 from ..harness.tasks import Questions
-from ..teacher import longest_context
 from .tables import Column
 
 LM_EVAL = "lm_eval:"
-DEFAULT_CONTEXT = 2048  # tokens, for a model that does not say how far it reaches
 
 
 def lm_eval_column(
@@ -38,10 +35,9 @@ def lm_eval_column(
         raise ValueError(f"{LM_EVAL}{name} asks the questions in {missing[0]}.jsonl, and there is no such file.")
 
     def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        context = longest_context(model.config) or DEFAULT_CONTEXT
-        sizes: dict[str, Any] = {"max_length": context, "batch_size": batch_size}
         with TemporaryDirectory() as folder:
-            found = run_suite(model, tokenizer, [task], questions, Path(folder), make_accelerator(), **sizes)
+            place = Path(folder)
+            found = run_suite(model, tokenizer, [task], questions, place, make_accelerator(), batch_size=batch_size)
         if found.failed:
             part, reason = next(iter(found.failed.items()))
             raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")

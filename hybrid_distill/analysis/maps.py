@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
 from ..probes import Example, check_counts
-from ..probes.registry import make_probe, options_of
+from ..probes.registry import probe_with
 from ..scoring import HeadScores
 from ..scoring.comparison import comparison_table
 from ..teacher import HeadKind, HeadSite
@@ -95,8 +95,7 @@ class Maps:
 
     def _questions(self) -> list[Example]:
         given: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed}
-        probe = make_probe(self.probe, **{name: given[name] for name in options_of(self.probe) if name in given})
-        return probe.examples(self.examples)
+        return probe_with(self.probe, given).examples(self.examples)
 
     def _prompt(self, tokenizer: PreTrainedTokenizerBase) -> MarkedPrompt:
         if self.prompt is not None:

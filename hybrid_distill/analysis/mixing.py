@@ -27,7 +27,16 @@ from ..model.ssd import mixing_matrix
 from ..plan import HeadId
 from ..probes.answering import forward
 from ..scoring.attention import eager_attention
-from ..teacher import HeadKind, HeadSite, check_exists, eval_mode, head_sites, longest_context, record_heads
+from ..teacher import (
+    HeadKind,
+    HeadSite,
+    asked_for,
+    check_exists,
+    eval_mode,
+    head_sites,
+    longest_context,
+    record_heads,
+)
 
 MAX_BYTES = 4 * 2**30
 BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
@@ -85,9 +94,9 @@ def mask_heads(
 
     What a mask leaves out is zero, what it keeps has the size that it had: rows are not normalised anew. A row of which
     everything is kept stays as it is, to the last bit; a mask of nothing removes the head. The gate and the norm behind
-    an SSM stay those of the whole head. For forwards of one prompt
-    of T tokens without a cache; others raise ValueError, and so does a head that does not exist. All attention runs
-    eagerly, if there is any, for no other attention hands out its maps.
+    an SSM stay those of the whole head. For forwards of one prompt of T tokens without a cache; others raise
+    ValueError, and so does a head that does not exist. All attention runs eagerly, if there is any, for no other
+    attention hands out its maps.
     """
     masks = {HeadId(*head): mask_TS for head, mask_TS in masks.items()}
     chosen = _sites_of(model, mixing_sites(model, kind), masks, kind)
@@ -96,8 +105,7 @@ def mask_heads(
         recorded = hooks.enter_context(_recording(chosen, list(masks)))
         for site in chosen:
             own = {head: mask_TS for head, mask_TS in masks.items() if head.layer == site.layer}
-            site_kind = None if site.kind == "hybrid" else site.kind
-            read = hooks.enter_context(record_heads(model, site.layer, kind=site_kind))
+            read = hooks.enter_context(record_heads(model, site.layer, kind=asked_for(site.kind)))
             masked = _masker(site, own, recorded[site.layer], read)
             hooks.callback(site.module.register_forward_hook(masked).remove)
         yield

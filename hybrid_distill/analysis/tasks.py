@@ -6,13 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data import read_documents
+from ..comma_lists import words
+from ..data import read_held_out
 from ..distill.accelerator import connect
 from ..harness.tasks import Questions as HarnessQuestions
 from ..probes import Example, Probe
@@ -20,7 +20,7 @@ from ..probes.answering import answer_choices, answer_generation
 from ..probes.checks import check_answerable
 from ..probes.knowledge import Knowledge
 from ..probes.plain_text import text_batches
-from ..probes.registry import PROBES, make_probe, options_of
+from ..probes.registry import PROBES, probe_with
 from ..teacher import TINY, eval_mode, load_teacher, longest_context
 from .lm_eval_tasks import LM_EVAL, lm_eval_column
 from .tables import Column
@@ -108,7 +108,7 @@ class Questions:
 
     def names(self) -> list[str]:
         """Of the tasks. Raises ValueError for none."""
-        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        names = words(self.tasks)
         if not names:
             raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
         return names
@@ -139,11 +139,11 @@ class Questions:
     def probe(self, name: str, seed: int) -> Probe:
         """The probe of that name, with these questions' settings. Raises ValueError for an unknown name."""
         given: dict[str, Any] = {"pairs": self.pairs, "facts": self.facts, "seed": seed}
-        return make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
+        return probe_with(name, given)
 
     def documents(self, n: int) -> list[str]:
         """The first ``n`` plain texts."""
-        return list(islice(read_documents(f"{TINY}:held_out" if self.texts == TINY else self.texts), n))
+        return read_held_out(self.texts, n)
 
     def _text(self) -> Task:
         texts = self.documents(self.examples)

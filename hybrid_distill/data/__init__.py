@@ -9,7 +9,7 @@ format of the files.
 """
 
 from .config import DataConfig, check_sources, open_rows
-from .documents import DataUnavailable, read_documents, source_files
+from .documents import DataUnavailable, read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import LogitFolder, LogitHeader, TaughtRows, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch
@@ -35,6 +35,7 @@ __all__ = [
     "open_rows",
     "open_tokens",
     "read_documents",
+    "read_held_out",
     "source_files",
     "tokenizer_fingerprint",
     "tokens_of",

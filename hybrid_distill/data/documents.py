@@ -42,6 +42,11 @@ def read_documents(source: str, text_column: str | None = "text") -> Iterator[st
         yield from read()
 
 
+def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
+    """The first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on."""
+    return list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
+
+
 def document_batches(
     source: str, text_column: str | None, place: Place = None, max_characters: int = BATCH_CHARACTERS
 ) -> Iterator[tuple[list[str], Place]]:

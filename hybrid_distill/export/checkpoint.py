@@ -26,7 +26,7 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
-from .falcon_h1 import container
+from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
 
 # Present in every export: a folder without it is not ours to replace.
@@ -185,7 +185,7 @@ def write_weights(
 def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> None:
     """config.json, which says where remote code is if there is any, and generation_config.json."""
     if form == "falcon-h1":
-        config = container(cast(HybridForCausalLM, student)).config
+        config = configuration(cast(HybridForCausalLM, student))
     else:
         config = json.loads(student.config.to_json_string())
         for name in ("_name_or_path", "auto_map"):

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from ..evaluate import EvalResult
 from ..guard import load_student
 from ..model import HybridConfig
-from ..pipeline import finished_run
+from ..pipeline import finished_run, is_run
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 from .card import UNKNOWN
@@ -40,11 +40,11 @@ def export_student(job: ExportJob) -> GateReport:
     """The gate's report of what was written. Raises ValueError for a folder without student, or a form that
     cannot express it, ExportError when what was written is not the student.
     """
-    config = _read_json(job.model / "config.json")
-    if "stages" in config:
+    if is_run(job.model / "config.json"):
         run = finished_run(job.model)
         options = {"form": job.form, "max_shard_size": job.max_shard_size}
         return cast(GateReport, run.export(*run.trained_student(), job.out, **options))
+    config = _read_json(job.model / "config.json")
     if config.get("model_type") != HybridConfig.model_type:
         hint = "the export that this one was made beside" if config.get("model_type") == MODEL_TYPE else "a student"
         raise ValueError(

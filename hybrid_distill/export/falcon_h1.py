@@ -34,6 +34,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps",
          "max_position_embeddings", "initializer_range", "tie_word_embeddings")  # fmt: skip
 
+_BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
+
 
 @dataclass(frozen=True)
 class Container:
@@ -84,36 +86,65 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     return found
 
 
-@torch.no_grad()
-def container(student: HybridForCausalLM) -> Container:
-    """The student as a Falcon-H1. Raises ValueError, with the reasons, for a student that is none."""
+def configuration(student: HybridForCausalLM) -> dict[str, Any]:
+    """config.json, with RoPE in the spellings of transformers 4 and 5 alike.
+
+    Raises ValueError, with the reasons, for a student that is no Falcon-H1.
+    """
     if reasons := obstacles(student):
         raise ValueError(
             f"this student cannot be a Falcon-H1: {'; '.join(reasons)}. Export it as remote-code, which is the same "
             "model and needs trust_remote_code, or train one with --student.recurrence mamba2 (docs/export.md)."
         )
     layout = _layout(student)
+    backbone = student.config.backbone
+    rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        **{name: getattr(student.model.config, name) for name in _SAME},
+        **{name: getattr(student.config, name, None) for name in _TOKENS},
+        **rope,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "num_attention_heads": layout.n_kv_heads * layout.per_kv_head,
+        "num_key_value_heads": layout.n_kv_heads,
+        "head_dim": layout.head_dim,
+        "attention_bias": any(name.split(".")[-2:] in _BIASES for name in student.state_dict()),
+        "mlp_bias": bool(getattr(student.model.config, "mlp_bias", False)),
+        "mamba_d_ssm": layout.n_ssm_heads * layout.head_dim,
+        "mamba_n_heads": layout.n_ssm_heads,
+        "mamba_d_head": layout.head_dim,
+        "mamba_n_groups": layout.n_ssm_heads,
+        "mamba_d_state": student.config.d_state,
+        "mamba_d_conv": student.config.conv_width,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_rms_norm": False,
+        "projectors_bias": True,
+    }
+
+
+@torch.no_grad()
+def container(student: HybridForCausalLM) -> Container:
+    """The student as a Falcon-H1. Raises ValueError as `configuration` does."""
+    config, layout = configuration(student), _layout(student)
     source = student.state_dict()
     state = {
         "model.embed_tokens.weight": source["model.embed_tokens.weight"],
         "model.final_layernorm.weight": source["model.norm.weight"],
         "lm_head.weight": source["lm_head.weight"],
     }
-    has_bias = any(name.split(".")[-2:] in _BIASES for name in source)
     for number, mixer in enumerate(student.mixers()):
         tensors = {
             "input_layernorm.weight": source[f"model.layers.{number}.input_layernorm.weight"],
             "pre_ff_layernorm.weight": source[f"model.layers.{number}.post_attention_layernorm.weight"],
-            **_attention(mixer, layout, has_bias),
+            **_attention(mixer, layout, config["attention_bias"]),
             **_mamba(mixer, layout, student.config),
         }
         mlp = f"model.layers.{number}.mlp."
         tensors |= {"feed_forward." + n.removeprefix(mlp): t for n, t in source.items() if n.startswith(mlp)}
         state |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
-    return Container(_configuration(student, layout, has_bias), state)
-
-
-_BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
+    return Container(config, state)
 
 
 def _layout(student: HybridForCausalLM) -> _Layout:
@@ -205,32 +236,3 @@ def _placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
         if place is not None:
             placed[target] = blocks[place]
     return placed.flatten(0, 1)
-
-
-def _configuration(student: HybridForCausalLM, layout: _Layout, has_bias: bool) -> dict[str, Any]:
-    """config.json, with RoPE in the spellings of transformers 4 and 5 alike."""
-    backbone = student.config.backbone
-    rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
-    return {
-        "architectures": ["FalconH1ForCausalLM"],
-        "model_type": MODEL_TYPE,
-        **{name: getattr(student.model.config, name) for name in _SAME},
-        **{name: getattr(student.config, name, None) for name in _TOKENS},
-        **rope,
-        "dtype": str(student.dtype).removeprefix("torch."),
-        "num_attention_heads": layout.n_kv_heads * layout.per_kv_head,
-        "num_key_value_heads": layout.n_kv_heads,
-        "head_dim": layout.head_dim,
-        "attention_bias": has_bias,
-        "mlp_bias": bool(getattr(student.model.config, "mlp_bias", False)),
-        "mamba_d_ssm": layout.n_ssm_heads * layout.head_dim,
-        "mamba_n_heads": layout.n_ssm_heads,
-        "mamba_d_head": layout.head_dim,
-        "mamba_n_groups": layout.n_ssm_heads,
-        "mamba_d_state": student.config.d_state,
-        "mamba_d_conv": student.config.conv_width,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": True,
-        "mamba_rms_norm": False,
-        "projectors_bias": True,
-    }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..guard import check_checkpoint, code_differs
+from ..guard import check_checkpoint, check_no_run, code_differs
 from ..model import HybridForCausalLM
 from . import check as program
 from .check import Check, Prompts, form_of, greedy, tensor_hash
@@ -104,9 +104,8 @@ def _check_is_export(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of an export.")
     lacking = [name for name in ("config.json", "gate/reference.json") if not (folder / name).is_file()]
-    if lacking and (folder / "export").is_dir():
-        raise ValueError(f"{folder} is a run; name its export, {folder / 'export'}.")
     if lacking:
+        check_no_run(folder)
         raise ValueError(f"{folder} is no exported checkpoint: it lacks {' and '.join(lacking)}; name one that has it.")
 
 

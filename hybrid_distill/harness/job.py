@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from ..distill.accelerator import make_accelerator, on_main_process
-from ..teacher import TINY, load_teacher, longest_context, read_teacher
+from ..teacher import TINY, load_teacher, read_teacher
 from .results import FILE, SuiteResult, compare, tables
 from .running import SuiteTasks, run_suite
 from .suites import tasks_of
 from .tasks import Questions
 from .writing import write_task_files
 
-DEFAULT_CONTEXT = 2048
 TABLE = "results.md"
 NAMED = 6
 
@@ -182,7 +181,7 @@ def _measure(job: SuiteJob, name: str, out: Path, tasks: SuiteTasks, questions: 
         questions,
         out,
         accelerator,
-        max_length=job.max_length or longest_context(model.config) or DEFAULT_CONTEXT,
+        max_length=job.max_length,
         batch_size=job.batch_size,
         truncate=job.truncate,
         again=job.again,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -18,7 +17,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..distill.accelerator import on_main_process
+from ..probes import digest
 from ..scoring import describe_run
+from ..teacher import longest_context
 from .lm import make_lm
 from .results import FILE, PartResult, SuiteResult, TaskScore
 from .suites import ProbeTask, StockTask
@@ -26,6 +27,7 @@ from .tasks import Part, Questions
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CONTEXT = 2048
 SuiteTasks = Sequence[StockTask | ProbeTask]
 
 
@@ -37,17 +39,19 @@ def run_suite(
     out: Path,
     accelerator: Accelerator,
     *,
-    max_length: int,
+    max_length: int | None = None,
     batch_size: int = 16,
     truncate: bool = False,
     again: bool = False,
 ) -> SuiteResult:
     """Measure a model on tasks; ``OUT/results.json`` is written after each, and what it holds is not measured again.
 
+    ``max_length`` is the context in tokens, by default the model's, or `DEFAULT_CONTEXT` where it does not say.
     A part that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
     processes the main one returns the whole result. Raises ValueError when the file there is of another model or of
     other settings.
     """
+    max_length = max_length or longest_context(model.config) or DEFAULT_CONTEXT
     settings = {
         "limit": questions.limit, "fewshot": questions.n_shots, "seed": questions.seed, "max_length": max_length,
         "truncate": truncate, "pairs": questions.pairs, "lengths": questions.lengths,
@@ -60,9 +64,7 @@ def run_suite(
     left = [part for name, part in parts.items() if name not in result.parts]
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
     with quiet():
-        lm = make_lm(
-            model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate
-        )  # fmt: skip
+        lm = make_lm(model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate)
     for number, part in enumerate(left, start=1):
         lm.doing = f"{part.name} ({number} of {len(left)})"
         with quiet():
@@ -185,7 +187,7 @@ def _stderr(task: Any, metric_and_filter: str, samples: Sequence[Mapping[str, An
 def _prompts_hash(samples: Sequence[Mapping[str, Any]]) -> str:
     """Of everything that the model was asked, in the order of the questions."""
     asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
-    return _short_hash(json.dumps(asked))
+    return digest([json.dumps(asked)])
 
 
 def _put_together(result: SuiteResult, task: StockTask | ProbeTask, questions: Questions) -> None:
@@ -213,9 +215,5 @@ def _put_together(result: SuiteResult, task: StockTask | ProbeTask, questions: Q
         n_shots=parts[0].n_shots,
         n_cut=sum(part.n_cut for part in parts),
         version=parts[0].version,
-        prompts_sha256=hashes[0] if len(hashes) == 1 else _short_hash("".join(hashes)),
+        prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..comma_lists import words
+
 Group = Literal["knowledge", "retrieval", "text"]
 Reading = Literal["likelihood", "generation"]
 
@@ -128,7 +130,7 @@ def tasks_of(names: str) -> list[StockTask | ProbeTask]:
 
     Raises ValueError for an unknown name, with the nearest ones there are, and where nothing is named.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = words(names)
     if not wanted:
         raise ValueError(f"--suite is {names!r}; name a suite ({', '.join(SUITES)}) or tasks, such as arc_easy,kv.")
     expanded = [task for name in wanted for task in _expand(name)]

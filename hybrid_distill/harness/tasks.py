@@ -7,19 +7,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from transformers import PreTrainedTokenizerBase
 
-from ..data import read_documents
+from ..data import read_held_out
 from ..probes import Example
 from ..probes.answering import begins_with
 from ..probes.checks import check_answerable
 from ..probes.knowledge import Knowledge
-from ..probes.registry import make_probe, options_of
+from ..probes.registry import probe_with
 from ..teacher import TINY
 from .files import Rows, find_split, missing_fields, read_rows
 from .suites import NIAH, ProbeTask, StockTask
@@ -106,15 +105,13 @@ class Questions:
         """The questions of a probe: at most ``limit``, or `PROBE_EXAMPLES`."""
         n = self.limit or PROBE_EXAMPLES
         if task.probe == "text":
-            source = f"{TINY}:held_out" if self.texts == TINY else self.texts
-            return [{"text": text} for text in islice(read_documents(source), n)]
+            return [{"text": text} for text in read_held_out(self.texts, n)]
         if task.probe == "knowledge":
             return example_rows(Knowledge(self.facts).examples()[:n])
         given: dict[str, Any] = {
             "pairs": self.pairs, "lengths": self.lengths, "facts": self.facts, "seed": self.seed,
         }  # fmt: skip
-        probe = make_probe(task.probe, **{name: given[name] for name in options_of(task.probe) if name in given})
-        return example_rows(probe.examples(n))
+        return example_rows(probe_with(task.probe, given).examples(n))
 
     def niah_rows(self, name: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Needles in haystacks by RULER's generators, as long in this tokenizer's tokens as ``niah_lengths`` say.

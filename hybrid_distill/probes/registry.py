@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from . import Probe, as_tuple
@@ -23,6 +23,11 @@ def make_probe(name: str, **options: object) -> Probe:
     if unknown := sorted(set(options) - set(known := options_of(name))):
         raise ValueError(f"the probe {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
     return PROBES[name](**options)
+
+
+def probe_with(name: str, given: Mapping[str, object]) -> Probe:
+    """The probe called ``name`` with those of the given options that it has. Raises ValueError as `make_probe` does."""
+    return make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
 
 
 def options_of(name: str) -> tuple[str, ...]:

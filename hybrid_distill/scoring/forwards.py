@@ -32,6 +32,7 @@ from ..teacher import (
     HeadSite,
     ablate_heads,
     ablate_heads_by_row,
+    asked_for,
     decoder_blocks,
     record_heads,
     replaced_forward,
@@ -61,7 +62,7 @@ class Forwards:
     ) -> None:
         self.model, self.rows, self.values = model, rows, values or {}
         self.sites = {site.layer: site for site in sites}
-        self.kind: HeadKind | None = kind_of(sites)
+        self.kind: HeadKind | None = asked_for(sites[0].kind)
 
     def begin(self, sheets: Sequence[Sheet]) -> None:
         """Forget all that is kept of other sheets."""
@@ -207,12 +208,6 @@ class FromLayer(Forwards):
                 yield
 
 
-def kind_of(sites: Sequence[HeadSite]) -> HeadKind | None:
-    """What `head_sites` was asked for to find these."""
-    kind = sites[0].kind
-    return None if kind == "hybrid" else kind
-
-
 class _Enough(Exception):
     """All that was wanted of a forward has been computed."""
 
@@ -337,7 +332,7 @@ def head_means(
     model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, prompts: Sequence[Tokens]
 ) -> dict[int, Tensor]:
     """By layer, each head's mean output [H, P] over all tokens of all prompts; processes share the prompts."""
-    kind: HeadKind | None = kind_of(sites)
+    kind = asked_for(sites[0].kind)
 
     def sums(sheet: Sheet, n_rows: int) -> list[Tensor]:
         total: list[Any] = [0.0] * len(sites)
