@@ -300,16 +300,23 @@ def verify_command(
 
 @app.command(name="quantise")
 def quantise_command(
-    path: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /, to: Literal["int8", "fp8"] = "int8"
+    path: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    /,
+    to: Literal["int8", "fp8"] = "int8",
+    tolerance: float | None = None,
 ) -> None:
     """Write an export again with the weights of its linear projections in 8 bits; needs torchao.
+
+    What was written is loaded by another process, and must compute nearly what the student does.
 
     Args:
         path: The folder of an export in its remote-code form.
         out: A new folder.
         to: The 8-bit numbers, one scale a row: whole ones, or with an exponent.
+        tolerance: How far logits may be from the student's, as a share of its largest one: 0.05 for int8, 0.3 for fp8.
     """
-    print(quantise(path, out, to))
+    print(quantise(path, out, to, tolerance))
 
 
 @app.command(name="publish")

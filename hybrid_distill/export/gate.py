@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -87,7 +88,7 @@ def verify_export(
     folder = Path(path)
     _check_is_export(folder)
     if not trust_remote_code:
-        check_checkpoint(folder, numbers=False)
+        check_checkpoint(folder)
         _check_code(folder)
     if device is None:
         device = str(student.device) if student is not None else "cpu"
@@ -151,6 +152,23 @@ def write_record(
     (gate / "reference.json").write_text(json.dumps(record, indent=1) + "\n")
     prompts = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
     record_prompts(reference, prompts).save(gate / "reference.safetensors")
+
+
+def copy_record(source: Path, folder: Path, quantised: Mapping[str, Any]) -> None:
+    """Give ``folder``, a copy of an export in other numbers, the export's record of what the student computes.
+
+    Its tensors are those that are in the copy's files; ``quantised`` has the ``limit`` on differences of logits.
+    """
+    gate = folder / "gate"
+    gate.mkdir()
+    shutil.copyfile(program.__file__, gate / "check.py")
+    shutil.copyfile(source / "gate" / "reference.safetensors", gate / "reference.safetensors")
+    record = json.loads((source / "gate" / "reference.json").read_text())
+    record |= {"form": "remote-code", "tied": {}, "quantised": dict(quantised), "tensors": {}}
+    for name, path in sorted(program.weight_files(folder).items()):
+        with safe_open(path, framework="pt") as file:
+            record["tensors"][name] = tensor_hash(file.get_tensor(name))
+    (gate / "reference.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def stored_tensors(student: PreTrainedModel, form: str) -> dict[str, Tensor]:
