@@ -540,8 +540,13 @@ class Run:
         return stages
 
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
-        """The student of a finished run, from its last stage. Raises ValueError when no stage is finished."""
-        plan = HeadPlan.load(self.out / "plan.json")
+        """The student of a finished run, from its last stage. Raises ValueError when no stage is finished, naming the
+        runs below this folder if there are any: that of a comparison is easily taken for one of its runs.
+        """
+        path = self.out / "plan.json"
+        if not path.exists() and (below := sorted(str(plan.parent) for plan in self.out.glob("*/plan.json"))):
+            raise ValueError(f"{self.out} is no run, it holds some; name one of {', '.join(below)}.")
+        plan = HeadPlan.load(path)
         if plan.keeps_all:
             return self.build(plan), plan
         return self._loaded_student(plan, self.last_stage()), plan

@@ -107,7 +107,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     weights = _weights(job, len(probes))
     device: Any = connect().device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin)
+    model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
     model.to(device)
     on_main_process(lambda: job.out.parent.mkdir(parents=True, exist_ok=True))
     limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none

@@ -30,7 +30,8 @@ from .llamba import is_llamba, llamba_config, load_llamba
 from .plan import HeadId
 
 TINY = "tiny"
-FLAGS = "--teacher.path PATH, or --model PATH of score, analyse and evaluate"
+RECIPE_FLAG = "--teacher.path"
+"""Where a recipe names its teacher."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 SUPPORTED = "Llama, Qwen2, Qwen3 or Mistral"
@@ -482,7 +483,10 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256(json.dumps([getattr(config, name, None) for name in shape_of]).encode())
     for name, parameter in sorted(model.named_parameters()):
         stride = max(1, parameter.numel() // SAMPLES_PER_TENSOR)
-        sample = parameter.detach().flatten()[::stride].to(torch.bfloat16).view(torch.int16)
+        values = parameter.detach()
+        if type(values).dequantize is not Tensor.dequantize:  # 8-bit weights, of torchao
+            values = values.dequantize()
+        sample = values.flatten()[::stride].to(torch.bfloat16).view(torch.int16)
         digest.update(f"{name} {tuple(parameter.shape)} {sample.tolist()}".encode())
     return digest.hexdigest()[:16]
 
@@ -495,19 +499,21 @@ def load_teacher(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     allow_bin: bool = False,
+    flag: str = RECIPE_FLAG,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (eval mode, on the CPU) and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
     Code that comes with a checkpoint is run only where ``trust_remote_code`` is set, and weights are safetensors unless
-    ``allow_bin``. Raises ValueError, in one line, for an unknown dtype, a name that cannot be had, a folder without
-    config or weights, and one that `check_checkpoint` refuses.
+    ``allow_bin``. ``flag`` is where the user has named the model, for messages. Raises ValueError, in one line, for an
+    unknown dtype, a name that cannot be had, a folder without config or weights, and one that `check_checkpoint`
+    refuses.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
-    path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
-    with _refusal(name_or_path):
+    path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path, flag)
+    with _refusal(name_or_path, flag):
         if isinstance(path, Path):
-            _check_folder(path, allow_bin)
+            _check_folder(path, allow_bin, flag)
         tokenizer = _tokenizer(path, revision, trust_remote_code)
         if is_llamba(path):
             llamba = load_llamba(path, DTYPES[dtype])
@@ -530,11 +536,11 @@ def load_teacher(
 
 
 def read_teacher(
-    name_or_path: str | Path, revision: str | None = None
+    name_or_path: str | Path, revision: str | None = None, flag: str = RECIPE_FLAG
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer: what `load_teacher` reads, and refuses, without the weights."""
-    path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path)
-    with _refusal(name_or_path):
+    path = _checked(_tiny_path() if str(name_or_path) == TINY else name_or_path, flag)
+    with _refusal(name_or_path, flag):
         return load_config(name_or_path, revision), _tokenizer(path, revision)
 
 
@@ -567,15 +573,15 @@ def longest_context(config: Any) -> int | None:
 
 
 @contextmanager
-def _refusal(name_or_path: str | Path) -> Iterator[None]:
-    """Says in one line why a teacher cannot be had."""
+def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
+    """Says in one line why a model cannot be had."""
     try:
         yield
     except Exception as error:  # of transformers, of the tokenizers library: whatever a damaged file leads to
         reason = str(error).strip().splitlines()[0].rstrip(".;") if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"the teacher {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder ({FLAGS}), "
-            f"or take the embedded teacher, {TINY} (`make demo` runs it)."
+            f"{flag} {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder, or take the embedded "
+            f"teacher, {TINY}{' (`make demo` runs it)' if flag == RECIPE_FLAG else ''}."
         ) from error
 
 
@@ -599,13 +605,14 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
         ) from error
 
 
-def _check_folder(folder: Path, allow_bin: bool) -> None:
+def _check_folder(folder: Path, allow_bin: bool, flag: str) -> None:
     if not is_bin_only(folder):
         check_checkpoint(folder)
     elif not allow_bin:
         raise ValueError(
             "its weights are *.bin, which are pickles: convert them to safetensors (load with transformers and "
-            "save_pretrained), or pass --allow-bin (--teacher.allow-bin in a recipe) if you trust whoever made them"
+            f"save_pretrained), or pass --{'teacher.' if flag == RECIPE_FLAG else ''}allow-bin if you trust whoever "
+            "made them"
         )
 
 
@@ -615,24 +622,21 @@ def _tiny_path() -> Path:
     return tiny_teacher_path()
 
 
-def _checked(path: str | Path) -> str | Path:
+def _checked(path: str | Path, flag: str) -> str | Path:
     """A folder or a hub id; says what a folder lacks before transformers says it in twenty lines."""
     folder = Path(path).expanduser()
+    called = f"{flag} {str(path)!r}"
     looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
     if not folder.is_dir():
         if looks_local or folder.exists():
-            raise ValueError(
-                f"the teacher {str(path)!r} is not a folder; give an existing one ({FLAGS})."
-            )
+            raise ValueError(f"{called} is not a folder; give an existing one.")
         return path
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"the teacher folder {str(path)!r} has no config.json; give a Hugging Face model folder."
-        )
+        check_no_run(folder)
+        raise ValueError(f"{called} has no config.json; give a Hugging Face model folder.")
     check_no_run(folder)
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(
-            f"the teacher folder {str(path)!r} has no weights (*.safetensors or *.bin); "
-            f"download them into it, or name another folder ({FLAGS})."
+            f"{called} has no weights (*.safetensors or *.bin); download them into it, or name another folder."
         )
     return folder

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.build import build_student
 from hybrid_distill.cli import main
+from hybrid_distill.config import RunConfig, to_json
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import container_cost
 from hybrid_distill.export.check import greedy, left_padded
@@ -156,6 +157,14 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> Non
     assert "FalconH1ForCausalLM" in (tmp_path / "stock/README.md").read_text()
     with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'"):
         export_student(ExportJob(tmp_path / "stock", tmp_path / "back"))
+
+
+def test_of_a_comparison_one_run_must_be_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(to_json(RunConfig(out=tmp_path))))
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no run, it holds some; name one of .*top"):
+        export_student(ExportJob(tmp_path, tmp_path / "export"))
 
 
 @pytest.mark.launched

@@ -197,8 +197,8 @@ def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tm
 
 
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
-    _, missing = write_questions(SuiteJob(suite="piqa,niah,kv", limit=2, write_task_files=tmp_path))
-    assert missing.startswith("piqa: ") and "niah: " in missing and "kv" not in missing
+    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2, write_task_files=tmp_path))
+    assert missing.startswith("piqa, arc_easy: ") and "niah: " in missing and "kv" not in missing
     assert (tmp_path / "kv/test.jsonl").exists()
 
 

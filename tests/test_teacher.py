@@ -234,12 +234,19 @@ def test_a_folder_without_weights_or_config_is_named(folder) -> None:
 def test_a_teacher_that_cannot_be_had_names_both_ways_out(tmp_path) -> None:
     with pytest.raises(ValueError, match="somebody/no-such-teacher") as error:
         load_teacher("somebody/no-such-teacher")
-    assert "--teacher.path PATH" in one_line(error) and "make demo" in one_line(error)
+    assert "--teacher.path" in one_line(error) and "make demo" in one_line(error)
     for path in (tmp_path / "nowhere", "./nowhere", str(tmp_path / "nowhere")):
         with pytest.raises(ValueError, match="is not a folder"):
             load_teacher(path)
     with pytest.raises(ValueError, match="dtype is 'float8'"):
         load_teacher("tiny", dtype="float8")
+
+
+def test_a_model_that_cannot_be_had_is_called_as_its_command_calls_it(tmp_path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path, "somebody/no-such-model"):
+        with pytest.raises(ValueError, match=f"^--model '{path}' ") as error:
+            load_teacher(path, flag="--model")
+        assert "teacher.path" not in one_line(error) and "make demo" not in one_line(error)
 
 
 def test_truncated_weights_are_answered_in_one_line(folder) -> None:

@@ -67,7 +67,7 @@ class Formats:
     seed: int = 1
     batch_size: int = 32
     out: Path = Path("runs/analysis")
-    """The folder of the table and the figure."""
+    """The folder of the table and the figure, which take the place of earlier ones."""
 
     def run(self) -> str:
         """The table as text; writes it and its figure to ``out``."""

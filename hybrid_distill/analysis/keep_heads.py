@@ -36,7 +36,7 @@ class KeepHeads:
     kind: HeadKind | None = None
     """``ssm`` for the recurrent heads of a model that has attention too."""
     out: Path = Path("runs/analysis")
-    """The folder of the table and the figure."""
+    """The folder of the table and the figure, which take the place of earlier ones."""
 
     def run(self) -> str:
         """The table as text; writes it and its figure to ``out``."""

@@ -21,7 +21,7 @@ from ..probes import Example, check_counts
 from ..probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
 from ..probes.checks import check_answerable
 from ..scoring import HeadScores
-from ..teacher import HeadKind, eval_mode, longest_context
+from ..teacher import HeadKind, check_exists, eval_mode, longest_context
 from .figures import draw_bars
 from .maps import AGGREGATE, GATHER, find_patterns, parse_head
 from .mixing import MAX_BYTES, check_prompt, mask_heads, mixing_sites
@@ -67,7 +67,7 @@ class Mask:
     max_gb: float = MAX_BYTES / 2**30
     """Larger matrices are refused."""
     out: Path = Path("runs/analysis")
-    """The folder of the table and the figure."""
+    """The folder of the table and the figure, which take the place of earlier ones."""
 
     def run(self) -> str:
         """The table as text; writes it and its figure to ``out``."""
@@ -134,9 +134,12 @@ def mask_patterns(
         roles["both"] = both
     if not both:
         raise ValueError("there are no heads to mask; name some with --gather or --aggregate.")
+    sites = mixing_sites(model, kind)
+    for head in both:
+        check_exists(model, sites, head)
     for task in tasks.values():
         longest = max((prompt.ids for prompt in task.prompts), key=len)
-        check_prompt(model, longest, list(both), mixing_sites(model, kind), max_bytes)
+        check_prompt(model, longest, list(both), sites, max_bytes)
     wanted: list[tuple[str, Roles, Callable[[Tensor], Tensor]]] = [("intact", {}, torch.ones_like)]
     wanted += [
         (f"{role}: {name}", heads, variant)

@@ -49,7 +49,7 @@ class ReplaceLayer:
     """Then add to the best one the layer, or head, that helps most beside it, up to so many."""
     questions: Questions = field(default_factory=Questions)
     out: Path = Path("runs/analysis")
-    """The folder of the table and the figure."""
+    """The folder of the table and the figure, which take the place of earlier ones."""
 
     def run(self) -> str:
         """The table as text; writes it and its figure to ``out``."""
@@ -70,9 +70,10 @@ class ReplaceLayer:
             run = finished_run(self.student)
             (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
         else:
-            loaded: Any = Subject(str(self.student)).load()
+            loaded: Any = Subject(str(self.student)).load("--student")
             student, tokenizer = loaded
-            teacher, _ = load_teacher(self.teacher or TINY, dtype=str(student.dtype).removeprefix("torch."))
+            dtype = str(student.dtype).removeprefix("torch.")
+            teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
         student.name_or_path = str(self.student)
         check_pair(student, teacher)
         device: Any = connect().device

@@ -68,11 +68,11 @@ class Subject:
     allow_bin: bool = False
     """Take weights that are a pickle (``*.bin``) too."""
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Model and tokenizer, as `load_teacher` has them; ``flag`` is where the user has named the model."""
         device: Any = connect().device
-        model, tokenizer = load_teacher(
-            self.model, dtype=self.dtype or _dtype_of(device), allow_bin=self.allow_bin
-        )
+        dtype = self.dtype or _dtype_of(device)
+        model, tokenizer = load_teacher(self.model, dtype=dtype, allow_bin=self.allow_bin, flag=flag)
         model.to(device)
         return model, tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -100,7 +100,7 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
     tasks, questions = tasks_of(job.suite), _questions(job)
     if missing := questions.missing(part for task in tasks for part in questions.parts(task)):
         raise ValueError(_missing(missing, job))
-    result = _measure(job, job.model, job.folder, tasks, questions)
+    result = _measure(job, "--model", job.folder, tasks, questions)
     teacher = None if job.teacher is None else _teacher(job, tasks, questions)
     text = tables(result, teacher)
     if teacher is not None:
@@ -113,10 +113,17 @@ def write_questions(job: SuiteJob) -> tuple[str, str]:
     """Write the questions of a suite into ``write_task_files``; (what was written, what was not and why)."""
     _check_installed()
     folder, tasks = cast(Path, job.write_task_files), tasks_of(job.suite)
-    tokenizer = None if job.model is None else read_teacher(job.model)[1]
+    tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
     written, failed = write_task_files(folder, tasks, _questions(job), tokenizer)
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-    return "\n".join(written) or f"{folder}: nothing new", reasons
+    return "\n".join(written) or f"{folder}: nothing new", _by_reason(failed)
+
+
+def _by_reason(failed: Mapping[str, str]) -> str:
+    """Names with one reason together, whatever data set it names: without a network there is one for all."""
+    named: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        named.setdefault(re.sub(r"(?<=\s)'[^']+'", "...", reason), []).append(name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
 
 
 def _check_installed() -> None:
@@ -157,20 +164,21 @@ def _missing(missing: Sequence[Path], job: SuiteJob) -> str:
     )
 
 
-def _measure(job: SuiteJob, name: str, out: Path, tasks: SuiteTasks, questions: Questions) -> SuiteResult:
-    """One model on all tasks."""
+def _measure(job: SuiteJob, flag: str, out: Path, tasks: SuiteTasks, questions: Questions) -> SuiteResult:
+    """The model that is named by ``flag``, on all tasks."""
+    name = str(job.model if flag == "--model" else job.teacher)
     accelerator = make_accelerator()
     device: Any = accelerator.device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     try:
         model, tokenizer = load_teacher(
-            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin
+            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin, flag=flag
         )
     except ValueError as error:
         if "custom code" not in str(error):
             raise
         raise ValueError(
-            f"the model {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
+            f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
             "trust it, add --trust-remote-code."
         ) from error
     model.to(device)
@@ -193,4 +201,4 @@ def _teacher(job: SuiteJob, tasks: SuiteTasks, questions: Questions) -> SuiteRes
     given = Path(str(job.teacher))
     if given.is_file() or (given / FILE).is_file():
         return SuiteResult.load(given)
-    return _measure(job, str(job.teacher), job.folder / "teacher", tasks, questions)
+    return _measure(job, "--teacher", job.folder / "teacher", tasks, questions)
