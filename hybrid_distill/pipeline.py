@@ -530,8 +530,10 @@ class Run:
         return next(iter(reports), None)
 
     def _training(self) -> list[dict[str, Any]]:
-        """Steps and tokens of each finished stage."""
-        stages = []
+        """Steps and tokens of each finished stage, first those of the run that aligned the heads beforehand, if any."""
+        aligned = self.config.student.aligned
+        before = self.out / "aligned" if self.config.plan.selection == "restoration" else aligned and aligned.parents[1]
+        stages = finished_run(before)._training() if before and (before / "config.json").is_file() else []
         for number, name in enumerate(self.config.stages, start=1):
             if StageManifest.read(self.out / "stages" / f"{number}-{name}"):
                 options, seq_len = getattr(self.config, name), self.config.data_of(name).seq_len

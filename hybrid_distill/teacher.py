@@ -579,6 +579,8 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
         yield
     except Exception as error:  # of transformers, of the tokenizers library: whatever a damaged file leads to
         reason = str(error).strip().splitlines()[0].rstrip(".;") if str(error).strip() else type(error).__name__
+        if not Path(name_or_path).expanduser().is_dir() and str(name_or_path) != TINY:
+            reason = f"it is no folder here, and of the hub: {reason}"
         raise ValueError(
             f"{flag} {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder, or take the embedded "
             f"teacher, {TINY}{' (`make demo` runs it)' if flag == RECIPE_FLAG else ''}."

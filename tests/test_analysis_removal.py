@@ -221,7 +221,7 @@ def test_bad_input_ends_in_one_line(argv: list[str], message: str, tmp_path: Pat
 
 
 def test_more_heads_than_there_are(planted: tuple, retrieval: Task) -> None:
-    with pytest.raises(ValueError, match="17 heads cannot be removed: the ranking has 16, the model 16"):
+    with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
         remove_heads(*planted, [retrieval], RANKING, (17,), progress=False)
 
 

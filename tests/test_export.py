@@ -284,7 +284,7 @@ def test_failed_gate_leaves_the_earlier_export(exports, copied, monkeypatch):
     path, _ = copied
     before = (path / "gate" / "reference.json").read_bytes()
     bad = GateReport((Check("cached decode", 1.0, 0.1),))
-    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_: bad)
+    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: bad)
     with pytest.raises(ExportError, match=rf"{path} failed the export gate"):
         export_checkpoint(student, None, path, plan=HeadPlan.load(path / "plan.json"))
     assert (path / "gate" / "reference.json").read_bytes() == before
@@ -320,6 +320,11 @@ def test_refuses_a_folder_that_is_no_export(exports, tmp_path):
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is a run; name its export, .*export\.$"):
+        verify_export(tmp_path)
+    (tmp_path / "export").rename(tmp_path / "top")
+    (tmp_path / "top" / "export").mkdir()
+    (tmp_path / "top" / "config.json").rename(tmp_path / "top" / "export" / "config.json")
+    with pytest.raises(ValueError, match=r"holds runs; name the export of one of them, such as .*top/export\.$"):
         verify_export(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

@@ -64,6 +64,9 @@ def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> No
     record = json.loads((out / "compare.json").read_text())["students"]
     assert [(s["selection"], s["k"]) for s in record] == [("none", 0), ("restoration", 3)]
     assert "restoration" in (out / "report.md").read_text()
+    main(["export", "--model", str(out / "none"), "--out", str(tmp_path / "exported")])
+    stages = json.loads((tmp_path / "exported/training.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == ["align", "distill"], "the shared alignment is training too"
     assert not (out / "scores.partial.json").exists(), "left behind after scoring"
 
 

@@ -82,7 +82,8 @@ def remove_heads(
     for count in counts:
         if not 0 < count <= most:
             raise ValueError(
-                f"{count} heads cannot be removed: the ranking has {len(ranking)}, the model {len(every)}."
+                f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every)}; ask for 1 to {most}, "
+                "of a ranking of this model (hybrid-distill score)."
             )
     with tqdm(total=1 + len(counts) * (1 + n_draws), desc="removing heads", disable=not progress) as bar:
 

@@ -88,7 +88,7 @@ def export_checkpoint(
         export_gate.write_record(student, folder / "gate", texts=texts, tied=tied, form=form)
         if not gate:
             return GateReport()
-        report = export_gate.run_gate(folder, folder / "gate", str(student.device)).require(path)
+        report = export_gate.run_gate(folder, folder / "gate", str(student.device), called=path).require(path)
         _write_json(folder / "gate" / "report.json", report.to_dict())
         return report
 

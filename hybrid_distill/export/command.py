@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from huggingface_hub import ModelCard
 
 from ..evaluate import EvalResult
-from ..guard import load_student
+from ..guard import check_in_full, load_student, read_json
 from ..model import HybridConfig
 from ..pipeline import finished_run, is_run
 from ..plan import HeadPlan
@@ -44,7 +43,12 @@ def export_student(job: ExportJob) -> GateReport:
         run = finished_run(job.model)
         options = {"form": job.form, "max_shard_size": job.max_shard_size}
         return cast(GateReport, run.export(*run.trained_student(), job.out, **options))
-    config = _read_json(job.model / "config.json")
+    if job.out.resolve() == job.model.resolve():
+        raise ValueError(f"--out is {job.out}, which is --model too; name another folder.")
+    if not (job.model / "config.json").is_file():
+        raise ValueError(f"--model is {job.model}, which holds no student; name a finished run, or an export.")
+    config = read_json(job.model / "config.json")
+    check_in_full(job.model)
     if config.get("model_type") != HybridConfig.model_type:
         hint = "the export that this one was made beside" if config.get("model_type") == MODEL_TYPE else "a student"
         raise ValueError(
@@ -53,7 +57,7 @@ def export_student(job: ExportJob) -> GateReport:
         )
     student, tokenizer = load_student(job.model)
     files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "training")}
-    results = _read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
+    results = read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
     license, base_model = _origin_on_card(job.model)
     return export_checkpoint(
         student,
@@ -64,7 +68,7 @@ def export_student(job: ExportJob) -> GateReport:
         results={name: EvalResult.from_dict(result) for name, result in results.items()},
         scores=HeadScores.load(files["head_scores"]) if files["head_scores"].is_file() else None,
         max_shard_size=job.max_shard_size,
-        training=_read_json(files["training"])["stages"] if files["training"].is_file() else (),
+        training=read_json(files["training"])["stages"] if files["training"].is_file() else (),
         license=license,
         base_model=base_model,
     )
@@ -75,10 +79,3 @@ def _origin_on_card(folder: Path) -> tuple[str, str]:
     card = folder / "README.md"
     data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
     return data.get("license") or UNKNOWN, data.get("base_model") or ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read; name the folder of a finished run, or of a student.") from error

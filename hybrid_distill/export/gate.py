@@ -212,14 +212,14 @@ def _random_prompts(student: PreTrainedModel) -> list[Tensor]:
     ]
 
 
-def run_gate(folder: Path, gate: Path, device: str) -> GateReport:
+def run_gate(folder: Path, gate: Path, device: str, *, called: Path | None = None) -> GateReport:
     """Hold a folder against the record in ``gate``, in a new interpreter with no remote code cached.
 
-    This package is on its path, for the form that needs it; the program itself forbids it to the others.
-
-    Raises ExportError when that process ends without a result.
+    ``called`` is the name by which the user knows a folder that has another one for now. This package is on the
+    process's path, for the form that needs it; the program itself forbids it to the others. Raises ExportError when
+    that process ends without a result.
     """
-    log.info("%s: loading it in a separate process, to hold it against its record", folder)
+    log.info("%s: loading it in a separate process, to hold it against its record", called or folder)
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     with tempfile.TemporaryDirectory(prefix="export-gate-") as name:

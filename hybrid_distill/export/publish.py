@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 
-from ..guard import check_checkpoint
+from ..guard import VOCABULARIES, check_checkpoint
 from .card import UNKNOWN
 from .gate import verify_export
 
@@ -23,8 +23,6 @@ PUBLISHED = (
     "gate/check.py", "gate/reference.json", "gate/reference.safetensors", "gate/report.json",
 )  # fmt: skip
 """All that an export is made of; whatever else lies in its folder is a reason to stop."""
-VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-"""Files whose tokens may look like anything, a path too."""
 SECRETS = {
     "an access token": re.compile(
         rb"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,}|sk-[\w-]{32,}|AKIA[0-9A-Z]{16}|glpat-[\w-]{20,})"
@@ -50,7 +48,8 @@ def publish(folder: Path, repo: str, *, public: bool = False, dry_run: bool = Fa
     listing = _listing(folder, files)
     verify_export(folder).require(folder)
     if dry_run:
-        return f"would go to {repo}:\n{listing}\n\n{(folder / 'README.md').read_text()}"
+        card = (folder / "README.md").read_text()
+        return f"would go to {repo}:\n{listing}\n\n{card}\nEvery check holds. This was a dry run: nothing was uploaded."
     hub = HfApi()
     hub.create_repo(repo, private=not public, exist_ok=True)
     names = [path.relative_to(folder).as_posix() for path in files]

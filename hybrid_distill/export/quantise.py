@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from ..guard import load_student
+from ..guard import check_checkpoint, check_in_full, load_student
 from .card import quantised_card
 from .gate import copy_record, run_gate
 
@@ -36,6 +36,8 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | N
         raise ValueError(f"--tolerance is {tolerance}; give a share of the largest logit, such as {TOLERANCE[to]}.")
     if out.exists():
         raise ValueError(f"{out} exists; pass a new folder.")
+    check_checkpoint(folder)
+    check_in_full(folder)
     student, _ = load_student(folder)
     if not (folder / "gate" / "reference.safetensors").is_file():
         raise ValueError(f"{folder} has no gate/reference.safetensors to hold the copy against; export it again.")

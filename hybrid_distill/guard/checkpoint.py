@@ -21,6 +21,9 @@ RECORDS = (
     "evaluation.json", str(MARK),
 )  # fmt: skip
 
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+"""Files that hold a tokenizer's words."""
+
 
 def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, Entry]:
     """The tensors that a local Hugging Face folder holds, by name, once nothing is found wrong with it.
@@ -57,9 +60,19 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, E
 
 
 def check_no_run(folder: Path) -> None:
-    """Raise ValueError for the folder of a run, which is easily taken for the export that is in it."""
-    if (folder / "export" / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+    """Raise ValueError for the folder of a run, or of several, which is easily taken for an export that is in it."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if (folder / "export" / "config.json").is_file():
         raise ValueError(f"{folder} is a run; name its export, {folder / 'export'}.")
+    if below := sorted(folder.glob("*/export/config.json")):
+        raise ValueError(f"{folder} holds runs; name the export of one of them, such as {below[0].parent}.")
+
+
+def check_in_full(folder: Path) -> None:
+    """Raise ValueError for a student in 8 bits, of which nothing else is made."""
+    if read_json(folder / "config.json").get("quantization_config") is not None:
+        raise ValueError(f"{folder} is a copy in 8 bits (hybrid-distill quantise); name the export it was made from.")
 
 
 def _check_largest(folder: Path, config: dict[str, Any]) -> None:
@@ -92,7 +105,7 @@ def load_student(
     if config["model_type"] != HybridConfig.model_type:
         raise ValueError(
             f"{folder} has model_type {config['model_type']!r}, a student has {HybridConfig.model_type!r}; "
-            "name the folder of an export."
+            "name the folder of an export in the form remote-code or safetensors."
         )
     student = HybridForCausalLM.from_pretrained(
         folder,
@@ -107,6 +120,8 @@ def load_student(
 def _tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
     if not (folder / "tokenizer_config.json").exists():
         return None
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain exceptions

@@ -185,7 +185,7 @@ class HeadScores:
                 agreement=record.get("agreement"),
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no head scores ({error}); write them with HeadScores.save.") from error
+            raise ValueError(f"{path} holds no head scores ({error}); write them with hybrid-distill score.") from error
 
 
 def _rows(table: Tensor | None) -> list[Any] | None:
