@@ -141,7 +141,7 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
         (["--probe", "kv,growing", "--combine", "weighted", "--weights", "1,x"], "--weights is '1,x'"),
         (["--probe", "kv,growing", "--weights", "1,2"], "add --combine weighted"),
         (["--compare", "nosuch.json", "nosuch.json"], "nosuch.json does not exist"),
-        (["--model", "./nosuch"], "or --model PATH of score"),
+        (["--model", "./nosuch"], "--model './nosuch' is not a folder"),
     ],
 )
 def test_bad_input_ends_in_one_line(flags: list[str], message: str, tmp_path: Path, capsys) -> None:
