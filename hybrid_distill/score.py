@@ -174,8 +174,8 @@ def _probes(job: ScoreJob) -> dict[str, Probe]:
     names = words(job.probe)
     if repeated := duplicates(names):
         raise ValueError(f"--probe is {job.probe!r}, which names {repeated[0]!r} twice; name each probe once.")
-    pairs = tuple(numbers("pairs", job.pairs))
-    lengths = tuple(numbers("lengths", job.lengths))
+    pairs = tuple(numbers("pairs", job.pairs, least=1))
+    lengths = tuple(numbers("lengths", job.lengths, least=1))
     given: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "facts": job.facts, "seed": job.seed}
     return {name: probe_with(name, given) for name in names}
 

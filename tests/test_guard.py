@@ -93,6 +93,12 @@ def test_a_nan_is_refused_by_name_wherever_a_model_is_loaded(copied, capsys) -> 
     assert exit_.value.code == 2 and name in said and len(said.strip().splitlines()) == 1
 
 
+def test_a_tokenizer_without_its_words_is_refused_by_name(copied) -> None:
+    (copied / "tokenizer.json").unlink()
+    for load in (load_student, load_teacher, verify_export):
+        assert "has no tokenizer.json beside tokenizer_config.json" in str(refused(load, copied))
+
+
 def refused(load, folder: Path) -> ValueError:
     with pytest.raises(ValueError) as refusal:
         load(folder)

@@ -141,6 +141,7 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
         (["--probe", "kv,growing", "--combine", "weighted", "--weights", "1,x"], "--weights is '1,x'"),
         (["--probe", "kv,growing", "--weights", "1,2"], "add --combine weighted"),
         (["--compare", "nosuch.json", "nosuch.json"], "nosuch.json does not exist"),
+        (["--pairs", "8,0"], "--pairs is '8,0'; give whole numbers of at least 1"),
         (["--model", "./nosuch"], "--model './nosuch' is not a folder"),
     ],
 )

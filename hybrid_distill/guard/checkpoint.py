@@ -120,8 +120,6 @@ def load_student(
 def _tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
     if not (folder / "tokenizer_config.json").exists():
         return None
-    if not any((folder / name).is_file() for name in VOCABULARIES):
-        raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain exceptions
@@ -147,6 +145,8 @@ def _check_files_of_student(folder: Path) -> None:
     for name in RECORDS:
         if (folder / name).exists():
             read_json(folder / name)
+    if (folder / "tokenizer_config.json").exists() and not any((folder / name).is_file() for name in VOCABULARIES):
+        raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")
     check_references(folder)
 
 
