@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .analysis.figures import can_draw
 from .comma_lists import numbers, words
 from .data import read_held_out
 from .distill.accelerator import connect, on_main_process
@@ -203,8 +203,7 @@ def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("no figures: matplotlib is not installed (pip install matplotlib)")
+    if not can_draw():
         return
     from .plots import score_bars, score_map
 

@@ -36,7 +36,7 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | N
         raise ValueError(f"--tolerance is {tolerance}; give a share of the largest logit, such as {TOLERANCE[to]}.")
     if out.exists():
         raise ValueError(f"{out} exists; pass a new folder.")
-    check_checkpoint(folder)
+    check_checkpoint(folder, numbers=False)  # load_student looks at them
     check_in_full(folder)
     student, _ = load_student(folder)
     if not (folder / "gate" / "reference.safetensors").is_file():
