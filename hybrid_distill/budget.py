@@ -50,6 +50,7 @@ def cache_bytes(
     state_bytes: int = STATE_BYTES,
     batch: int = 1,
     conv_width: int = 4,
+    windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
     """Memory of a hybrid's cache after ``length`` tokens; with every head kept, of the teacher's.
 
@@ -57,12 +58,16 @@ def cache_bytes(
 
     H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
     the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
-    Windows of attention are not considered.
+    ``windows`` of the layers (`layer_windows`; none by default): a layer that sees W tokens holds the W - 1 latest,
+    all that a later token can see.
     """
+    kv_tokens = 0
+    for layer, window in zip(range(plan.n_layers), windows or [None] * plan.n_layers, strict=True):
+        kv_tokens += len(plan.kv_groups_in(layer)) * (length if window is None else min(length, window - 1))
     n_recurrent = plan.n_layers * plan.n_heads - plan.k
     unit = batch * bytes_per_element
     return CacheBytes(
-        kv=2 * plan.n_stored_kv_heads * head_dim * length * unit,
+        kv=2 * kv_tokens * head_dim * unit,
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
     )
@@ -78,6 +83,7 @@ def best_plan(
     head_dim: int | None = None,
     d_state: int | None = None,
     bytes_per_element: int = BF16_BYTES,
+    windows: Sequence[int | None] | None = None,
     per_layer: PerLayer | None = None,
     by: str = "retrieval",
 ) -> HeadPlan:
@@ -92,7 +98,7 @@ def best_plan(
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
         raise ValueError(f"{name} is {capacity!r}; a budget is a whole number of at least 0.")
 
-    def weight(n_kept: int) -> int:
+    def weight(n_kept: int, window: int | None) -> int:
         """Of one KV group with this many kept heads, in the budget's unit."""
         if heads is not None:
             return n_kept
@@ -102,9 +108,10 @@ def best_plan(
             raise ValueError("a budget in cache bytes needs context, head_dim and d_state as well.")
         group = HeadPlan(1, group_size, 1, kept=tuple(HeadId(0, head) for head in range(n_kept)))
         sizes = {"length": context, "head_dim": head_dim, "d_state": d_state}
-        return cache_bytes(group, **sizes, bytes_per_element=bytes_per_element).total
+        return cache_bytes(group, **sizes, bytes_per_element=bytes_per_element, windows=[window]).total
 
-    weights = [weight(n_kept) for n_kept in range(group_size + 1)]
+    windows = windows or [None] * scores.n_layers
+    weights = [[weight(n_kept, window) for n_kept in range(group_size + 1)] for window in windows]
     return HeadPlan.from_pairs(scores, _best_heads(_values(scores, by), weights, capacity, per_layer))
 
 
@@ -135,14 +142,17 @@ NOTHING, IMPOSSIBLE = _choices([0], [0.0], [0]), _choices([], [], [])
 
 
 def _best_heads(
-    value_LH: np.ndarray[Any, Any], weights: Sequence[int], capacity: int, per_layer: PerLayer | None
+    value_LH: np.ndarray[Any, Any], weights: Sequence[Sequence[int]], capacity: int, per_layer: PerLayer | None
 ) -> list[HeadId]:
-    """The heads of greatest total value, where a KV group with n kept heads weighs ``weights[n]``."""
+    """The heads of greatest total value, where a KV group of a layer with n kept heads weighs ``weights[layer][n]``."""
     n_layers, n_heads = value_LH.shape
-    n_kv_heads = n_heads // (len(weights) - 1)
+    n_kv_heads = n_heads // (len(weights[0]) - 1)
     ids_LGH = np.array([1 << i for i in range(value_LH.size)], dtype=object).reshape(n_layers, n_kv_heads, -1)
     value_LGH = value_LH.reshape(ids_LGH.shape)
-    groups = [[_group(*group, weights) for group in zip(*layer)] for layer in zip(value_LGH, ids_LGH)]
+    groups = [
+        [_group(value_H, id_H, weights_N) for value_H, id_H in zip(value_GH, ids_GH)]
+        for value_GH, ids_GH, weights_N in zip(value_LGH, ids_LGH, weights, strict=True)
+    ]
     found = [_combine(parts, capacity) for parts in _shapes(groups, per_layer)]
     possible = [choices for choices in found if choices.possible]
     if not possible:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .model import HybridConfig, HybridForCausalLM, packed_inputs
+from .model.layout import HEAD_NORMS, decoder_of
 from .model.mixer import HybridMixer, SSMHeads
 from .plan import HeadPlan
+from .self_check import check_rows
 from .ssm_init import DEFAULT_INIT, INITS, LayerTrace, SSMInit, init_ssm
 from .teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
 
 ACTIONS = ("copied", "sliced", "initialised", "dropped")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+_REFUSED = "Its heads can be scored and ablated, but not replaced: take a teacher of another family (docs/heads.md)."
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,13 @@ def build_student(
     of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent
     heads (`SSMHeads`), ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the
     student (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad
-    ``d_state``, ``conv_width``, ``recurrence`` or ``init``, and for a teacher whose attention is not understood.
+    ``d_state``, ``conv_width``, ``recurrence`` or ``init``, for a teacher whose attention is not understood, and for a
+    teacher or a student that computes a document otherwise in a packed or padded row or from a cache (`check_rows`).
     """
-    if init not in INITS:
-        raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
-    plan.check_fits(teacher)
-    _check_fingerprint(plan, teacher)
+    check_plan(plan, teacher)
+    student = checked_student(teacher, plan, d_state, conv_width, recurrence, init)
     sites = attention_sites(teacher)
-    for site in sites:
-        _check_attention(site)
-    student = empty_student(teacher, plan, d_state, conv_width, recurrence)
+    check_rows(teacher)
     traces = _trace(teacher, calibration, init)
     with torch.no_grad():
         tensors, records = _fill(student, teacher, sites, INITS[init], traces, seed)
@@ -91,6 +92,7 @@ def build_student(
     _copy_buffers(student, teacher)
     student.tie_weights()
     student.generation_config = copy.deepcopy(teacher.generation_config)
+    check_rows(student)
     report = BuildReport(tuple(records), init, plan.k, plan.n_layers * plan.n_heads - plan.k)
     return student.train(teacher.training), report
 
@@ -100,7 +102,8 @@ def share_frozen_weights(student: HybridForCausalLM, teacher: PreTrainedModel) -
 
     Training such a parameter would train the teacher: call `unshare_weights` first.
     """
-    _replace_outside_mixers(student, lambda name, parameter: teacher.get_parameter(name))
+    named = _teacher_names(teacher)
+    _replace_outside_mixers(student, lambda name, parameter: teacher.get_parameter(named(name)))
 
 
 def unshare_weights(student: HybridForCausalLM) -> None:
@@ -118,13 +121,16 @@ def unshare_weights(student: HybridForCausalLM) -> None:
 
 
 def _replace_outside_mixers(student: HybridForCausalLM, replacement: Any) -> None:
+    inside = tuple(f"{name}." for name in _mixer_names(student))
     for name, parameter in list(student.named_parameters(remove_duplicate=False)):
-        if ".self_attn." not in name:
+        if not name.startswith(inside):
             module_name, _, attribute = name.rpartition(".")
             setattr(student.get_submodule(module_name), attribute, replacement(name, parameter))
 
 
-def _check_fingerprint(plan: HeadPlan, teacher: PreTrainedModel) -> None:
+def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
+    """Raise ValueError for a plan that was made for another teacher."""
+    plan.check_fits(teacher)
     if plan.teacher and plan.teacher != (found := fingerprint(teacher)):
         raise ValueError(
             f"the plan was made for the teacher {plan.teacher}, this one is {found}; "
@@ -132,25 +138,71 @@ def _check_fingerprint(plan: HeadPlan, teacher: PreTrainedModel) -> None:
         )
 
 
-def _check_attention(site: AttentionSite) -> None:
-    """Refuse what would be lost or cut wrongly: odd projections, norms over all heads, unknown tensors."""
-    n_rows = {"q_proj": site.n_heads, "k_proj": site.n_kv_heads, "v_proj": site.n_kv_heads}
-    for name, n_heads in n_rows.items():
-        rows, expected = getattr(site.module, name).out_features, n_heads * site.head_dim
-        if rows != expected:
+def _mixer_names(student: HybridForCausalLM) -> list[str]:
+    return [name for name, module in student.named_modules() if isinstance(module, HybridMixer)]
+
+
+def _teacher_names(teacher: PreTrainedModel) -> Callable[[str], str]:
+    """What turns a student's name of a tensor outside its mixers into the teacher's."""
+    output = teacher.get_output_embeddings()
+    head = next(name for name, module in teacher.named_modules() if module is output)
+    decoder = decoder_of(teacher)
+    theirs = {"model": next(name for name, module in teacher.named_modules() if module is decoder), "lm_head": head}
+
+    def named(name: str) -> str:
+        root, _, rest = name.partition(".")
+        return f"{theirs[root]}.{rest}"
+
+    return named
+
+
+def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
+    """Refuse what would be lost or cut wrongly: odd projections, unknown norms, unknown tensors."""
+    assert site.layout is not None
+    for name in site.layout.inputs:
+        rows = site.module.get_submodule(name).out_features
+        all_heads = range(site.n_heads), range(n_kv_heads)
+        n_blocks = len(site.layout.blocks(name, *all_heads, site.n_heads, n_kv_heads))
+        if rows != n_blocks * site.head_dim:
             raise ValueError(
-                f"{site.name}.{name} has {rows} rows; "
-                f"expected {n_heads} heads x {site.head_dim} = {expected}."
+                f"{site.name}.{name} has {rows} rows; expected {n_blocks} heads x {site.head_dim} = "
+                f"{n_blocks * site.head_dim}. {_REFUSED}"
             )
-    known = {f"{name}.{part}" for name in _PROJECTIONS for part in ("weight", "bias")}
+    linears = (*site.layout.inputs, site.layout.output)
+    known = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
     for name, tensor in site.module.state_dict().items():
-        is_head_norm = name in ("q_norm.weight", "k_norm.weight") and tensor.shape == (site.head_dim,)
-        if name not in known and not is_head_norm:
+        if name not in known and not _is_head_norm(name, tensor, site, n_kv_heads):
             raise ValueError(
                 f"{site.name} ({type(site.module).__name__}) holds {name} {list(tensor.shape)}; expected "
-                f"{', '.join(_PROJECTIONS)}, and at most q_norm and k_norm over one head's "
-                f"{site.head_dim} channels."
+                f"{', '.join(linears)}, and at most q_norm and k_norm over one head's {site.head_dim} channels or "
+                f"over all heads. {_REFUSED}"
             )
+
+
+def _is_head_norm(name: str, tensor: Tensor, site: AttentionSite, n_kv_heads: int) -> bool:
+    """Whether a tensor of an attention module is that of a norm over one head, or over all where these are alone."""
+    module, _, kind = name.rpartition(".")
+    n_heads = {"query": site.n_heads, "key": n_kv_heads}
+    part = next((part for part, names in HEAD_NORMS.items() if module in names), None)
+    if part is None or kind not in ("weight", "bias"):
+        return False
+    is_fused = site.layout is not None and len(site.layout.inputs) == 1
+    return tensor.shape == (site.head_dim,) or (not is_fused and tensor.shape == (n_heads[part] * site.head_dim,))
+
+
+def checked_student(
+    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: str
+) -> HybridForCausalLM:
+    """The `empty_student` of a teacher, which may be on the meta device too.
+
+    Raises ValueError for all that `build_student` refuses but the teacher's fingerprint and what only values show.
+    """
+    if init not in INITS:
+        raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
+    plan.check_fits(teacher)
+    for site in attention_sites(teacher):
+        _check_attention(site, plan.n_kv_heads)
+    return empty_student(teacher, plan, d_state, conv_width, recurrence)
 
 
 def empty_student(
@@ -191,27 +243,32 @@ def _fill(
     records: list[TensorRecord] = []
 
     def put(name: str, action: str, tensor: Tensor, *made_from: str) -> None:
-        tensors[name] = tensor.contiguous().clone()
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
         records.append(TensorRecord(name, action, tuple(tensor.shape), made_from))
 
-    for site, mixer, trace in zip(sites, student.mixers(), traces, strict=True):
+    parts = zip(sites, _mixer_names(student), student.mixers(), traces, strict=True)
+    for site, own, mixer, trace in parts:
         for name, tensor in _kept_tensors(site, mixer).items():
             original = f"{site.name}.{name}"
             action = "copied" if tensor.shape == source[original].shape else "sliced"
-            put(f"{site.name}.attention.{name}", action, tensor, original)
+            put(f"{own}.attention.{name}", action, tensor, original)
+        assert site.layout is not None
+        for name, tensor in site.o_proj.state_dict().items():
+            put(f"{own}.o_proj.{name}", "copied", tensor, f"{site.name}.{site.layout.output}.{name}")
         if mixer.ssm is not None:
             like = {name: tensor.dtype for name, tensor in mixer.ssm.state_dict().items()}
             started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
             for name, (tensor, used) in started.items():
                 put(
-                    f"{site.name}.ssm.{name}",
+                    f"{own}.ssm.{name}",
                     "initialised",
                     tensor.to(like[name]),
                     *(f"{site.name}.{n}" for n in used),
                 )
+    named = _teacher_names(teacher)
     for name in student.state_dict():
         if name not in tensors:
-            put(name, "copied", source[name], name)
+            put(name, "copied", source[named(name)], named(name))
     used = {name for record in records for name in record.source}
     for name, tensor in source.items():
         if name not in used:
@@ -237,32 +294,42 @@ def _trace(
     seq_idx = torch.zeros_like(input_ids) if seq_idx is None else seq_idx
     packed = packed_inputs(seq_idx.to(device), teacher.dtype, teacher.config)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
-        teacher.base_model(input_ids=input_ids.to(device), use_cache=False, **packed)
+        decoder_of(teacher)(input_ids=input_ids.to(device), use_cache=False, **packed)
     return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx.to(device)) for call in calls]
 
 
 def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
-    """The teacher's attention tensors cut down to the kept heads; every head uses the whole head norms."""
+    """The teacher's attention tensors cut down to the kept heads, where the student's are; norms stay whole."""
     if mixer.attention is None:
         return {}
-    heads = {"q_proj": mixer.kept, "k_proj": mixer.kv_groups, "v_proj": mixer.kv_groups}
+    assert site.layout is not None
+    own = mixer.attention.state_dict()
     cut = {}
     for name, tensor in site.module.state_dict().items():
         module = name.partition(".")[0]
-        if module in heads:
-            cut[name] = tensor.unflatten(0, (-1, site.head_dim))[list(heads[module])].flatten(0, 1)
-        elif module != "o_proj":
+        if name in own and own[name].shape != tensor.shape:
+            heads = mixer.kept, mixer.kv_groups, site.n_heads, site.n_kv_heads
+            tensor = tensor.unflatten(0, (-1, site.head_dim))[site.layout.blocks(module, *heads)].flatten(0, 1)
+        if module != site.layout.output:
             cut[name] = tensor
     return cut
 
 
 def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
-    """Rotary frequencies and the like are in no state dict: take them, computed, from the teacher."""
-    theirs = dict(teacher.named_buffers())
-    for name, buffer in list(student.named_buffers()):
-        if buffer.is_meta:
-            module_name, _, attribute = name.rpartition(".")
-            setattr(student.get_submodule(module_name), attribute, theirs[name].clone())
+    """Rotary frequencies and the like are in no state dict: take them, computed, from the teacher.
+
+    With all else that their module knows: dynamic RoPE keeps frequencies for the longest row that it has seen.
+    """
+    named = _teacher_names(teacher)
+    for module_name in {name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta}:
+        theirs = teacher.get_submodule(named(module_name))
+        if next(theirs.parameters(), None) is None:
+            parent, _, attribute = module_name.rpartition(".")
+            setattr(student.get_submodule(parent), attribute, copy.deepcopy(theirs))
+        else:
+            own = student.get_submodule(module_name)
+            for attribute, buffer in list(own.named_buffers(recurse=False)):
+                setattr(own, attribute, theirs.get_buffer(attribute).clone() if buffer.is_meta else buffer)
 
 
 def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) -> None:

@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import RunConfig
-from .data import Batch, LogitFolder, LogitHeader, PackedRows, TaughtRows, open_rows, tokenizer_fingerprint
+from .data import Batch, LogitFolder, LogitHeader, PackedRows, TaughtRows, on_device, open_rows, tokenizer_fingerprint
 from .data.logits import (
     FORMAT,
     HEADER,
@@ -39,16 +37,14 @@ from .data.logits import (
     start_folder,
     write_whole,
 )
-from .distill.accelerator import connect, on_main_process
+from .distill.accelerator import alone_in, connect, on_main_process
 from .distill.config import DistillConfig
 from .distill.losses import CHUNK_LOGITS
-from .distill.stages import OutputEmbedding, make_stage, teacher_hidden
+from .distill.stages import OutputEmbedding, add_totals, make_stage, teacher_hidden
 from .pipeline import Run, finished_run
 from .teacher import fingerprint
 
 log = logging.getLogger(__name__)
-
-LOCK = "logits.lock"
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def cache_logits(job: CacheJob) -> str:
     if job.run.dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
-    with _alone(folder):
+    with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
         if not (folder / HEADER).exists():
             teacher.to(cast(Any, state.device))
@@ -211,21 +207,6 @@ def _estimate(folder: Path, header: LogitHeader) -> str:
     )
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One command at a time writes to a folder; its main process holds the lock."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        if connect().is_main_process:
-            lock.acquire()
-        yield
-    except Timeout as error:
-        raise ValueError(f"another command is writing {folder}; wait for it, or name another folder.") from error
-    finally:
-        lock.release()
-
-
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     """Make the folder, or check that it holds a part of these logits. Raises ValueError when they cannot fit."""
     start_folder(folder, header, row_ids)
@@ -263,21 +244,17 @@ def _records(
     size = job.config.micro_batch_size
     options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
     for first in range(0, len(row_ids), size):
-        batch = _on(teacher.device, rows.read(row_ids[first : first + size]))
+        batch = on_device(rows.read(row_ids[first : first + size]), teacher.device)
         known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)
         yield pack(*known, batch["mask"], header).tobytes()
         bar.update(batch["mask"].numel())
-
-
-def _on(device: torch.device, batch: Any) -> Any:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _finish(job: CacheJob, header: LogitHeader, run: Run, teacher: PreTrainedModel, rows: PackedRows) -> None:
     """Read some rows back, measure them against the teacher, and write the header."""
     taught = TaughtRows(rows, LogitFolder(job.folder, header))
     n_rows = min(job.check_rows, header.places)
-    batches = [_on(teacher.device, taught.batch(place, 1)) for place in range(n_rows)]
+    batches = [on_device(taught.batch(place, 1), teacher.device) for place in range(n_rows)]
     header.measured = {"rows": n_rows, **_coverage(teacher, batches, header)}
     if job.student_run is not None:
         header.measured["student"] = _loss_difference(job, run, teacher, batches)
@@ -313,13 +290,13 @@ def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches:
     assert job.student_run is not None
     other = finished_run(job.student_run, run.teacher_and_tokenizer)
     student, _ = other.trained_student()
-    tokens = [int(batch["mask"].sum()) for batch in batches]
 
     def loss(config: DistillConfig) -> float:
         stage = make_stage(config, student, teacher, vocab_size=len(run.tokenizer)).eval()
         stage.bf16 = config.precision == "bf16"
         stage.place(teacher.device)
-        return sum(n * float(stage(batch).total) for n, batch in zip(tokens, batches)) / sum(tokens)
+        totals = add_totals(stage.totals(batch) for batch in batches)
+        return sum(float(stage(batch, totals).total) for batch in batches)
 
     top_k, whole = loss(job.config), loss(replace(job.config, teacher_logits=None))
     return {"run": str(job.student_run), "top_k_loss": top_k, "teacher_loss": whole, "difference": top_k - whole}

@@ -26,8 +26,8 @@ from .analysis.prune_layers import PruneLayers
 from .analysis.remove_heads import RemoveHeads
 from .analysis.replace_layer import ReplaceLayer
 from .cache_logits import CacheJob, cache_logits
-from .config import RunConfig, on_embedded_teacher
-from .distill.accelerator import WorldError, connect, disconnect, is_launched_main
+from .config import RunConfig, checked_config, config_of, in_recipe, on_embedded_teacher
+from .distill.accelerator import WorldError, alone_in, connect, disconnect, is_launched_main
 from .distill.loop import Diverged, Interrupted
 from .dry_run import describe, problems
 from .evaluate import EvalResult
@@ -36,6 +36,8 @@ from .export.command import ExportJob, export_student
 from .export.publish import publish
 from .export.quantise import quantise
 from .harness import SuiteJob, evaluate_suite, write_questions
+from .io import write_json
+from .locking import InUse
 from .memory_table import MemoryJob, memory_table
 from .pipeline import Run, finished_run, run
 from .prepare import PrepareJob, prepare
@@ -74,13 +76,12 @@ def run_recipe(
     the recipe's file where that is not the program.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if _asks_for_tiny(argv):
-        default = on_embedded_teacher(default)
 
     def go() -> None:
+        base = checked_config(default, recipe or sys.argv[0])
         config = tyro.cli(
             RunConfig,
-            default=default,
+            default=on_embedded_teacher(base) if _asks_for_tiny(argv) else base,
             args=argv,
             description=description,
             prog=None if recipe is None else f"hybrid-distill run {recipe}",
@@ -171,7 +172,7 @@ def demo(
         restoration: One more student, whose heads are chosen by what they restore instead of what they cost.
         probe_like: Distil each student once more with the probe's own questions mixed in, for comparison.
     """
-    base = replace(_load_recipe(recipe).config(), out=out)
+    base = replace(config_of(_load_recipe(recipe)), out=out)
     students = comparison.entrants(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
     )
@@ -238,16 +239,18 @@ def evaluate(
 
 
 def _evaluate_run(run_dir: Path, again: bool, n_examples: int | None) -> None:
-    this = finished_run(run_dir)
+    this, path = finished_run(run_dir), run_dir / "evaluation.json"
     if n_examples is not None:
         options = replace(this.config.evaluation, n_examples=n_examples)
         this, again = Run(replace(this.config, evaluation=options)), True
-    student, _ = this.trained_student()
-    path = run_dir / "evaluation.json"
-    if path.exists() and not again and is_launched_main():
-        date = EvalResult.load(path).provenance.get("date", "at an unknown time")
-        print(f"{path} was measured before ({date}); --again measures anew.", file=sys.stderr)
-    result = this.evaluate(student, again=again)
+    if path.exists() and not again:
+        result = EvalResult.load(path)
+        if is_launched_main():
+            date = result.provenance.get("date", "at an unknown time")
+            print(f"{path} was measured before ({date}); --again measures anew.", file=sys.stderr)
+    else:
+        with alone_in(run_dir):
+            result = this.evaluate(this.trained_student()[0], again=again)
     if is_launched_main():
         print(json.dumps(result.to_dict(), indent=2))
 
@@ -293,7 +296,7 @@ def verify_command(
     report = verify_export(path, device=device, trust_remote_code=trust_remote_code)
     print(report.table())
     if to is not None:
-        to.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        write_json(to, report.to_dict())
     if not report.ok:
         sys.exit(1)
 
@@ -397,20 +400,22 @@ def _load_recipe(path: Path) -> Any:
         raise ValueError(f"{path} is no recipe; name a Python file with config(), such as recipes/hybrid_tiny.py.")
     sys.path.insert(0, str(path.parent.resolve()))  # recipes build on one another
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "config"):
+    with in_recipe(str(path)):
+        spec.loader.exec_module(module)
+    if not callable(getattr(module, "config", None)):
         raise ValueError(f"{path} has no config(); a recipe has a function config() that returns a RunConfig.")
     return module
 
 
 def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
-    run_recipe(recipe.config(), argv, recipe.__doc__, recipe=str(path))
+    run_recipe(config_of(recipe), argv, recipe.__doc__, recipe=str(path))
 
 
 def _cache_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
-    default = on_embedded_teacher(recipe.config()) if _asks_for_tiny(argv) else recipe.config()
+    default = config_of(recipe)
+    default = on_embedded_teacher(default) if _asks_for_tiny(argv) else default
     prog = f"hybrid-distill cache-logits {path}"
     job = tyro.cli(CacheJob, default=CacheJob(default), args=argv, description=CacheJob.__doc__, prog=prog)
     line = cache_logits(job)
@@ -440,7 +445,8 @@ def _exit_cleanly(action: Callable[[], Any]) -> None:
         print("stopped; the same command goes on from what was finished, or begins again.", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, ExportError, WorldError, Diverged) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_launched_main() or not isinstance(error, InUse):  # of which all processes of a launch are told
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

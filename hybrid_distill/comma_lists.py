@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def numbers(
             value = named[word] if word in named else number(word)
         except ValueError:
             raise ValueError(f"--{flag} is {text!r}; give {wanted}, with commas between.") from None
-        if least is not None and word not in named and value < least:
+        if word not in named and (not math.isfinite(value) or (least is not None and value < least)):
             raise ValueError(f"--{flag} is {text!r}; give {wanted}, with commas between.")
         found.append(value)
     if not found:

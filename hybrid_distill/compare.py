@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import PlanConfig, RunConfig
-from .distill.accelerator import on_main_process
-from .distill.checkpoint import write_json
+from .distill.accelerator import alone_in, on_main_process
+from .io import write_json
 from .pipeline import Run, run_beside
 from .report import write_report
 
@@ -61,29 +61,32 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     Raises what `pipeline.run` raises.
     """
     shared = Run(base)
-    shared.prepare()
     out = shared.out
-    shared.scores()
-    shared.evaluate_teacher()
-    aligned = shared.aligned.last_stage()
-    for student in students:
-        _run_student(shared, student, aligned)
-    record = {
-        "students": [
-            {
-                "name": s.name,
-                "label": s.label,
-                "dir": s.name,
-                "selection": s.plan.selection,
-                "k": s.plan.k,
-                **({"data": "probe questions mixed in"} if s.probe_like else {}),
-            }
-            for s in students
-        ],
-        "teacher": "teacher/evaluation.json",
-        "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
-    }
-    on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
+    with alone_in(out):
+        for student in students:
+            shared.check_student(student.plan)
+        shared.prepare()
+        shared.scores()
+        shared.evaluate_teacher()
+        aligned = shared.aligned.last_stage()
+        for student in students:
+            _run_student(shared, student, aligned)
+        record = {
+            "students": [
+                {
+                    "name": s.name,
+                    "label": s.label,
+                    "dir": s.name,
+                    "selection": s.plan.selection,
+                    "k": s.plan.k,
+                    **({"data": "probe questions mixed in"} if s.probe_like else {}),
+                }
+                for s in students
+            ],
+            "teacher": "teacher/evaluation.json",
+            "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
+        }
+        on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
     return out
 
 
@@ -104,6 +107,7 @@ def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
         stages=("distill",),
         data=data,
     )
-    run, trained, kept = run_beside(shared, config)
-    if config.export and student.name == EXPORTED:
-        run.export(trained, kept)
+    with alone_in(config.out):
+        run, trained, kept = run_beside(shared, config)
+        if config.export and student.name == EXPORTED:
+            run.export(trained, kept)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +15,7 @@ import tyro
 
 from .data import DataConfig
 from .distill.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, PostConfig
+from .limits import COUNT, COUNT_OR_NONE, POSITIVE, SHARE, check_fields
 from .teacher import TINY
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
@@ -61,6 +64,15 @@ class ScoringConfig:
     file: Path | None = None
     """A scores.json made before; nothing is scored then."""
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "scoring.",
+            **dict.fromkeys(("n_pairs", "n_examples", "batch_size", "restoration_examples"), COUNT),
+            n_control_texts=COUNT_OR_NONE,
+            min_accuracy=SHARE,
+        )
+
 
 @dataclass(frozen=True)
 class PlanConfig:
@@ -81,6 +93,9 @@ class PlanConfig:
     file: Path | None = None
     """A plan.json, for ``file``."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, "plan.", k=COUNT_OR_NONE, layers=COUNT_OR_NONE)
+
 
 @dataclass(frozen=True)
 class StudentConfig:
@@ -100,6 +115,9 @@ class StudentConfig:
     aligned: Path | None = None
     """Folder of a finished alignment of a student without kept heads, target ``head``: its recurrent heads are taken
     over, whatever the plan. Students that differ in their plan alone then share one alignment."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "student.", d_state=COUNT, conv_width=COUNT)
 
 
 @dataclass(frozen=True)
@@ -124,8 +142,8 @@ class EvaluationConfig:
     """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
 
     def __post_init__(self) -> None:
-        if self.n_examples < 1:
-            raise ValueError(f"evaluation.n_examples is {self.n_examples}; ask at least 1 question of each size.")
+        counts = dict.fromkeys(("n_pairs", "n_examples", "batch_size"), COUNT)
+        check_fields(self, "evaluation.", **counts, n_texts=COUNT_OR_NONE)
         if self.stated_pairs is not None and self.stated_pairs not in self.n_pairs:
             raise ValueError(
                 f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; "
@@ -182,6 +200,7 @@ class RunConfig:
     """GB (1e9 bytes) of each of them."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "", gpus=COUNT, gpu_memory=POSITIVE)
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(
                 "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "
@@ -227,17 +246,54 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
     )
 
 
+def config_of(recipe: Any) -> RunConfig:
+    """The config of a recipe's module. Raises ValueError where config() fails or returns something else."""
+    return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
+
+
+def checked_config(config: Any, source: str) -> RunConfig:
+    """``config``, if it is one: of anything else a command line would take its own defaults, without a word."""
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig.")
+    return config
+
+
+def ask_recipe(recipe: Any, name: str) -> Any:
+    """What a function of a recipe's module returns. Raises ValueError, naming the line, where it fails."""
+    with in_recipe(_file_of(recipe)):
+        return getattr(recipe, name)()
+
+
+@contextmanager
+def in_recipe(file: str) -> Iterator[None]:
+    """Turn whatever a recipe's own code raises into a ValueError of one line that names the recipe and the line."""
+    try:
+        yield
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f"{file}, line {frames[-1].lineno}" if frames else file
+        raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _file_of(recipe: Any) -> str:
+    return str(getattr(recipe, "__file__", "the recipe"))
+
+
 def to_json(config: Any) -> dict[str, Any]:
     """A config as plain JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = ""
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    leave_out: Collection[str] = (),
+    leave_out_within: Collection[str] = (),
+    prefix: str = "",
 ) -> list[str]:
     """In which fields two configs, as `to_json` gives them, differ: ``align.steps (2 there, 3 here)`` and so on.
 
-    ``leave_out`` are names of the outermost level.
+    ``leave_out`` are names of the outermost level, ``leave_out_within`` of the next.
     """
     found = []
     for name, here in now.items():
@@ -245,7 +301,7 @@ def differences(
         if name in leave_out or there == here:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, prefix=f"{prefix}{name}.")
+            found += differences(there, here, leave_out_within, prefix=f"{prefix}{name}.")
         else:
             found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
     return found

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .budget import cache_bytes
 from .build import empty_student
-from .config import RunConfig, Stage, TeacherConfig, to_json
+from .config import PlanConfig, RunConfig, Stage, to_json
 from .distill.config import StageConfig
 from .memory_plan import GB, PARTS, REDUCE_BUCKET, STRATEGIES, MemoryPlan, memory_plan, recommend, stage_shape
-from .pipeline import Run, make_plan
+from .model import layer_windows
+from .pipeline import Run, shape_of_teacher
 from .plan import HeadId, HeadPlan
-from .scoring import HeadScores
-from .teacher import DTYPES, head_dim_of, load_config
+from .teacher import head_dim_of, load_config
 
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
@@ -48,11 +47,12 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         teacher = shape_of_teacher(config.teacher)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        missing = (
-            f"No parameter counts: the teacher's config cannot be had ({reason}); "
-            "give a local folder with --teacher.path PATH, or --teacher tiny for the embedded default."
-        )
+        missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
         return "\n\n".join([*record, _heading(config), missing])
+    try:
+        Run(config).check_student(PlanConfig("none", k=0))
+    except ValueError as error:
+        return "\n\n".join([*record, f"{_heading(config)}\nCannot be launched: {error}"])
     plan, source = _plan(config, teacher)
     stages = [_stage_plans(config, name, plan) for name in config.stages]
     answer = "\n".join([_heading(config), _launch(config, stages, command), source])
@@ -63,27 +63,14 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Why the run would not start, one sentence each; looks at names, headers and head scores, not at weights."""
     this = Run(config)
     try:
-        shape_of_teacher(config.teacher)
+        load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError):
         return  # `describe` says so, and nothing else can be judged
-    checks: list[Callable[[], object]] = [this.check_data, this.check_evaluation, this.outdated]
-    if config.scoring.file is not None and config.plan.selection == "top":
-        checks.append(lambda: _check_scores(config))
-    for check in checks:
+    for check in (this.outdated, *this.checks()):
         try:
             check()
         except (OSError, ValueError) as error:
             yield str(error).strip()
-
-
-def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
-    """The teacher on the meta device: shapes without values."""
-    shape = load_config(options.path, options.revision)
-    with torch.device("meta"):
-        attention = options.attn_implementation
-        return AutoModelForCausalLM.from_config(
-            shape, dtype=DTYPES[options.dtype], **({"attn_implementation": attention} if attention else {})
-        )
 
 
 def _heading(config: RunConfig) -> str:
@@ -96,36 +83,18 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     if path.exists():
         plan = HeadPlan.load(path)
         return plan, f"Plan ({path}):\n{_plan_text(plan)}"
-    if options.selection == "top" and config.scoring.file is not None:
-        try:
-            plan = _scored_plan(config, teacher)
-            return plan, f"Plan (top {options.k} of {config.scoring.file}):\n{_plan_text(plan)}"
-        except (OSError, ValueError):
-            pass  # one of the `problems`
-    elif options.selection not in ("top", "restoration"):
-        plan = make_plan(options, teacher, scores=lambda: None, fingerprinted=False)
-        return plan, f"Plan ({options.selection}):\n{_plan_text(plan)}"
-    HeadPlan.check_k(teacher, options.k)
+    try:
+        plan = Run(config).known_plan(options, teacher)
+    except ValueError:
+        plan = None  # one of the `problems`
+    if plan is not None:
+        origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
+        return plan, f"Plan ({origin}):\n{_plan_text(plan)}"
     everything = HeadPlan.all(teacher)
-    spread = [everything.kept[i * len(everything.kept) // max(options.k, 1)] for i in range(options.k)]
+    k = max(0, min(options.k, everything.k))
+    spread = [everything.kept[i * everything.k // k] for i in range(k)]
     plan = HeadPlan.from_pairs(teacher, [HeadId(*head) for head in spread])
     return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
-
-
-def _scored_plan(config: RunConfig, teacher: PreTrainedModel) -> HeadPlan:
-    """The plan of the run's file of head scores; whether they are of these very weights shows when the run starts."""
-    assert config.scoring.file is not None
-    scores: Any = HeadScores.load(config.scoring.file)
-    plan = HeadPlan.top_k(scores, config.plan.k)
-    plan.check_fits(teacher)
-    return plan
-
-
-def _check_scores(config: RunConfig) -> None:
-    """Raises ValueError for a file without head scores, or with those of a teacher of another shape."""
-    assert config.scoring.file is not None
-    scores = HeadScores.load(config.scoring.file)
-    HeadPlan.none(scores).check_fits(shape_of_teacher(config.teacher))
 
 
 def _plan_text(plan: HeadPlan) -> str:
@@ -267,14 +236,12 @@ def _size(n_bytes: float) -> str:
 
 
 def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
-    head_dim = head_dim_of(teacher.config)
+    shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
+    windows = layer_windows(teacher.config)
     sizes = {"teacher": HeadPlan.all(plan), "student": plan}
     shown = []
     for name, kept in sizes.items():
-        totals = [
-            cache_bytes(kept, length=length, head_dim=head_dim, d_state=config.student.d_state).total
-            for length in LENGTHS
-        ]
+        totals = [cache_bytes(kept, length=length, **shape, windows=windows).total for length in LENGTHS]
         shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
     lengths = " / ".join(map(str, LENGTHS))
     return f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(shown)}"

@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .budget import cache_bytes
-from .distill.checkpoint import write_json
+from .io import write_json
+from .model import layer_windows
 from .plan import HeadPlan
 from .probes.answering import answer_choices, answer_generation
 from .probes.knowledge import Knowledge
@@ -188,7 +189,9 @@ def _model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:
         pairs = [(layer, head) for layer, heads in enumerate(config.kept) for head in heads]
         plan = HeadPlan.from_pairs(plan, pairs)
         state = {"d_state": config.d_state, "conv_width": config.conv_width}
-    sizes = [cache_bytes(plan, length=n, head_dim=site.head_dim, **state) for n in CACHE_LENGTHS]
+        config = config.backbone_config()
+    windows = layer_windows(config)
+    sizes = [cache_bytes(plan, length=n, head_dim=site.head_dim, windows=windows, **state) for n in CACHE_LENGTHS]
     return {
         "cache_bytes": {n: size.total for n, size in zip(CACHE_LENGTHS, sizes)},
         "conv_state_bytes": sizes[0].conv,

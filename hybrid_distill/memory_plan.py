@@ -86,6 +86,8 @@ class StageShape:
     head_dim: int
     width: int
     mlp_width: int
+    gated: bool
+    """An MLP that multiplies two projections of its input; GPT-NeoX's has one."""
     vocabulary: int
     d_state: int
     conv_width: int
@@ -145,6 +147,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         head_dim=student.mixers()[0].head_dim,
         width=backbone.hidden_size,
         mlp_width=backbone.intermediate_size,
+        gated=_reads(getattr(blocks[0], "mlp", None), backbone.hidden_size) != backbone.intermediate_size,
         vocabulary=backbone.vocab_size,
         d_state=student.config.d_state,
         conv_width=student.config.conv_width,
@@ -153,6 +156,12 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         teacher_itemsize=teacher.dtype.itemsize,
         hidden_itemsize=embedding.weight.element_size(),
     )
+
+
+def _reads(mlp: nn.Module | None, width: int) -> int:
+    """Rows of an MLP's linears that read hidden states of this width."""
+    modules = () if mlp is None else mlp.modules()
+    return sum(m.out_features for m in modules if isinstance(m, nn.Linear) and m.in_features == width)
 
 
 def _float32_matrices(layers: nn.Module, *, trained: bool) -> int:
@@ -379,8 +388,12 @@ class _Run:
         return n_norms * self.shape.width * (FP32 + trained)
 
     def _mlp(self) -> int:
-        """Gate, its activation and up; for the weights' gradients their product and the input of gate and up."""
+        """Gate, its activation and up; for the weights' gradients their product and the input of gate and up. Without
+        a gate: up, and for the gradients its activation and its input.
+        """
         shape, item = self.shape, self.shape.itemsize
+        if not shape.gated:
+            return shape.mlp_width * item if shape.train != "all" else 2 * shape.mlp_width * item + self._inputs(1)
         if shape.train != "all":
             return 3 * shape.mlp_width * item
         return 4 * shape.mlp_width * item + self._inputs(2)
@@ -447,11 +460,11 @@ class _Run:
         return (self._inputs(5) + self._recurrence(recurrent)) * (self.shape.segment_len or 1) / self.seq_len
 
     def _matrix(self, recurrent: int) -> int:
-        """For every pair of tokens the decay's exponent in float64; scores, decays and the error in float32."""
+        """For every pair of tokens the scores, the decays and the error, in float32."""
         shape, item = self.shape, self.shape.itemsize
         channels = recurrent * (shape.head_dim + 2 * shape.d_state)
         convolution = channels * item * (1 if self.kernels else shape.conv_width)
-        maps = recurrent * self.seq_len * (8 + 3 * FP32)
+        maps = recurrent * self.seq_len * 3 * FP32
         return self._inputs(3) + convolution + 2 * recurrent * (shape.d_state + 1) * FP32 + maps
 
     def work(self, recompute: bool) -> int:
@@ -461,7 +474,8 @@ class _Run:
     def _forward_work(self) -> float:
         """A teacher's layer while the student's activations are there: its MLP, its residuals, the packing mask."""
         shape, item = self.shape, self.shape.itemsize
-        held = 3 * shape.mlp_width * item + 2 * shape.width * shape.teacher_itemsize + self.seq_len
+        held = (3 if shape.gated else 2) * shape.mlp_width * item
+        held += 2 * shape.width * shape.teacher_itemsize + self.seq_len
         if shape.stage == "distill":
             return held
         if shape.eager:  # scores, their softmax and what a layer's comparison picks from it

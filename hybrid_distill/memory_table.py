@@ -1,6 +1,6 @@
 """What a cache costs, by kept heads, state size and context: before anything is trained.
 
-    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`budget.cache_bytes`)
+    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`budget.cache_bytes`; layers with a window hold no more than that)
 
 How many KV heads k kept heads store depends on where they are: heads of one group share a K and a V. With a file of
 scores that is known; without one, both ends are shown.
@@ -9,6 +9,7 @@ scores that is known; without one, both ends are shown.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Literal, NamedTuple
 
 from .budget import CacheBytes, cache_bytes
 from .comma_lists import numbers
+from .io import replacing
+from .model import layer_windows
 from .plan import HeadId, HeadPlan
 from .scoring import HeadScores
 from .teacher import head_dim_of, load_config
@@ -66,50 +69,61 @@ def memory_table(job: MemoryJob) -> str:
     lengths = numbers("lengths", job.lengths, least=1)
     if job.published:
         return _published()
-    shape, head_dim = model_shape(job.model)
-    rows = list(table_rows(job, shape, head_dim, lengths))
+    shape, head_dim, windows = model_shape(job.model)
+    rows = list(table_rows(job, shape, head_dim, windows, lengths))
     if job.csv is not None:
         _write(job.csv, rows, lengths)
     title = f"{job.model}: {shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads, {head_dim} wide"
+    if limited := [window for window in windows if window is not None]:
+        title += f", {len(limited)} layers see {max(limited):,} tokens"
     unit = f"MB (1e6 bytes) in {job.dtype}, states in {job.state_dtype}, batch {job.batch}"
     return "\n".join([f"{title}; {unit}", *_text(rows, lengths)])
 
 
-def model_shape(model: str) -> tuple[HeadPlan, int]:
-    """An empty plan of a model's shape, and its head dim. Raises ValueError for what is neither model nor shape."""
+def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
+    """An empty plan of a model's shape, its head dim and the windows of its layers.
+
+    Raises ValueError for what is neither model nor shape.
+    """
     parts = model.lower().split("x")
     if len(parts) == 4 and all(part.isdigit() for part in parts):
         *shape, head_dim = map(int, parts)
-        return HeadPlan(*shape, kept=()), head_dim
+        return HeadPlan(*shape, kept=()), head_dim, [None] * shape[0]
     config = load_config(model).get_text_config(decoder=True)
-    return HeadPlan.none(config), head_dim_of(config)
+    return HeadPlan.none(config), head_dim_of(config), layer_windows(config)
 
 
-def table_rows(job: MemoryJob, shape: HeadPlan, head_dim: int, lengths: Sequence[int]) -> Iterator[Row]:
+def table_rows(
+    job: MemoryJob, shape: HeadPlan, head_dim: int, windows: Sequence[int | None], lengths: Sequence[int]
+) -> Iterator[Row]:
     """One row for each placement and state size; where all heads are kept no state is left to have a size."""
     total = shape.n_layers * shape.n_heads
     ranking = None if job.scores is None else HeadScores.load(job.scores).ranking()
     d_states = numbers("d-state", job.d_state, least=1)
     for k in numbers("heads", job.heads, least=0, named={"all": total}):
         HeadPlan.check_k(shape, k)
-        plans = _placements(shape, k) if ranking is None else {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
+        plans = _placements(shape, k, windows)
+        if ranking is not None:
+            plans = {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
         for name, plan in plans.items():
             for d_state in d_states[:1] if k == total else d_states:
                 size = {"head_dim": head_dim, "d_state": d_state, "conv_width": job.conv_width, "batch": job.batch}
                 size |= {"bytes_per_element": BYTES[job.dtype], "state_bytes": BYTES[job.state_dtype]}
-                sizes = [cache_bytes(plan, length=n, **size) for n in lengths]
+                sizes = [cache_bytes(plan, length=n, windows=windows, **size) for n in lengths]
                 yield Row(name, plan.n_stored_kv_heads, 0 if k == total else d_state, tuple(sizes))
 
 
-def _placements(shape: HeadPlan, k: int) -> dict[str, HeadPlan]:
-    """The most and the fewest KV heads that ``k`` kept heads can need."""
-    heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
+def _placements(shape: HeadPlan, k: int, windows: Sequence[int | None]) -> dict[str, HeadPlan]:
+    """The most and the least keys and values that ``k`` kept heads can need."""
+    reach = [math.inf if window is None else window for window in windows]
+    layers = sorted(range(shape.n_layers), key=lambda layer: reach[layer])
+    heads = [HeadId(layer, head) for layer in layers for head in range(shape.n_heads)]
     group_size = shape.n_heads // shape.n_kv_heads
     together = HeadPlan.from_pairs(shape, heads[:k])
-    apart = HeadPlan.from_pairs(shape, sorted(heads, key=lambda h: h.head % group_size)[:k])
+    apart = HeadPlan.from_pairs(shape, sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))[:k])
     if k == len(heads):
         return {"all heads": together}
-    if k == 0 or group_size == 1:
+    if k == 0 or (group_size == 1 and len(set(reach)) == 1):
         return {f"{k} heads": together}
     return {f"{k} heads, apart": apart, f"{k} heads, groups together": together}
 
@@ -125,7 +139,7 @@ def _text(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[str]:
 
 
 def _write(path: Path, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-    with path.open("w", newline="") as file:
+    with replacing(path) as temporary, temporary.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"])
         for row in rows:

@@ -17,15 +17,16 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .build import build_student, graft_recurrent_heads, unshare_weights
-from .config import END_TO_END, PlanConfig, RunConfig, Stage, differences, from_json, to_json
+from .build import build_student, check_plan, checked_student, graft_recurrent_heads, unshare_weights
+from .config import END_TO_END, PlanConfig, RunConfig, Stage, TeacherConfig, differences, from_json, to_json
 from .data import (
     Batch,
     Rows,
@@ -35,25 +36,28 @@ from .data import (
     open_logits,
     open_rows,
     read_held_out,
-    source_files,
 )
-from .distill.accelerator import connect, on_main_process
-from .distill.checkpoint import StageManifest, load_stage, weights_hash, write_json
+from .distill.accelerator import alone_in, check_trackers, connect, on_main_process
+from .distill.checkpoint import MANIFEST, StageManifest, load_stage, weights_hash
+from .distill.config import MAY_CHANGE as STAGE_MAY_CHANGE
 from .distill.config import DistillConfig
 from .distill.loop import train_stage
 from .distill.stages import make_stage
 from .distill.tracking import PROJECT, TrackedRun, log_figures
 from .evaluate import EvalResult, evaluate
 from .export import GateReport, export_checkpoint, origin
+from .io import replacing, write_json
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 from .probes.knowledge import Knowledge
 from .probes.kv_retrieval import KVRetrieval
+from .probes.plain_text import text_rows
 from .report import write_report
 from .restoration import greedy_restoration
 from .scoring import HeadScores, score_heads
+from .self_check import check_rows
 from .ssm_init import DEFAULT_INIT, INITS
-from .teacher import TINY, fingerprint, load_teacher, longest_context, read_teacher
+from .teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,8 @@ MAY_CHANGE = (
 """Fields of a config in which a continued run may differ from its directory's config.json."""
 LEAVES = (
     "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "aligned", "stages/*-*",
-    "teacher/evaluation.json", "evaluation.json", "export", "report.md", f"{PROJECT}/events.out.tfevents.*",
+    "teacher/evaluation.json", "evaluation.json", "export", ".export.*.tmp", "report.md",
+    f"{PROJECT}/events.out.tfevents.*",
 )  # fmt: skip
 """What a run leaves in its directory beside config.json, and a new one in its place must not read."""
 MEASURED = ("teacher/evaluation.json", "evaluation.json", "report.md")
@@ -114,21 +119,21 @@ class Run:
         return self.shape_and_tokenizer[1]
 
     def prepare(self) -> None:
-        """Make the directory, or check that it holds this run and no other; look at the processes and the data before
-        anything is spent. What is `outdated` there is removed.
+        """Make the directory, or check that it holds this run and no other; look at the processes and at all input
+        before anything is written or spent. What is `outdated` there is removed.
 
-        Raises ValueError naming the fields that differ, or what is wrong with a source or the teacher's logits; for a
-        batch that the processes cannot share, before the teacher is loaded.
+        Raises ValueError naming the fields that differ, or what is wrong with the input; for a batch that the processes
+        cannot share, before the teacher is loaded.
         """
         processes = connect().num_processes
         for name in self.config.stages:
             getattr(self.config, name).check_world(processes)
-        self.check_data()
-        self.check_evaluation()
-        for stage in self.config.stages:
-            if self._logits(stage) is not None:
-                self._rows(stage, self._tokenizer_of(stage))
         left = self.outdated()
+        for check in self.checks():
+            check()
+        if self.config.plan.selection != "all":
+            for stage in self.config.stages:
+                self._rows(stage, self._tokenizer_of(stage))  # tokenises what is local: it may be broken anywhere
 
         def begin() -> None:
             for found in left:
@@ -138,6 +143,42 @@ class Run:
 
         on_main_process(begin)
 
+    def checks(self) -> list[Callable[[], object]]:
+        """What raises ValueError for input that a run would stop at, by names, headers and shapes: reads no weights."""
+        return [self.check_settings, self.check_data, self.check_evaluation, self.check_student]
+
+    def check_settings(self) -> None:
+        """Raises ValueError for a tracker that is not there, and for a checkpoint that is none."""
+        check_trackers(self.config.trackers)
+        if self.config.resume not in ("auto", "never") and not (Path(self.config.resume) / MANIFEST).is_file():
+            raise ValueError(f"resume is {self.config.resume!r}; use auto, never, or the folder of a checkpoint.")
+
+    def check_student(self, plan: PlanConfig | None = None) -> None:
+        """Raises ValueError for a teacher that cannot become a student, a plan that is not for its shape, by default
+        the config's own, and options that no student has."""
+        options, own = self.config.student, plan is None
+        teacher = self._given[0] if self._given else shape_of_teacher(self.config.teacher)
+        path = self.out / "plan.json"
+        if own and self.config.resume != "never" and path.exists():
+            heads = HeadPlan.load(path)
+        else:
+            heads = self.known_plan(plan or self.config.plan, teacher)
+        shape = (options.d_state, options.conv_width, options.recurrence, options.init)
+        checked_student(teacher, heads or HeadPlan.none(teacher), *shape)
+        if options.aligned is not None and not StageManifest.read(options.aligned):
+            raise ValueError(f"student.aligned is {options.aligned}, which holds no finished stage; name another.")
+
+    def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
+        """The plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a plan
+        that cannot be made."""
+        if options.selection == "restoration" or (options.selection == "top" and self.config.scoring.file is None):
+            HeadPlan.check_k(teacher, options.k)
+            return None
+        scores = partial(HeadScores.load, cast(Path, self.config.scoring.file))
+        plan = make_plan(options, teacher, scores, fingerprinted=False)
+        plan.check_fits(teacher)
+        return plan
+
     def check_data(self) -> None:
         """Raises ValueError for what is wrong with the sources of the run and its stages, as far as names and headers
         tell; reads no text."""
@@ -146,15 +187,21 @@ class Run:
             self._check_stage(stage)
 
     def check_evaluation(self) -> None:
-        """Raises ValueError for texts or questions that are not there: better now than when the student is trained."""
-        if self.config.evaluation.texts != TINY:
-            source_files(self.config.evaluation.texts)
+        """Raises ValueError for texts or questions that cannot be had: better now than when the student is trained."""
+        options = self.config.evaluation
+        if options.texts != TINY:
+            text_rows(self.tokenizer, self._held_out_texts(options.n_texts), max_tokens=2)
         if (knowledge := self._knowledge()) is not None:
             knowledge.examples(1)
+        for n_pairs in options.n_pairs:
+            KVRetrieval(n_pairs, seed=self.seed).examples(1)
+        if self.config.plan.selection in ("top", "restoration"):
+            self.scoring_probe().examples(1)
 
     def outdated(self) -> list[Path]:
         """What lies in the directory and this run must not read: with ``resume`` "never" all that an earlier run has
-        left; after a change of ``evaluation`` alone, what was measured.
+        left; after a change of ``evaluation`` alone, what was measured. A run that stopped before its first result has
+        left nothing.
 
         Raises ValueError, naming the fields, when the directory holds a run with other settings.
         """
@@ -162,6 +209,8 @@ class Run:
         if self.config.resume == "never":
             return self._left_by_an_earlier_run()
         if not path.exists():
+            return []
+        if not has_result(self.out):
             return []
         before, now = json.loads(path.read_text()), to_json(self.config)
         self._check_same(before)
@@ -174,8 +223,10 @@ class Run:
 
     def _check_same(self, before: dict[str, Any]) -> None:
         """Raises ValueError unless ``before`` is the record of this run's config: what it measures, and settings of
-        stages that it has not, may be others."""
-        changed = differences(before, to_json(self.config), {*MAY_CHANGE, *self.config.unused_stages, "evaluation"})
+        stages that it has not or has nothing of, may be others."""
+        free = [name for name in self.config.stages if not self._has_begun(name)]
+        may_change = {*MAY_CHANGE, *self.config.unused_stages, *free, "evaluation"}
+        changed = differences(before, to_json(self.config), may_change, STAGE_MAY_CHANGE)
         if changed:
             more = len(changed) - SHOWN_DIFFERENCES
             shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
@@ -183,6 +234,11 @@ class Run:
                 f"{self.out} holds a run with other settings: {shown}; "
                 "use another --out, or --resume never to begin again."
             )
+
+    def _has_begun(self, stage: Stage) -> bool:
+        """Whether a stage has left a checkpoint or its result."""
+        kept = (MANIFEST, "checkpoints/step-*")
+        return any(True for name in kept for _ in self.out.glob(f"stages/*-{stage}/{name}"))
 
     def _left_by_an_earlier_run(self) -> list[Path]:
         """`LEAVES`, where there is the config of a run. Raises ValueError when this run is to read one of them."""
@@ -230,6 +286,7 @@ class Run:
             return scores
 
         if not path.exists():
+            check_rows(self.teacher)  # what `build_student` would refuse after hours of scoring
             partial = self.out / "scores.partial.json"
             scores = score_heads(  # all processes share the work
                 self.teacher.to(cast(Any, connect().device)),
@@ -258,8 +315,9 @@ class Run:
                 plan = self.restoration_plan(self.config.plan.k)
             else:
                 plan = make_plan(self.config.plan, self.teacher, self.scores)
+            check_plan(plan, self.teacher)
             on_main_process(lambda: plan.save(path))
-        plan.check_fits(self.teacher)
+        check_plan(plan, self.teacher)
         return plan
 
     def restoration_path(self, k: int) -> Path:
@@ -571,6 +629,26 @@ def is_run(path: Path) -> bool:
     return isinstance(record, dict) and {"teacher", "scoring", "stages"} <= record.keys()
 
 
+def has_result(folder: Path) -> bool:
+    """Whether a run has left anything in its directory that another one would lose: its settings alone are nothing."""
+    found = (path for name in LEAVES for left in folder.glob(name) for path in (left, *left.rglob("*")))
+    return any(path.name != "config.json" and path.is_file() and path.stat().st_size for path in found)
+
+
+def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
+    """The teacher on the meta device: shapes without values. Raises ValueError where transformers cannot make it."""
+    shape = load_config(options.path, options.revision)
+    attention = options.attn_implementation
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                shape, dtype=DTYPES[options.dtype], **({"attn_implementation": attention} if attention else {})
+            )
+    except Exception as error:  # each version of transformers has errors of its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"the teacher {options.path!r} cannot be made ({reason}); name another model.") from error
+
+
 def _paths_in(record: Any) -> list[Path]:
     """All texts of a config's record, as the paths that they may be."""
     if isinstance(record, dict):
@@ -583,16 +661,18 @@ def _paths_in(record: Any) -> list[Path]:
 def run(config: RunConfig) -> Path:
     """Take a run from its config to its report; returns the run directory. Goes on where it was stopped.
 
-    Raises ValueError for a config that cannot be run, Interrupted after saving on SIGINT or SIGTERM.
+    Raises ValueError for a config that cannot be run, InUse while another process writes to the folder, Interrupted
+    after saving on SIGINT or SIGTERM.
     """
     this = Run(config)
-    this.prepare()
-    plan = this.plan()
-    student = this.train(plan)
-    this.evaluate(student)
-    if config.export:
-        this.export(student, plan)
-    on_main_process(lambda: write_report(this.out))
+    with alone_in(this.out):
+        this.prepare()
+        plan = this.plan()
+        student = this.train(plan)
+        this.evaluate(student)
+        if config.export:
+            this.export(student, plan)
+        on_main_process(lambda: write_report(this.out))
     return this.out
 
 
@@ -607,9 +687,8 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
 
     def copy_to(path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        shutil.copy(measured, temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            shutil.copy(measured, temporary)
 
     on_main_process(lambda: copy_to(this.out / "teacher" / "evaluation.json"))
     plan = this.plan()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from .io import write_json
+
 FORMAT = "hybrid-distill/head-plan/1"
 
 log = logging.getLogger(__name__)
@@ -154,6 +156,7 @@ class HeadPlan:
         head_dim: int | None = None,
         d_state: int | None = None,
         bytes_per_element: int = 2,
+        windows: Sequence[int | None] | None = None,
         per_layer: Literal["uniform", "power_of_two"] | None = None,
         by: str = "retrieval",
     ) -> HeadPlan:
@@ -161,7 +164,8 @@ class HeadPlan:
 
         The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
         cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `budget.cache_bytes` counts them, the
-        states of recurrent heads included (needs ``head_dim`` and ``d_state``). ``per_layer`` asks for the same
+        states of recurrent heads included (needs ``head_dim`` and ``d_state``, and the layers' ``windows`` where they
+        have some, `model.layer_windows`). ``per_layer`` asks for the same
         number of KV heads in every layer that has heads, or for 0, 1, 2, 4, ... of them: a server's cache wants
         pages of one size, or of sizes that divide one another.
 
@@ -179,6 +183,7 @@ class HeadPlan:
             head_dim=head_dim,
             d_state=d_state,
             bytes_per_element=bytes_per_element,
+            windows=windows,
             per_layer=per_layer,
             by=by,
         )
@@ -226,7 +231,7 @@ class HeadPlan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON, whole or not at all."""
         record = {
             "format": FORMAT,
             "n_layers": self.n_layers,
@@ -235,7 +240,7 @@ class HeadPlan:
             "kept": [list(head_id) for head_id in self.kept],
             "teacher": self.teacher,
         }
-        Path(path).write_text(json.dumps(record, indent=2) + "\n")
+        write_json(Path(path), record)
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPlan:
@@ -256,9 +261,15 @@ def _shape(source: Any) -> tuple[int, int, int]:
     config = getattr(source, "config", source)
     if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
         return config.n_layers, config.n_heads, config.n_kv_heads
-    if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
-        n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return config.num_hidden_layers, config.num_attention_heads, n_kv_heads
+    try:
+        if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
+            n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            return config.num_hidden_layers, config.num_attention_heads, n_kv_heads
+    except RuntimeError as error:  # of transformers, for a config whose layers are of several shapes
+        raise ValueError(
+            f"the layers of {type(config).__name__} have different numbers of heads; a plan needs the same in every "
+            "layer: take another teacher."
+        ) from error
     raise ValueError(
         f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a HeadPlan or HeadScores."
     )

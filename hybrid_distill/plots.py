@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from .io import replacing
 from .plan import HeadId
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def canvas(
         FigureCanvasAgg(figure)
         yield figure.subplots(rows, columns, squeeze=False, **layout)
         for file in [path] if isinstance(path, Path) else path:
-            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+            kind = file.suffix.removeprefix(".")
+            with replacing(file) as temporary:
+                figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def look(selection: str) -> tuple[str, str]:

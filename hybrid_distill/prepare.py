@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .assets import tiny_teacher_path
 from .data import TokenHeader, write_tokens
 from .data.folder import SHARD_TOKENS
+from .locking import locked
 from .teacher import TINY
-
-LOCK = "tokens.lock"
 
 
 @dataclass(frozen=True)
@@ -60,27 +57,18 @@ def prepare(job: PrepareJob) -> str:
     another process writes to.
     """
     tokenizer = load_tokenizer(job.tokenizer)
-    is_new = not job.out.exists()
-    job.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    try:
-        with FileLock(job.out / LOCK, timeout=0):
-            header = write_tokens(
-                job.out,
-                job.sources,
-                tokenizer,
-                name=job.tokenizer,
-                text_column=None if job.chat else job.text_column,
-                max_tokens=job.max_tokens,
-                shard_tokens=job.shard_tokens,
-                workers=job.workers,
-            )
-    except Timeout as error:
-        raise ValueError(f"another process is preparing {job.out}; wait for it, or name another --out.") from error
-    except ValueError:
-        if is_new and [path.name for path in job.out.iterdir()] == [LOCK]:  # refused before anything was written
-            shutil.rmtree(job.out)
-        raise
+    with locked(job.out):
+        header = write_tokens(
+            job.out,
+            job.sources,
+            tokenizer,
+            name=job.tokenizer,
+            text_column=None if job.chat else job.text_column,
+            max_tokens=job.max_tokens,
+            shard_tokens=job.shard_tokens,
+            workers=job.workers,
+        )
     return summary(header, job.out, time.monotonic() - began)
 
 

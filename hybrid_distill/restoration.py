@@ -11,7 +11,7 @@ Shapes: L layer, H query head, E example.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .model.layout import CACHE_NAMES
+from .model.mixer import ROW_ARGUMENTS
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadId
 from .probes import Probe
 from .probes.answering import ChoiceResult, answer_choices
 from .scoring import HeadScores, describe_run
 from .teacher import AttentionSite, attention_sites, replaced_forward
-
-OURS_ONLY = ("token_mask", "seq_idx")  # arguments of mixers that an attention module does not know
 
 
 @contextmanager
@@ -71,13 +71,17 @@ def _attention_of(teacher: AttentionSite) -> Any:
     """A mixer's forward that is the teacher's attention."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        passed = {name: value for name, value in kwargs.items() if name not in OURS_ONLY}
+        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
         output = teacher.module(hidden_states, *args, **passed)
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := _cache_in(kwargs)) is not None:
             cache.layer(teacher.layer).advance(hidden_states.shape[1])
         return output
 
     return forward
+
+
+def _cache_in(kwargs: Mapping[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
 
 
 def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> list[Any]:
@@ -88,9 +92,9 @@ def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -
         def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
             found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
-        if kwargs.get("past_key_values") is not None:
+        if _cache_in(kwargs) is not None:
             raise ValueError("restored heads have no cache; call the student with use_cache=False.")
-        passed = {name: value for name, value in kwargs.items() if name not in OURS_ONLY}
+        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
         handle = teacher.o_proj.register_forward_pre_hook(note)
         try:
             teacher.module(*args, **passed)

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .analysis.figures import can_draw
 from .comma_lists import numbers, words
 from .data import read_held_out
-from .distill.accelerator import connect, on_main_process
+from .distill.accelerator import alone_in, connect, on_main_process
+from .limits import COUNT, COUNT_OR_NONE, SHARE, check_fields
 from .plan import HeadId
 from .probes import Probe, duplicates
 from .probes.checks import check_answerable
+from .probes.plain_text import text_rows
 from .probes.registry import options_of, probe_with
 from .scoring import HeadScores, score_heads
 from .scoring.artefact import Reading
@@ -95,6 +97,15 @@ class ScoreJob:
     """Where the scores go; figures stand beside it, those of each of several probes (``scores.kv.json``), and what an
     interrupted run had scored."""
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "--",
+            **dict.fromkeys(("examples", "k", "prefilter", "batch_size"), COUNT),
+            n_control_texts=COUNT_OR_NONE,
+            min_accuracy=SHARE,
+        )
+
 
 def run_score(job: ScoreJob) -> HeadScores:
     """Score as the job says; writes ``out``, and figures where matplotlib is installed.
@@ -105,19 +116,29 @@ def run_score(job: ScoreJob) -> HeadScores:
     """
     probes = _probes(job)
     weights = _weights(job, len(probes))
+    if job.out.is_dir():
+        raise ValueError(f"--out is {job.out}, which is a folder; name a file, such as {job.out / 'scores.json'}.")
+    controls = read_held_out(job.control_texts, job.n_control_texts)
+    with alone_in(job.out, beside=True):
+        return _run_score(job, probes, weights, controls)
+
+
+def _run_score(
+    job: ScoreJob, probes: dict[str, Probe], weights: list[float] | None, controls: list[str]
+) -> HeadScores:
     device: Any = connect().device
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
     model.to(device)
-    on_main_process(lambda: job.out.parent.mkdir(parents=True, exist_ok=True))
     limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
     for name, probe in probes.items():
         check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=_shorter(name))
+    text_rows(tokenizer, controls, max_tokens=2)
     several = len(probes) > 1
     files = [job.out.with_suffix(f".{name}.json") if several else job.out for name in probes]
     parts = []
     for probe, file in zip(probes.values(), files, strict=True):
-        scores = _score(job, (model, tokenizer, probe), _partial(file))
+        scores = _score(job, (model, tokenizer, probe), controls, _partial(file))
         on_main_process(partial(scores.save, file))
         parts.append(scores)
     if several:
@@ -128,7 +149,10 @@ def run_score(job: ScoreJob) -> HeadScores:
 
 
 def _score(
-    job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe], resume_path: Path
+    job: ScoreJob,
+    asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe],
+    controls: list[str],
+    resume_path: Path,
 ) -> HeadScores:
     """The scores by one probe."""
     if job.method in ESTIMATES:
@@ -138,7 +162,7 @@ def _score(
         *asked,
         n_examples=job.examples,
         batch_size=job.batch_size,
-        control_texts=read_held_out(job.control_texts, job.n_control_texts),
+        control_texts=controls,
         min_accuracy=job.min_accuracy,
         replacement="mean" if job.method == "mean-ablation" else "zero",
         race_k=None if job.exhaustive else job.k,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .model import HybridConfig
+from .model.layout import HEAD_NORMS, Part, head_norm, is_over_all_heads
 from .model.mixer import OPEN_GATE, spread_half_lives
 from .model.ssd import causal_conv, raw_decay, ssd_scan
 from .teacher import AttentionSite
@@ -120,8 +121,10 @@ def init_ssm(
     conv = torch.zeros(2 * b_bias.numel() + x_bias.numel(), config.conv_width, device=x_weight.device)
     conv[:, -1] = 1.0
     conv[: x_bias.numel()] = chosen.taps_RK.repeat_interleave(site.head_dim, dim=0)
-    from_v = _names(site, "v_proj") if init.values else ()
-    from_qk = _names(site, "q_proj", "k_proj", "q_norm", "k_norm") if init.factors else ()
+    assert site.layout is not None
+    layout, norms = site.layout, (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
+    from_v = _names(site, layout.value) if init.values else ()
+    from_qk = _names(site, layout.query, layout.key, *norms) if init.factors else ()
     return {
         "x_proj.weight": (x_weight, from_v),
         "x_proj.bias": (x_bias, from_v),
@@ -179,14 +182,16 @@ def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
     return tuple(name for name in site.module.state_dict() if name.partition(".")[0] in modules)
 
 
-def _projection(site: AttentionSite, which: str) -> nn.Linear:
-    return cast(nn.Linear, getattr(site.module, f"{which}_proj"))
+def _projection(site: AttentionSite, part: Part) -> nn.Linear:
+    return cast(nn.Linear, site.module.get_submodule(getattr(site.layout, part)))
 
 
-def _rows(site: AttentionSite, which: str, head: int) -> tuple[Tensor, Tensor]:
+def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
     """Weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
-    projection, head_dim = _projection(site, which), site.head_dim
-    rows = slice(head * head_dim, (head + 1) * head_dim)
+    assert site.layout is not None
+    projection, head_dim = _projection(site, part), site.head_dim
+    block = site.layout.block(part, head, site.n_heads, site.n_kv_heads)
+    rows = slice(block * head_dim, (block + 1) * head_dim)
     weight = projection.weight[rows].float()
     return weight, weight.new_zeros(head_dim) if projection.bias is None else projection.bias[rows].float()
 
@@ -200,14 +205,14 @@ def _values(
     init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """x_proj: each head reads the values of its KV group."""
-    weight = _projection(site, "v").weight
+    weight = _projection(site, "value").weight
     if not init.values:
         n_rows = len(heads) * site.head_dim
         return _normal(generator, n_rows, weight.shape[1], like=weight), torch.zeros(
             n_rows, device=weight.device
         )
     group_size = site.n_heads // site.n_kv_heads
-    per_head = [_rows(site, "v", head // group_size) for head in heads]
+    per_head = [_rows(site, "value", head // group_size) for head in heads]
     return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
 
 
@@ -220,7 +225,7 @@ def _factors(
     trace: LayerTrace | None,
 ) -> _Factors:
     if not init.factors:
-        weight = _projection(site, "q").weight
+        weight = _projection(site, "query").weight
         shape = (len(heads), n_factors, weight.shape[1])
         b, c = (_normal(generator, *shape, like=weight) for _ in range(2))
         zeros = torch.zeros(shape[:2], device=weight.device)
@@ -237,7 +242,7 @@ def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Te
     """
     if trace is None:
         norm = getattr(site.block, "input_layernorm", None)
-        width = _projection(site, "q").in_features
+        width = _projection(site, "query").in_features
         gains_D = getattr(norm, "weight", torch.ones(width)).float().abs().clamp_min(1e-3)
         return torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D)
     hidden = trace.hidden_BLD.flatten(0, 1).double()
@@ -265,8 +270,8 @@ def _score_factors(
     """
     mean_D, root_q_DD, root_k_DD = inputs
     group = head // (site.n_heads // site.n_kv_heads)
-    wq_PD, bq_P = _head_projection(site, "q", head, root_q_DD)
-    wk_PD, _ = _head_projection(site, "k", group, root_k_DD)
+    wq_PD, bq_P = _head_projection(site, "query", head, root_q_DD)
+    wk_PD, _ = _head_projection(site, "key", group, root_k_DD)
     # A thin QR of each side leaves an SVD of P x P instead of D x D.
     rq_PP, rk_PP = (torch.linalg.qr((w @ root).T).R for w, root in ((wq_PD, root_q_DD), (wk_PD, root_k_DD)))
     u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
@@ -287,15 +292,23 @@ def _score_factors(
     return b_weight, b_bias, c_weight, c_bias
 
 
-def _head_projection(site: AttentionSite, which: str, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
+def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
     """One head's query or key projection; a norm behind it is replaced by its usual effect."""
-    weight_PD, bias_P = _rows(site, which, head)
-    norm = getattr(site.module, f"{which}_norm", None)
+    weight_PD, bias_P = _rows(site, part, head)
+    norm = head_norm(site.module, part)
     if norm is None:
         return weight_PD, bias_P
-    usual_rms = ((weight_PD @ root_DD).square().sum() / site.head_dim + bias_P.square().mean()).sqrt()
-    gain_P = norm.weight.float() / usual_rms.clamp_min(1e-6)
-    return weight_PD * gain_P[:, None], bias_P * gain_P
+    normed_CD, normed_bias_C, places = weight_PD, bias_P, slice(None)
+    if is_over_all_heads(norm, site.head_dim):
+        n_heads = site.n_heads if part == "query" else site.n_kv_heads
+        rows = [_rows(site, part, other) for other in range(n_heads)]
+        normed_CD, normed_bias_C = (torch.cat(column) for column in zip(*rows, strict=True))
+        places = slice(head * site.head_dim, (head + 1) * site.head_dim)
+    usual_rms = ((normed_CD @ root_DD).square().sum() / len(normed_CD) + normed_bias_C.square().mean()).sqrt()
+    gain = 1 / usual_rms.clamp_min(1e-6)
+    if (weight := getattr(norm, "weight", None)) is not None:
+        gain = gain * weight.float()[places, None]
+    return weight_PD * gain, bias_P * gain.flatten()
 
 
 class _Best:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub import constants, get_session
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -27,22 +30,21 @@ from transformers import (
 
 from .guard import check_checkpoint, check_no_run, is_bin_only
 from .llamba import is_llamba, llamba_config, load_llamba
+from .model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, find_layout
 from .plan import HeadId
+
+log = logging.getLogger(__name__)
 
 TINY = "tiny"
 RECIPE_FLAG = "--teacher.path"
 """Where a recipe names its teacher."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-SUPPORTED = "Llama, Qwen2, Qwen3 or Mistral"
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
 # In a decoder layer: its attention, its recurrent mixer (Zamba2 wraps both).
 ATTENTION_PATHS = (*ATTENTION_NAMES, "shared_transformer.self_attn")
 RECURRENT_PATHS = ("mixer", "mamba", "mamba_decoder.mamba")
-# Linears of an attention module, the one that reads the heads last, and where such modules are.
-STUDENT_LAYOUT: dict[tuple[str, ...], str] = {PROJECTIONS: SUPPORTED}
-ATTENTION_LAYOUTS = {**STUDENT_LAYOUT, ("qkv_proj", "o_proj"): "Phi-3", ("query_key_value", "dense"): "GPT-NeoX"}
 SAMPLES_PER_TENSOR = 64
+HUB_TIMEOUT_S = 10.0
 
 HeadKind = Literal["attention", "ssm", "channel"]
 
@@ -51,8 +53,9 @@ HeadKind = Literal["attention", "ssm", "channel"]
 class HeadSite:
     """The heads of one decoder layer: the linear ``o_proj`` reads them side by side, in order.
 
-    ``module`` is the mixer; ``shared`` says that other layers run it too. ``kind`` is "attention"; "ssm"
-    (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's mixer (`kind_of`).
+    ``module`` is the mixer, ``layout`` names its linears if it is attention; ``shared`` says that other layers run
+    it too. ``kind`` is "attention"; "ssm" (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's
+    mixer (`kind_of`).
     """
 
     layer: int
@@ -64,6 +67,7 @@ class HeadSite:
     n_kv_heads: int
     head_dim: int
     kind: HeadKind | Literal["hybrid"] = "attention"
+    layout: AttentionLayout | None = None
     shared: bool = False
 
     def kind_of(self, head: int) -> HeadKind:
@@ -97,14 +101,14 @@ def text_config(model: Any) -> Any:
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """The one mixer of every layer of a decoder that can become a student, or of a student.
 
-    Raises ValueError, naming the module and what was expected, for a layer whose attention has no query, key,
-    value and output projections, or which holds another mixer beside it.
+    Raises ValueError, naming the module and what was expected, for a layer whose attention is in none of the
+    layouts of `model.layout`, or which holds another mixer beside it.
     """
     sites = []
     for layer, (name, block) in enumerate(decoder_blocks(model)):
         children = dict(block.named_children())
-        child = next((c for c in ATTENTION_NAMES if c in children), None)
-        if child is None:
+        child = attention_name(block)
+        if not child:
             raise ValueError(
                 f"{name} ({type(block).__name__}) holds no attention module: its parts are "
                 f"{', '.join(children) or 'none'}; expected one named self_attn, as in {SUPPORTED}."
@@ -114,7 +118,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
                 f"{name} ({type(block).__name__}) mixes tokens in {child} and in {beside[0]}; "
                 f"expected attention alone, as in {SUPPORTED}."
             )
-        sites.append(_attention_site(model, layer, block, f"{name}.{child}", children[child], STUDENT_LAYOUT))
+        sites.append(_attention_site(model, layer, block, f"{name}.{child}", children[child]))
     return sites
 
 
@@ -170,47 +174,28 @@ def _block_sites(model: nn.Module, layer: int, name: str, block: nn.Module) -> I
         )
     if attention is not None:
         path = f"{name}.{attention}"
-        yield _attention_site(model, layer, block, path, parts[attention], ATTENTION_LAYOUTS)
+        yield _attention_site(model, layer, block, path, parts[attention])
     if recurrent is not None:
         yield _recurrent_site(layer, block, f"{name}.{recurrent}", parts[recurrent])
 
 
-def _attention_site(
-    model: nn.Module,
-    layer: int,
-    block: nn.Module,
-    name: str,
-    module: nn.Module,
-    layouts: Mapping[tuple[str, ...], str],
-) -> HeadSite:
+def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, module: nn.Module) -> HeadSite:
     # By name: a class that comes with an exported checkpoint is not the class in this package.
     is_hybrid = type(module).__name__ == "HybridMixer"
-    linears = {part: child for part, child in module.named_children() if isinstance(child, nn.Linear)}
-    wanted = [("o_proj",)] if is_hybrid else list(layouts)
-    layout = next((parts for parts in wanted if set(parts) <= set(linears)), None)
-    if layout is None:
-        missing = ", ".join(part for part in wanted[0] if part not in linears)
-        expected = ", or ".join(f"{', '.join(parts)} ({families})" for parts, families in layouts.items())
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no linear {missing}; "
-            f"expected an attention module with {expected}."
-        )
-    config, o_proj = text_config(model), linears[layout[-1]]
+    layout = None if is_hybrid else find_layout(module, name)
+    output = "o_proj" if layout is None else layout.output
+    config, o_proj = text_config(model), cast(nn.Linear, module.get_submodule(output))
     n_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or o_proj.in_features // n_heads
     if o_proj.in_features != n_heads * head_dim:
         raise ValueError(
-            f"{name}.{layout[-1]} reads {o_proj.in_features} channels; "
+            f"{name}.{output} reads {o_proj.in_features} channels; "
             f"expected {n_heads} heads x {head_dim} = {n_heads * head_dim}."
         )
-    if is_hybrid:
-        n_kv_heads = config.num_key_value_heads
-    elif layout == PROJECTIONS:
-        n_kv_heads = linears["k_proj"].out_features // head_dim
-    else:
-        n_kv_heads = (linears[layout[0]].out_features // head_dim - n_heads) // 2
-    kind = "hybrid" if is_hybrid else "attention"
-    return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, kind)
+    if layout is None:
+        return HeadSite(layer, name, module, block, o_proj, n_heads, config.num_key_value_heads, head_dim, "hybrid")
+    n_kv_heads = layout.count_kv_heads(module, n_heads, head_dim)
+    return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, "attention", layout)
 
 
 def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> HeadSite:
@@ -527,11 +512,18 @@ def load_teacher(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if allow_bin else True,
             output_loading_info=True,
+            local_files_only=_offline(path),
         )
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):
             raise ValueError(f"its weights lack {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
     model.name_or_path = str(name_or_path)
+    if (rope := rope_by_length(model.config)) is not None:
+        log.warning(
+            "%s has RoPE that depends on the length of a row (%s): beyond %s tokens, decoding from a cache and batches "
+            "with longer rows give other logits than a row at once and alone, in the teacher and in its students",
+            name_or_path, rope[0], f"{rope[1]:,}",
+        )  # fmt: skip
     return model.eval(), tokenizer
 
 
@@ -547,7 +539,9 @@ def read_teacher(
 def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Raises ValueError for a Llamba, as it is published, without the tokenizer of the Llama that taught it."""
     if not is_llamba(path):
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=_offline(path)
+        )
     if not (Path(path) / "tokenizer.json").is_file():
         raise ValueError(
             "a Llamba is published without its tokenizer: copy tokenizer.json and tokenizer_config.json of the Llama "
@@ -572,6 +566,46 @@ def longest_context(config: Any) -> int | None:
     return max(longest, int(trained * rope.get("factor", 1.0)))
 
 
+def _offline(name_or_path: str | Path) -> bool:
+    """Whether a name on the hub can only be read from the cache."""
+    return not Path(name_or_path).is_dir() and hub_error() is not None
+
+
+@cache
+def hub_error() -> str | None:
+    """Return why the hub cannot be reached, None if it can. Asks once, where huggingface_hub retries every file."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # requests or httpx, by the version of huggingface_hub
+        return f"{constants.ENDPOINT} cannot be reached: {error}"
+    return None
+
+
+def _not_cached() -> str:
+    return f"{error}, and it is not in the cache" if (error := hub_error()) else ""
+
+
+def rope_by_length(config: Any) -> tuple[str, int] | None:
+    """Type of a RoPE whose frequencies depend on the longest row of a batch, and tokens up to which they do not.
+
+    Beyond that a token read into a cache keeps the position it got while the row was shorter: decoding from a cache is
+    not the forward of the whole row, in transformers' own models too. None where positions do not depend on length.
+    """
+    shape = config.get_text_config(decoder=True)
+    rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
+    for part in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:  # one for each type of layer
+        kind = part.get("rope_type", part.get("type"))
+        if kind == "dynamic":
+            return kind, shape.max_position_embeddings
+        if kind == "longrope":
+            trained = part.get("original_max_position_embeddings")
+            trained = trained or getattr(shape, "original_max_position_embeddings", None)
+            return kind, trained or shape.max_position_embeddings
+    return None
+
+
 @contextmanager
 def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
     """Says in one line why a model cannot be had."""
@@ -580,7 +614,7 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
     except Exception as error:  # of transformers, of the tokenizers library: whatever a damaged file leads to
         reason = str(error).strip().splitlines()[0].rstrip(".;") if str(error).strip() else type(error).__name__
         if not Path(name_or_path).expanduser().is_dir() and str(name_or_path) != TINY:
-            reason = f"it is no folder here, and of the hub: {reason}"
+            reason = f"it is not a folder here, and of the hub: {_not_cached() or reason}"
         raise ValueError(
             f"{flag} {str(name_or_path)!r} cannot be loaded ({reason}); give a local folder, or take the embedded "
             f"teacher, {TINY}{' (`make demo` runs it)' if flag == RECIPE_FLAG else ''}."
@@ -599,11 +633,14 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
     try:
         if is_llamba(path):
             return llamba_config(path)
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=False, local_files_only=_offline(name)
+        )
     except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
+        reason = "" if path.is_dir() else _not_cached()
         raise ValueError(
-            f"{str(name_or_path)!r} has no config that transformers can read; give a local folder, a name on the hub, "
-            "or tiny."
+            f"{str(name_or_path)!r} has no config that transformers can read{reason and f' ({reason})'}; "
+            "give a local folder, a name on the hub, or tiny."
         ) from error
 
 

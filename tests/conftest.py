@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox")
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 101,
@@ -41,24 +41,44 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     # Qwen3's head_dim is its own setting: here heads * head_dim (128) is not the model width (64).
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": {},
+    "gpt_neox": {"num_key_value_heads": None},  # it has none of its own
+    "gemma2": {"head_dim": 8},
+    "gemma3": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
+    "llama4": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 96, "no_rope_layers": [1, 1, 0]},
+    "stablelm": {},
 }
-_CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+_CLASS_PREFIX = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",
+    "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3", "gpt_neox": "GPTNeoX",
+    "gemma2": "Gemma2", "gemma3": "Gemma3Text", "nemotron": "Nemotron", "llama4": "Llama4Text", "stablelm": "StableLm",
+}  # fmt: skip
 
 
 def make_family_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random float32 model of a family (see FAMILIES) in eval mode; ``overrides`` are fields of its config.
+    """A random float32 model of a family (of `_CLASS_PREFIX`) in eval mode; ``overrides`` are fields of its config.
 
     Every vector is drawn too: biases of zero and norm weights of one would hide a tensor that was not copied.
     """
     shape = {**_SHAPE, **_FAMILY_SHAPE[name], **overrides}
+    if name == "olmo3":  # every other layer has a window
+        kinds = ("sliding_attention", "full_attention") * shape["num_hidden_layers"]
+        shape = {"layer_types": list(kinds[: shape["num_hidden_layers"]]), **shape}
     config = getattr(transformers, f"{_CLASS_PREFIX[name]}Config")(**shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{_CLASS_PREFIX[name]}ForCausalLM")(config)
+        model = getattr(transformers, f"{_CLASS_PREFIX[name].removesuffix('Text')}ForCausalLM")(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
+            for block in model.model.layers if name.startswith("olmo") else ():
+                # These norm what a layer adds. At unit size it would bring tiny heads' rounding up to the logits' size.
+                block.post_attention_layernorm.weight.mul_(0.1)
+                block.post_feedforward_layernorm.weight.mul_(0.1)
     return model.float().eval()
 
 

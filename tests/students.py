@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from conftest import make_family_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_distill.build import build_student
 from hybrid_distill.model import HybridForCausalLM
@@ -17,6 +19,16 @@ TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
 BF16_RELATIVE_ERROR = 0.04
 # Of 8 heads in 4 KV groups: three of groups 0, 0, 1; all but one.
 THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
+SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
+
+
+def rope_that_depends_on_the_length(kind: str, beyond: int) -> dict[str, Any]:
+    """Settings of a Llama with heads of 8 whose frequencies change where a row is longer than ``beyond``."""
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "dynamic":
+        return {"rope_parameters": rope, "max_position_embeddings": beyond}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": beyond}
+    return {"rope_parameters": rope, "max_position_embeddings": 4 * beyond}
 
 
 def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
@@ -31,6 +43,28 @@ def student_of(teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5) -> Hy
             if ".ssm." in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return student
+
+
+def tiny_student(
+    family: str, *, d_state: int = 8, recurrence: str = "discrete"
+) -> tuple[HybridForCausalLM, HeadPlan]:
+    """A student that keeps 4 heads in two layers and none in the third; Qwen2 with tied embeddings."""
+    teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
+    return build_student(teacher, plan, d_state=d_state, recurrence=recurrence)[0], plan
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and special tokens with and without a role."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    roles = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles
+    )
 
 
 def mixed_student(teacher: PreTrainedModel) -> HybridForCausalLM:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import mixed_student
 from test_head_sites import FAMILIES, IDS, KEPT, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,6 +66,13 @@ def test_matrix_times_values_is_the_heads_output(family: str, kind: HeadKind | N
 def test_the_settings_that_families_differ_in(family: str, kind: HeadKind | None, changes: dict[str, Any]) -> None:
     model = make_model(family, **changes)
     check_exact(model, mix_heads(model, TOKENS, all_heads(model, kind)[::3], kind=kind), kind)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "phi3", "gpt_neox"])
+def test_a_students_kept_and_recurrent_heads_in_every_layout(family: str, family_model: Any) -> None:
+    student = mixed_student(family_model(family, initializer_range=0.2))
+    heads = [HeadId(0, 0), HeadId(0, 2), HeadId(2, 5), HeadId(2, 6)]
+    check_exact(student, mix_heads(student, TOKENS, heads), None)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])

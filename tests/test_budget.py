@@ -60,8 +60,8 @@ LAYER_RULES: dict[str | None, Callable[[HeadPlan], bool]] = {
 }
 
 
-def size(plan: HeadPlan, context: int) -> int:
-    return cache_bytes(plan, length=context, **SIZES).total
+def size(plan: HeadPlan, context: int, windows: Any = None) -> int:
+    return cache_bytes(plan, length=context, windows=windows, **SIZES).total
 
 
 @pytest.mark.parametrize("per_layer", LAYER_RULES)
@@ -81,11 +81,13 @@ def test_no_plan_under_the_budget_is_worth_more(scores: Scores, per_layer: Any) 
         found = HeadPlan.under_budget(scores, kv_heads=budget, per_layer=per_layer)
         check(found, lambda plan: sum(kv_counts(plan)), budget)
     # Short of context a KV head is smaller than the states of its group, in the middle two heads outweigh it.
-    for context in (3, 9, 100):
-        sizes = sorted({size(plan, context) for plan in plans})
+    mixed = [(None, 5, 40, 1)[layer % 4] for layer in range(scores.n_layers)]
+    for context, windows in ((3, None), (9, None), (100, None), (100, mixed)):
+        sizes = sorted({size(plan, context, windows) for plan in plans})
         for budget in random.Random(context).sample(sizes, min(len(sizes), 8)):
-            found = HeadPlan.under_budget(scores, cache_bytes=budget, context=context, per_layer=per_layer, **SIZES)
-            check(found, lambda plan, context=context: size(plan, context), budget)
+            options = {"context": context, "windows": windows, "per_layer": per_layer, **SIZES}
+            found = HeadPlan.under_budget(scores, cache_bytes=budget, **options)
+            check(found, lambda plan, context=context, windows=windows: size(plan, context, windows), budget)
 
 
 def test_two_heads_of_a_group_cost_one_kv_head() -> None:

@@ -8,15 +8,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_distill.build import build_student, share_frozen_weights, unshare_weights
+from hybrid_distill.distill.checkpoint import save_file
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.ssm_init import INITS, LayerTrace, init_ssm
-from hybrid_distill.teacher import attention_sites, fingerprint, trace_mixers
+from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
 ATTENTION_BIAS = {
@@ -24,6 +27,19 @@ ATTENTION_BIAS = {
     "qwen2": {},
     "qwen3": {"attention_bias": True},
     "mistral": {},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {},
+    "phi3": {},
+    "gpt_neox": {},
+}
+# What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups, but for GPT-NeoX.
+SEPARATE = {"q_proj": [0, 1, 2], "k_proj": [0, 1], "v_proj": [0, 1]}
+NORMED_TOGETHER = {"q_proj": list(range(8)), "k_proj": list(range(4)), "v_proj": [0, 1]}
+BLOCKS = {
+    "olmo2": NORMED_TOGETHER,
+    "olmo3": NORMED_TOGETHER,
+    "phi3": {"qkv_proj": [0, 1, 2, 8 + 0, 8 + 1, 12 + 0, 12 + 1]},
+    "gpt_neox": {"query_key_value": list(range(9))},
 }
 
 
@@ -57,17 +73,16 @@ def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel, 
     assert shapes == {name: tuple(tensor.shape) for name, tensor in student.state_dict().items()}
 
 
-def test_copied_and_sliced_tensors_hold_the_teachers_values(teacher: PreTrainedModel) -> None:
+def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher: PreTrainedModel) -> None:
     student, report = build_student(teacher, some_heads(teacher), d_state=8)
     theirs, ours = teacher.state_dict(), student.state_dict()
     for record in report.tensors:
         if record.action == "copied":
             assert torch.equal(ours[record.name], theirs[record.source[0]])
-    head_dim, attention = student.config.head_dim, "model.layers.0.self_attn"
-    q = theirs[f"{attention}.q_proj.weight"].unflatten(0, (-1, head_dim))[[0, 1, 2]].flatten(0, 1)
-    v = theirs[f"{attention}.v_proj.weight"].unflatten(0, (-1, head_dim))[[0, 1]].flatten(0, 1)
-    assert torch.equal(ours[f"{attention}.attention.q_proj.weight"], q)
-    assert torch.equal(ours[f"{attention}.attention.v_proj.weight"], v)
+    here, there = (attention_sites(model)[0].name for model in (student, teacher))
+    for linear, blocks in BLOCKS.get(family, SEPARATE).items():
+        rows = theirs[f"{there}.{linear}.weight"].unflatten(0, (-1, student.config.head_dim))[blocks].flatten(0, 1)
+        assert torch.equal(ours[f"{here}.attention.{linear}.weight"], rows)
 
 
 def test_biases_are_sliced_with_their_rows(family_model: FamilyModel) -> None:
@@ -98,9 +113,9 @@ def test_report_is_readable_and_json(family_model: FamilyModel) -> None:
 def test_tied_embeddings_stay_tied(family: str, family_model: FamilyModel) -> None:
     teacher = family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
-    assert student.lm_head.weight is student.model.embed_tokens.weight
+    assert student.lm_head.weight is student.get_input_embeddings().weight
     untied, _ = build_student(family_model(family), some_heads(teacher), d_state=8)
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
 def test_the_teacher_is_left_alone(teacher: PreTrainedModel) -> None:
@@ -135,10 +150,9 @@ def test_the_seed_covers_everything_drawn(family_model: FamilyModel) -> None:
 @torch.no_grad()
 def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrainedModel) -> None:
     """With scores of zero, a started head is a decaying average: rows of its mixing matrix sum to 1."""
-    for layer in teacher.model.layers:
-        layer.self_attn.q_proj.weight.zero_()
-        if layer.self_attn.q_proj.bias is not None:
-            layer.self_attn.q_proj.bias.zero_()
+    for site in attention_sites(teacher):
+        for parameter in getattr(site.module, site.layout.query).parameters():
+            parameter.zero_()
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     ssm = student.mixers()[0].ssm
     assert len(log_decay(ssm.a_proj.bias).unique()) == 8
@@ -219,20 +233,22 @@ def test_a_fitted_start_needs_data(family_model: FamilyModel) -> None:
         )
 
 
-def test_sharing_frees_the_copy_and_unsharing_makes_one(family_model: FamilyModel) -> None:
-    teacher = family_model("llama", tie_word_embeddings=True)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_sharing_frees_the_copy_and_unsharing_makes_one(family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     ids = torch.randint(0, 101, (2, 9))
     expected = student(ids).logits
     share_frozen_weights(student, teacher)
     shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
-    outside = {id(p) for name, p in teacher.named_parameters() if ".self_attn." not in name}
+    inside = {id(p) for site in attention_sites(teacher) for p in site.module.parameters()}
+    outside = {id(p) for p in teacher.parameters()} - inside
     assert shared == outside
     assert torch.equal(student(ids).logits, expected)
 
     unshare_weights(student)
     assert not {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
-    assert student.lm_head.weight is student.model.embed_tokens.weight
+    assert student.lm_head.weight is student.get_input_embeddings().weight
     assert torch.equal(student(ids).logits, expected)
 
 
@@ -270,8 +286,8 @@ def test_attention_that_is_not_understood_is_refused_by_name(family_model: Famil
     def fused(attention: nn.Module) -> None:
         del attention.k_proj
 
-    def norm_over_all_heads(attention: nn.Module) -> None:
-        attention.q_norm.weight = nn.Parameter(torch.ones(8 * 16))
+    def norm_over_two_heads(attention: nn.Module) -> None:
+        attention.q_norm.weight = nn.Parameter(torch.ones(2 * 16))
 
     def sinks(attention: nn.Module) -> None:
         attention.sinks = nn.Parameter(torch.zeros(8))
@@ -281,7 +297,88 @@ def test_attention_that_is_not_understood_is_refused_by_name(family_model: Famil
 
     refused(fused, r"model\.layers\.1\.self_attn.*k_proj.*expected")
     refused(
-        norm_over_all_heads, r"model\.layers\.1\.self_attn.*q_norm\.weight \[128\]; expected.*16 channels"
+        norm_over_two_heads, r"model\.layers\.1\.self_attn.*q_norm\.weight \[32\]; expected.*16 channels"
     )
     refused(sinks, r"model\.layers\.1\.self_attn.*holds sinks \[8\]; expected")
     refused(gated_queries, r"model\.layers\.1\.self_attn\.q_proj has 256 rows; expected 8 heads x 16")
+
+
+# Families between those that students are checked with and those that cannot become students, by their class.
+TINY_SHAPE = {
+    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
+    config = getattr(transformers, f"{prefix}Config")(**TINY_SHAPE, **fields)
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("prefix", "fields"),
+    [
+        ("Helium", {"head_dim": 8, "num_key_value_heads": 4}),
+        ("NanoChat", {"num_key_value_heads": 4}),  # norms without weights, behind RoPE
+        ("Olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("Persimmon", {"qk_layernorm": True}),
+    ],
+)
+def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
+    teacher, ids = teacher_of_class(prefix, **fields), torch.randint(3, 101, (2, 15))
+    everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    assert torch.equal(everything(ids).logits, teacher(ids).logits)
+
+    plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (1, 5)])
+    student, _ = build_student(teacher, plan, d_state=8)
+    seq_idx = torch.tensor([[0] * 6 + [1] * 9]).expand(2, -1)
+    alone = torch.cat([student(document).logits for document in ids.split([6, 9], dim=1)], dim=1)
+    torch.testing.assert_close(student(ids, seq_idx=seq_idx).logits, alone)
+    for mixer in student.mixers():
+        mixer.ssm.z_proj.weight.zero_()
+        mixer.ssm.z_proj.bias.zero_()
+    with ablate_heads(teacher, set(HeadPlan.all(teacher).kept) - set(plan.kept)):
+        torch.testing.assert_close(student(ids).logits, teacher(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields", "message"),
+    [
+        ("BitNet", {}, r"model\.layers\.0\.self_attn \(BitNetAttention\) holds attn_sub_norm\.weight \[64\]; expected"),
+        ("StableLm", {"qk_layernorm": True}, r"holds q_layernorm\.norms\.0\.weight \[8\]; expected"),
+    ],
+)
+def test_what_cannot_become_a_student_says_so_in_a_line(prefix: str, fields: dict[str, object], message: str) -> None:
+    teacher = teacher_of_class(prefix, num_key_value_heads=4, **fields)
+    with pytest.raises(ValueError, match=f"{message}.*take a teacher of another family") as error:
+        build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_transformers_cannot_make_is_refused() -> None:
+    config = transformers.Emu3TextConfig(**TINY_SHAPE, num_key_value_heads=4)
+    teacher = transformers.Emu3ForCausalLM(config)
+    with pytest.raises(ValueError, match="no causal language model for a config of type emu3_text_model"):
+        build_student(teacher, HeadPlan.none(teacher), d_state=8)
+
+
+def test_a_layer_with_one_recurrent_head_can_be_saved(family_model, tmp_path) -> None:
+    teacher = family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
+    calibration = {"input_ids": torch.randint(3, 97, (2, 32))}
+    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=calibration)
+    odd = torch.empty(8)[::8]  # one element, stride 8: contiguous to torch, and no view of bytes
+    save_file({**student.state_dict(), "odd": odd}, tmp_path / "weights.safetensors")
+    assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
+
+
+def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope(family_model) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    teacher = family_model("llama", rope_parameters=rope, max_position_embeddings=32)
+    ids = torch.randint(3, 97, (1, 60))
+    with torch.no_grad():
+        teacher(ids)
+        student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+        for length in (20, 60, 20):
+            assert torch.equal(student(ids[:, :length]).logits, teacher(ids[:, :length]).logits)

@@ -380,12 +380,17 @@ def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None
 
 
 def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_path: Path) -> None:
+    """Of the rows that are checked, read one by one, the loss of all of them together."""
+    job = changed(job, "distill", hard_weight=0.3)
     first = replace(job.run, stages=("align",), distill=replace(job.run.distill, teacher_logits=None))
     run = Run(first)
     run.prepare()
-    run.train(run.plan())
+    student = run.train(run.plan())
     cache_logits(replace(job, student_run=first.out))
+    rows = open_rows(job.run.data_of("distill"), run.tokenizer)
+    whole = make_stage(first.distill, student, run.teacher, vocab_size=WORDS)(rows.batch(0, job.check_rows))
     found = LogitHeader.load(job.folder / "logits.json").measured["student"]
+    assert found["teacher_loss"] == pytest.approx(whole.total.item(), rel=1e-5)
     assert found["difference"] == pytest.approx(found["top_k_loss"] - found["teacher_loss"])
     # "Any other token" as one outcome can only hide a difference.
     assert -found["teacher_loss"] < found["difference"] < 0

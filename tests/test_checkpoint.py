@@ -172,7 +172,7 @@ def killed(action: Callable[[], None]) -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("moment", ["save_file", "write_json", "file_hash", "_sync", "_remove"])
+@pytest.mark.parametrize("moment", ["save_file", "write_json", "file_hash", "sync", "_remove"])
 def test_killed_at_any_moment_of_a_save(checkpoints, moment):
     """``kill -9`` when this step of a save begins."""
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from training import small_run
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.config import RunConfig, from_json
+from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -155,6 +162,114 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pyt
     said = capsys.readouterr()
     assert "would not start: data source 'gone' does not exist" in said.err and "Parameters: teacher" in said.out
     assert "data source 'lost'" in said.err and f"{tmp_path / 'scores.json'} holds no head scores" in said.err
+
+
+RECIPES_THAT_FAIL = {
+    "def config():\n    return 1 / 0\n": "recipe.py, line 2: ZeroDivisionError: division by zero",
+    "def config(:\n": "recipe.py: SyntaxError: ",
+    "import no_such_module\n": "recipe.py, line 1: ModuleNotFoundError: No module named 'no_such_module'",
+    "config = 3\n": "recipe.py has no config()",
+    "def config(): return None\n": "config() of",
+    "def config(): return {'name': 'x'}\n": "return a RunConfig",
+    "": "recipe.py has no config()",
+}
+
+
+@pytest.mark.parametrize("command", ["run {} --out {}", "demo --recipe {} --out {}", "sweep --recipe {} --out {}"])
+@pytest.mark.parametrize("text", RECIPES_THAT_FAIL, ids=list(RECIPES_THAT_FAIL.values()))
+def test_a_recipe_that_fails_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, command: str
+) -> None:
+    (tmp_path / "recipe.py").write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        main(command.format(tmp_path / "recipe.py", tmp_path / "out").split())
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1
+    assert RECIPES_THAT_FAIL[text] in said and not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    path = os.pathsep.join([str(tmp_path), str(RECIPES.parent)])
+    command = [sys.executable, "-m", "hybrid_distill", "--help"]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped; nothing was begun.\n")
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("BitNet", "holds attn_sub_norm.weight [64]"), ("GPT2", "has no linear q_proj")],
+)
+def test_a_run_and_its_dry_run_refuse_the_same_teachers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, said: str
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 4
+    config = getattr(transformers, f"{family}Config")(vocab_size=512, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_teacher_path() / name, tmp_path / "teacher")
+    flags = ["--teacher", str(tmp_path / "teacher"), "--out", str(tmp_path / "run")]
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit, match="2"):
+            run_recipe(small_run(), [*flags, *more])
+        found = capsys.readouterr()
+        assert said in found.err and "Launch" not in found.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--plan.selection top --plan.k 49",
+        "--student.init bogus",
+        "--student.aligned {}/nowhere",
+        "--trackers mlflow",
+        "--resume {}/nowhere",
+        "--evaluation.n-pairs 999",
+        "--evaluation.texts {}/empty.txt",
+        "--data.sources {}/empty.txt",
+        "--data.sources {}/late.jsonl",
+    ],
+)
+def test_bad_input_leaves_nothing_in_the_way_of_the_corrected_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty.txt").write_text("")
+    lines = [json.dumps({"text": "one two three"})] * 2000
+    (tmp_path / "late.jsonl").write_text("\n".join([*lines, "not json"]))
+    out = tmp_path / "run"
+    said = refusal(capsys, small_run(out), *flags.format(tmp_path).split())
+    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1
+    assert not out.exists()
+    if "data" not in flags:  # as fast as can be: the others differ in nothing
+        return
+    Run(small_run(out)).prepare()
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "run")
+    other = replace(first, align=replace(first.align, steps=3))
+    Run(first).prepare()
+    stage = tmp_path / "run" / "stages" / "1-align"
+    stage.mkdir(parents=True)
+    (stage / "metrics.jsonl").touch()
+    (tmp_path / "run" / ".lock").write_text("of a killed process")
+    Run(other).prepare()
+    assert from_json(tmp_path / "run" / "config.json") == other
+    (stage / "metrics.jsonl").write_text('{"step": 1}\n')
+    Run(first).prepare()  # of a stage that diverged before its first checkpoint nothing is lost
+    with pytest.raises(ValueError, match=r"holds a run with other settings: seed"):
+        Run(replace(first, seed=1)).prepare()
+    (stage / "checkpoints" / "step-00000002").mkdir(parents=True)
+    Run(replace(first, align=replace(first.align, micro_batch_size=1, log_every=7))).prepare()
+    with pytest.raises(ValueError, match=r"holds a run with other settings: align\.steps"):
+        Run(other).prepare()
 
 
 def test_help_lists_no_field_that_nobody_can_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,18 +9,37 @@ from planted import AGGREGATE, KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
 from hybrid_distill.build import build_student
-from hybrid_distill.evaluate import EvalResult, agreement, cache_bytes, compare_on_text, evaluate
+from hybrid_distill.evaluate import (
+    EvalResult,
+    _model_cache_bytes,
+    agreement,
+    cache_bytes,
+    compare_on_text,
+    evaluate,
+)
+from hybrid_distill.export.card import model_card
+from hybrid_distill.model import layer_windows
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
-from hybrid_distill.teacher import ablate_heads
+from hybrid_distill.teacher import ablate_heads, attention_sites
 
 WORDS = "one two three four five six seven eight nine ten".split()
 TEXTS = [" ".join(WORDS), "ten nine eight", "one", "four four five five six"]
 LLAMA_1B = {"n_layers": 16, "n_heads": 32, "n_kv_heads": 8}
 LENGTHS = (128, 2048, 4096)
+# Families, and settings that make what their caches hold end with a window: in all layers, in some, in chunks.
+WINDOWS = {
+    "llama": {},
+    "qwen3": {},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 6},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6},
+    "gemma3": {"sliding_window": 6, "sliding_window_pattern": 3},
+    "llama4": {"attention_chunk_size": 6},
+}
 
 
 @pytest.fixture
@@ -56,32 +75,50 @@ def test_kept_heads_of_one_group_share_their_cache() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
 def test_cache_bytes_are_those_a_real_teachers_cache_holds(family_model, family, length: int) -> None:
-    model = family_model(family)
-    cache = DynamicCache()
-    model(torch.randint(3, 100, (2, length)), past_key_values=cache, use_cache=True)
-    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
-    head_dim = 16 if family == "qwen3" else 8
-    plan = HeadPlan.all(model)
-    size = cache_bytes(plan, length=length, head_dim=head_dim, d_state=8, bytes_per_element=4, batch=2)
-    assert (size.kv, size.ssm, size.conv) == (held, 0, 0)
+    """At once and token by token, shorter and longer than the window of layers that have one."""
+    model = family_model(family, **WINDOWS[family])
+    plan, head_dim = HeadPlan.all(model), attention_sites(model)[0].head_dim
+    windows = layer_windows(model.config)
+    size = cache_bytes(plan, length=length, head_dim=head_dim, d_state=8, bytes_per_element=4, batch=2, windows=windows)
+    for n_steps in (0, length - 1):
+        cache, ids = DynamicCache(config=model.config), torch.randint(3, 100, (2, length))
+        for piece in ids.split([length - n_steps, *[1] * n_steps], dim=1):
+            model(piece, past_key_values=cache, use_cache=True)
+        held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+        assert (size.kv, size.ssm, size.conv) == (held, 0, 0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [[], [(0, 1)], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
-@pytest.mark.parametrize("length", [5, 40])
-def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, length: int) -> None:
-    teacher = family_model("llama")
+@pytest.mark.parametrize(("length", "family"), [(40, family) for family in WINDOWS] + [(5, "llama"), (5, "gemma3")])
+def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, family, length: int) -> None:
+    teacher = family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
     student, _ = build_student(teacher, plan, d_state=12, conv_width=3)
-    cache = student.eval().new_cache()
-    for n_tokens in (length - 1, 1):
-        student(torch.randint(3, 100, (2, n_tokens)), past_key_values=cache, use_cache=True)
-    size = cache_bytes(
-        plan, length=length, head_dim=8, d_state=12, bytes_per_element=4, batch=2, conv_width=3
-    )
-    assert dataclasses.asdict(size) == cache.nbytes()
+    sizes = {"head_dim": attention_sites(teacher)[0].head_dim, "d_state": 12, "bytes_per_element": 4, "batch": 2}
+    for window in (WINDOWS[family].get("sliding_window"), 1):
+        student.model.config.sliding_window = window  # 1: transformers' own caches do not get along with that
+        cache = student.eval().new_cache()
+        for n_tokens in (length - 1, 1):
+            student(torch.randint(3, 100, (2, n_tokens)), past_key_values=cache, use_cache=True)
+        windows = layer_windows(student.model.config)
+        size = cache_bytes(plan, length=length, conv_width=3, windows=windows, **sizes)
+        assert dataclasses.asdict(size) == cache.nbytes()
+
+
+def test_every_place_counts_windows(family_model) -> None:
+    """1 of 3 layers sees everything: 4 KV heads of 8 in bfloat16, 2048 tokens there and 5 in the others."""
+    teacher = family_model("gemma3", **WINDOWS["gemma3"])
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    held = 2 * 4 * 8 * 2 * (2048 + 5 + 5)
+    assert held == 263_424
+    for model in (teacher, student):
+        assert _model_cache_bytes(model)["cache_bytes"][2048] == held
+    assert "| 2,048 | 0.263 | 0.263 | 0.263 |" in model_card(student, HeadPlan.all(teacher), None, None, license="mit",
+        base_model="x")  # fmt: skip
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,18 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_export_elsewhere import byte_tokenizer, tiny_student
+import transformers
+from conftest import make_family_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from students import byte_tokenizer, rope_that_depends_on_the_length, tiny_student
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
+from hybrid_distill.build import build_student
 from hybrid_distill.evaluate import EvalResult
 from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
-from hybrid_distill.export.check import Check, imports, left_padded, run_checks
+from hybrid_distill.export.check import Check, imports, left_padded, run_checks, table
+from hybrid_distill.export.checkpoint import write_configuration
+from hybrid_distill.export.command import ExportJob, export_student
 from hybrid_distill.export.gate import write_record
+from hybrid_distill.export.versions import oldest_transformers
+from hybrid_distill.model import HybridForCausalLM, configuration_hybrid
+from hybrid_distill.model.configuration_hybrid import check_version
 from hybrid_distill.plan import HeadPlan
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("llama", "qwen2", "olmo3", "phi3", "gpt_neox")
 EXACT, ONE_PROCESS_TO_ANOTHER = 0.0, 1e-5
 
 LOAD_ALONE = """
@@ -37,7 +46,7 @@ for folder in sys.argv[1:]:
     ids, mask = torch.load(f"{folder}.prompts", weights_only=True)
     logits = model(input_ids=ids[:1]).logits
     tokens = model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=12, max_new_tokens=12)
-    torch.save((logits, tokens), f"{folder}.answers")
+    torch.save((logits, tokens, model.model.config._attn_implementation), f"{folder}.answers")
 """
 
 
@@ -94,8 +103,33 @@ def copied(exports, tmp_path, monkeypatch):
     return path, failed
 
 
+SDPA_FOR_SOFT_CAPS = """
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+Gemma2PreTrainedModel._supports_sdpa = True
+"""  # as transformers had it until 5.22: sdpa, which drops the cap, is the default
+
+
+@pytest.fixture(scope="module")
+def soft_capped(tmp_path_factory):
+    """A Gemma 2 student whose capped scores matter, and its export."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "attn_logit_softcapping": 0.5,
+             "query_pre_attn_scalar": 1}  # fmt: skip
+    torch.manual_seed(0)
+    teacher = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 0), (1, 2)])
+    student, _ = build_student(teacher, plan, d_state=4)
+    path = tmp_path_factory.mktemp("gemma2") / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    return student, path, None
+
+
 @pytest.mark.launched
-def test_loads_and_generates_the_same_in_a_process_without_this_package(exports):
+def test_loads_and_generates_the_same_in_a_process_without_this_package(exports, soft_capped):
+    exports = {**exports, "gemma2": soft_capped}
     generator = torch.Generator().manual_seed(3)
     ids_BL, mask_BL = left_padded([torch.randint(5, 261, (n,), generator=generator) for n in (31, 3, 18)])
     for _, path, _ in exports.values():
@@ -104,13 +138,14 @@ def test_loads_and_generates_the_same_in_a_process_without_this_package(exports)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     cwd = Path(folders[0]).parent
     subprocess.run(
-        [sys.executable, "-c", LOAD_ALONE, *folders],
+        [sys.executable, "-c", SDPA_FOR_SOFT_CAPS + LOAD_ALONE, *folders],
         check=True,
         cwd=cwd,
         env={**environment, "HF_MODULES_CACHE": str(cwd / "modules")},
     )
     for student, path, _ in exports.values():
-        logits, tokens = torch.load(f"{path}.answers", weights_only=True)
+        logits, tokens, attention = torch.load(f"{path}.answers", weights_only=True)
+        assert attention == student.model.config._attn_implementation
         expected = student(input_ids=ids_BL[:1]).logits
         assert (logits - expected).abs().max() <= ONE_PROCESS_TO_ANOTHER * expected.abs().max()
         options = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12}
@@ -250,6 +285,35 @@ def test_gate_sees_a_foreign_import_and_a_pickle(copied):
     assert checks["pickled files"].detail == "pytorch_model.bin"
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_held_against_what_was_exported(kind, tmp_path, monkeypatch):
+    """Prompts of up to 45 tokens, beyond the 16 up to which a cache gives what the forward gives."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    teacher = make_family_model("llama", **rope_that_depends_on_the_length(kind, beyond=16))
+    for layer in teacher.model.layers:  # attention that minds positions
+        layer.self_attn.q_proj.weight.data.mul_(20)
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
+    student, _ = build_student(teacher, plan, d_state=8)
+    path = tmp_path / "export"
+    student(torch.randint(5, 100, (1, 80)))  # frequencies of an earlier, longer row
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    assert f"RoPE ({kind}) depends on the length of the row: beyond 16 tokens" in (path / "README.md").read_text()
+    checks = run_checks(path, path / "gate")
+    assert all(check.ok for check in checks), table(checks)
+    names = [check.name for check in checks]
+    assert "cached decode = exported model's, logits" in names
+
+    record = load_file(path / "gate" / "reference.safetensors")
+    plain = {name: tensor for name, tensor in record.items() if not name.startswith(("cached", "padded"))}
+    save_file(plain, path / "gate" / "reference.safetensors")
+    failed = [check.name for check in run_checks(path, path / "gate") if not check.ok]
+    assert "cached decode = full forward, logits" in failed, "what was recorded says what is right"
+    shifted = {name: tensor + 0.01 if name == "cached_2" else tensor for name, tensor in record.items()}
+    save_file(shifted, path / "gate" / "reference.safetensors")
+    failed = [check.name for check in run_checks(path, path / "gate") if not check.ok]
+    assert failed == ["cached decode = exported model's, logits"]
+
+
 @pytest.mark.launched
 def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
     path, _ = copied
@@ -257,9 +321,9 @@ def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
         code.write(
             "\nright = ssd_step\ndef ssd_step(*a):\n    y, state = right(*a)\n    return 0.9 * y, state\n"
         )
-    with (path / "modeling_hybrid.py").open("a") as code:
-        code.write("\n_token_mask = lambda *args: None\n")
-    with pytest.raises(ValueError, match=r"modeling_hybrid.py, ssd.py in .* --trust-remote-code"):
+    with (path / "mixer.py").open("a") as code:
+        code.write("\nright = SSMHeads.forward\nSSMHeads.forward = lambda *a: right(*a[:2], None, *a[3:])\n")
+    with pytest.raises(ValueError, match=r"mixer.py, ssd.py in .* --trust-remote-code"):
         verify_export(path)
     said = verify_export(path, trust_remote_code=True).table()
     failed = [line for line in said.splitlines() if line.startswith("FAILED")]
@@ -346,3 +410,86 @@ def test_refuses_empty_and_secretly_shared_tensors(tmp_path):
     with pytest.raises(ExportError, match=r"empty tensors: model\.norm\.weight"):
         export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_transformers_is_refused_in_one_line(exports, copied, monkeypatch):
+    path, _ = copied
+    assert json.loads((path / "config.json").read_text())["oldest_transformers"] == "4.56.2"
+    assert "`transformers` 4.56.2 or newer" in (path / "README.md").read_text()
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.55.4")
+    for load in (AutoModelForCausalLM.from_pretrained, HybridForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=r"^this .* 4\.56\.2 on, and this is transformers 4\.55\.4; pip .*$"):
+            load(path, trust_remote_code=True)
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.57.0.dev0")
+    assert isinstance(HybridForCausalLM.from_pretrained(path), HybridForCausalLM)
+
+
+def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch):
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.9.1")
+    for oldest in (None, "4.57.6", "5.9", "5.9.1"):
+        check_version(oldest)
+    for newer in ("5.10.4", "5.9.2", "6.0"):
+        with pytest.raises(ValueError, match=r"this is transformers 5\.9\.1"):
+            check_version(newer)
+    for odd in ("newest", "5", 5.2, "5.0.0; import os"):
+        with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
+            check_version(odd)
+
+
+def test_a_family_that_no_other_version_was_tried_for_needs_this_one():
+    assert oldest_transformers("a-model-of-tomorrow") == transformers.__version__
+    assert oldest_transformers("mixtral") == "5.0.0", "4.x leaves its experts unloaded"
+
+
+@pytest.mark.parametrize("max_shard_size", ["100KB", "1GB"])
+def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_shard_size):
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False, max_shard_size=max_shard_size)
+    assert HybridForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map="cpu").dtype == torch.bfloat16
+    file = sorted(path.glob("*.safetensors"))[0]
+    index_file = path / "model.safetensors.index.json"
+    tensors = load_file(file)
+    gone = sorted(tensors)[0]
+    changed = {"model.nobody.asked.weight" if name == gone else name: tensor for name, tensor in tensors.items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    if max_shard_size == "100KB":
+        index = json.loads(index_file.read_text())
+        index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
+        index_file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"\(missing: {gone}; unexpected: model\.nobody\.asked\.weight\); .*"):
+        HybridForCausalLM.from_pretrained(path)
+    _, info = HybridForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {gone} and set(info["unexpected_keys"]) == {"model.nobody.asked.weight"}
+
+
+def test_the_attention_that_was_checked_is_recorded_and_used(soft_capped, tmp_path):
+    _, path, _ = soft_capped
+    assert json.loads((path / "config.json").read_text())["checked_attention"] == "eager"
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    student.model.config._attn_implementation = "flash_attention_2"  # of a GPU: elsewhere there may be none
+    write_configuration(student, path, "remote-code")
+    config = json.loads((path / "config.json").read_text())
+    assert config["checked_attention"] == "sdpa"
+    (path / "config.json").write_text(json.dumps({**config, "checked_attention": "eager"}))
+    loaded = HybridForCausalLM.from_pretrained(path)
+    assert loaded.model.config._attn_implementation == loaded.config._attn_implementation == "eager"
+    asked = HybridForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    assert asked.model.config._attn_implementation == "sdpa"
+    (path / "config.json").write_text(json.dumps({**config, "checked_attention": "somebody/kernels"}))
+    with pytest.raises(ValueError, match="checked_attention is 'somebody/kernels'; it must be one of sdpa, eager"):
+        HybridForCausalLM.from_pretrained(path)
+
+
+def test_an_export_that_was_changed_is_not_exported_again(copied, tmp_path) -> None:
+    path, _ = copied
+    file = sorted(path.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: tensors[name] + 0.5}, file, metadata={"format": "pt"})
+    with pytest.raises(ExportError, match=f"is not as it was exported.*{re.escape(name)} has changed"):
+        export_student(ExportJob(path, tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
+    assert (path / "gate" / "reference.safetensors").stat().st_mode == (path / "config.json").stat().st_mode

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_export_elsewhere import tiny_student
 from conftest import make_family_model
 from safetensors.torch import load_file, save_file
+from students import tiny_student
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.build import build_student

@@ -38,19 +38,57 @@ BEAM = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 KEPT = {"none": (), "one": (5,), "mixed": (*THREE, 5)}
 
 
-@pytest.fixture(params=["llama", "qwen2", "tiny"])
+@pytest.fixture(params=["llama", "qwen2", "olmo3", "phi3", "gpt_neox", "tiny"])
 def student(request: pytest.FixtureRequest, family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
     """Grouped queries; biases and a short window in two layers of three; the embedded teacher's student."""
     if request.param == "tiny":
         teacher, _ = load_teacher(TINY)
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
-    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-    return mixed_student(family_model(request.param, **(window if request.param == "qwen2" else {})))
+    window: dict[str, dict[str, Any]] = {
+        "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        "olmo3": {"sliding_window": 6},
+        "phi3": {"sliding_window": 6},
+    }
+    return mixed_student(family_model(request.param, **window.get(request.param, {})))
 
 
 @pytest.fixture
 def llama_student(family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
     return mixed_student(family_model("llama"))
+
+
+@torch.no_grad()
+def test_generation_goes_on_rightly_where_longrope_changes_its_frequencies(
+    family_model: Callable[..., PreTrainedModel],
+) -> None:
+    """Phi-3's keys in the cache were turned by the short factors; from token 21 on all are turned by the long ones."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 5000.0, **factors}
+    teacher = family_model("phi3", rope_parameters=rope, original_max_position_embeddings=20, initializer_range=0.2)
+    prompt = tokens(1, 17)
+    for plan in (HeadPlan.all(teacher), keep(teacher, THREE, (), ALL_BUT_ONE)):
+        student = student_of(teacher, plan)
+        options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+        written = student.generate(prompt, do_sample=False, **options)
+        for step, found in enumerate(written.logits):
+            whole = logits(student, written.sequences[:, : 17 + step], use_cache=False)[:, -1]
+            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_generation_over_the_longrope_switch_is_the_teachers(family_model: Callable[..., PreTrainedModel]) -> None:
+    """Llama goes on from its cache there, other than Phi-3."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 20}  # fmt: skip
+    for family in ("llama", "phi3"):
+        teacher = family_model(family, rope_parameters=rope, initializer_range=0.2, original_max_position_embeddings=20)
+        student, prompt = student_of(teacher, HeadPlan.all(teacher)), tokens(1, 17)
+        one, other = (
+            model.generate(prompt, do_sample=False, max_new_tokens=8, eos_token_id=None, output_logits=True,
+                           return_dict_in_generate=True) for model in (teacher, student)
+        )  # fmt: skip
+        for ours, theirs in zip(other.logits, one.logits, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def greedy_without_cache(student: HybridForCausalLM, prompt_L: Tensor, n: int = NEW) -> Tensor:

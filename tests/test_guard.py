@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 import torch
-from check_export_elsewhere import byte_tokenizer, tiny_student
 from conftest import make_family_model
 from damaged import CANARY, all_damages, evil_code, one_number, plant_code, plant_pickle, set_field
+from students import byte_tokenizer, tiny_student
 from transformers import AutoConfig
 
 from hybrid_distill.cli import main

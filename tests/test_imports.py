@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +11,14 @@ from pathlib import Path
 import pytest
 from transformers.dynamic_module_utils import get_imports
 
+import hybrid_distill
+
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("plan", "budget", "comma_lists", "model", "probes", "assets"),  # of the probes: the questions, without a model
+    ("io", "limits", "locking", "plan", "budget", "comma_lists", "model", "assets")
+    + ("probes",),  # the questions, without a model
     ("guard",),
-    ("build", "ssm_init", "llamba", "teacher"),
+    ("build", "self_check", "ssm_init", "llamba", "teacher"),
     ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
     ("scoring", "restoration", "distill"),
     ("evaluate", "analysis", "export", "report", "plots", "harness"),
@@ -115,3 +120,13 @@ def test_kernels_do_not_know_the_package() -> None:
 @pytest.mark.parametrize("path", files("hybrid_distill"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_optional_libraries_are_imported_where_they_are_used(path: Path) -> None:
     assert not OPTIONAL & {name.split(".")[0] for name in imports(path, lazy=False)}
+
+
+@pytest.mark.parametrize("policy, spin", [(None, "1000"), ("passive", None)])
+def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(monkeypatch, policy, spin) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    importlib.reload(hybrid_distill)
+    assert os.environ.get("GOMP_SPINCOUNT") == spin

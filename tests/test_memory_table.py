@@ -43,9 +43,10 @@ def test_no_choice_of_whole_layers_gives_the_row_that_is_fitted() -> None:
 
 def rows(**options) -> dict[tuple[str, int], list[int]]:
     job = MemoryJob(**options)
-    shape, head_dim = model_shape(job.model)
+    shape, head_dim, windows = model_shape(job.model)
     return {
-        (row.name, row.d_state): [size.total for size in row.sizes] for row in table_rows(job, shape, head_dim, [10])
+        (row.name, row.d_state): [size.total for size in row.sizes]
+        for row in table_rows(job, shape, head_dim, windows, [10])
     }
 
 
@@ -57,6 +58,18 @@ def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
     assert found["all heads", 0] == [4 * 2 * 16 * 10 * 4]
     half = rows(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
     assert [4 * size for sizes in half.values() for size in sizes] == [s for sizes in found.values() for s in sizes]
+
+
+def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
+    """Of 3 layers with 4 KV heads one sees everything; 4 heads cost most there, and least where windows are."""
+    family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
+    state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
+    found = rows(model=str(tmp_path), heads="4,24", d_state="3")
+    assert found == {
+        ("4 heads, apart", 3): [4 * kv * 10 + state],
+        ("4 heads, groups together", 3): [2 * kv * 5 + state],
+        ("all heads", 0): [4 * kv * (10 + 5 + 5)],
+    }
 
 
 def test_scores_say_which_heads_share(tmp_path) -> None:

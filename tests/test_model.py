@@ -22,21 +22,28 @@ from students import (
     tokens,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hybrid_distill.build import build_student
 from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, packed_inputs
+from hybrid_distill.model.mixer import SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import ablate_heads, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
 
-# What makes each family hard: biases, head norms, short windows, layers of two kinds, tied embeddings.
+# What makes each family hard: biases, head norms, short windows, layers of two kinds, tied embeddings, norms over all
+# heads, one projection for queries, keys and values, RoPE on a part of each head.
 HARD: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {"attention_bias": True},
     "mistral": {"sliding_window": 6},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
 }
 # 8 heads in 4 KV groups: none; one; three of groups 0, 0, 1; all but one; all.
 KEPT_IN_A_LAYER = {
@@ -71,8 +78,10 @@ def test_all_heads_kept_is_the_teacher(teacher: PreTrainedModel) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_all_heads_kept_is_the_teacher_with_its_attention(implementation: str, family_model: FamilyModel) -> None:
-    teacher = family_model("mistral", **HARD["mistral"], attn_implementation=implementation)
+def test_all_heads_kept_is_the_teacher_with_its_attention(
+    implementation: str, family: str, family_model: FamilyModel
+) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
     ids = tokens(2, 19)
     assert student.config._attn_implementation == implementation
@@ -160,6 +169,147 @@ def test_packed_documents_are_the_documents_alone(implementation: str, family: s
         close(packed, torch.cat(alone, dim=1))
 
 
+def as_said_by(features: list[Tensor], **options: Any) -> dict[str, Any]:
+    """What transformers' own collator makes of some documents: arguments of the model."""
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    batch = collator([{"input_ids": ids.tolist()} for ids in features])
+    return {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
+
+
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "position_ids": {},
+    "and seq_idx": {"return_seq_idx": True},
+    "and borders": {"return_flash_attn_kwargs": True},
+    "borders": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
+@pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
+def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
+    convention: dict[str, Any], kept: tuple[int, ...], implementation: str, family: str, family_model: FamilyModel
+) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
+    student = student_of(teacher, keep(teacher, kept, kept, kept))
+    documents = [tokens(length) for length in (1, 9, 2, 12, 7)]
+    batch = as_said_by(documents, **{"return_position_ids": True, **convention})
+    for training in (False, True):
+        output = student.train(training)(**batch)
+        assert output.past_key_values is None
+        close(output.logits, torch.cat([logits(student, document[None]) for document in documents], dim=1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_that_restart_are_those_of_documents(
+    masked: bool, kept: tuple[int, ...], family_model: FamilyModel
+) -> None:
+    """In each row elsewhere, or one row of positions for all; from an offset; with padding, whose own mean nothing."""
+    teacher = family_model("llama")
+    student = student_of(teacher, keep(teacher, kept, kept, kept))
+    ids = tokens(2, 20)
+    seq_idx = torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 16 + [2]])
+    positions = packed_inputs(seq_idx)["position_ids"] + torch.tensor([[5], [0]])
+    mask = None
+    if masked:
+        mask = torch.ones_like(ids)
+        mask[:, :2] = mask[:, 10:12] = 0
+        positions = torch.where(mask.bool(), positions, torch.tensor([[1], [0]]))
+    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        numbers = seq_idx[rows].expand(2, -1)
+        expected = logits(student, ids, seq_idx=numbers, position_ids=positions[rows], attention_mask=mask)
+        found = logits(student, ids, position_ids=positions[rows], attention_mask=mask)
+        close(found[:, 12:], expected[:, 12:])
+        close(found[:, 2:10], expected[:, 2:10])
+
+
+@torch.no_grad()
+def test_positions_that_only_rise_are_of_one_document(family_model: FamilyModel) -> None:
+    """Those of `generate` and its padding in all its versions, of a prompt in pieces, of steps, from an offset."""
+    student = mixed_student(family_model("llama"))
+    ids, mask = tokens(1, 12), torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    real = mask.bool()
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    alone = logits(student, ids[real][None])[0]
+    for padding in (0, 1, -1, None):
+        positions = counted if padding is None else counted.masked_fill(~real, padding)
+        output = student(ids, attention_mask=mask, position_ids=positions)
+        assert output.past_key_values is not None
+        close(output.logits[real], alone)
+        cache, pieces = student.new_cache(), []
+        for piece in torch.arange(12).split([5, 1, 4, 2]):
+            inputs = {"attention_mask": mask[:, : piece[-1] + 1], "position_ids": positions[:, piece]}
+            pieces.append(logits(student, ids[:, piece], past_key_values=cache, **inputs))
+        close(torch.cat(pieces, dim=1)[real], alone)
+    assert student(ids, position_ids=torch.arange(7, 19)[None]).past_key_values is not None
+    leaping = torch.arange(12)[None]  # the mask says why these leap
+    assert student(ids, attention_mask=mask, position_ids=leaping).past_key_values is not None
+
+
+@torch.no_grad()
+def test_positions_that_restart_beside_a_cache_are_refused(family_model: FamilyModel) -> None:
+    student = mixed_student(family_model("llama"))
+    ids, rising = tokens(2, 6), torch.arange(6)[None]
+    cache = student(ids).past_key_values
+    for options in (
+        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "past_key_values": cache},
+        {"position_ids": rising, "past_key_values": cache},
+        {"position_ids": rising, "past_key_values": cache, "attention_mask": torch.ones(2, 12)},
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "use_cache": True},
+    ):
+        with pytest.raises(ValueError, match=r"packed documents .* cannot be continued from a cache"):
+            student(ids, **options)
+    held = cache.get_seq_length()
+    student(ids, position_ids=rising + 6, past_key_values=cache)
+    assert cache.get_seq_length() == held + 6
+
+
+class Waits(TorchDispatchMode):
+    """How often the host asks for a number: on a GPU, each time it waits."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_positions_are_looked_at_once_a_forward_and_never_in_a_step(family_model: FamilyModel) -> None:
+    student = student_of(family_model("llama"), keep(family_model("llama"), (), (), ()))
+    ids, positions = tokens(2, 8), torch.arange(8)[None]
+    mask = torch.ones_like(ids)
+    for n_tokens, expected in ((7, 1), (1, 0)):
+        counts = []
+        for more in ({}, {"position_ids": positions[:, -n_tokens:]}):
+            cache = student.new_cache() if n_tokens == 7 else student(ids[:, :-1]).past_key_values
+            with Waits() as waits:
+                student(ids[:, -n_tokens:], attention_mask=mask, past_key_values=cache, **more)
+            counts.append(waits.n)
+        assert counts[1] - counts[0] == expected
+
+
+def test_packed_rows_compile_into_one_graph(family_model: FamilyModel) -> None:
+    """Which cannot look at the positions: it takes every row for a packed one."""
+    student = mixed_student(family_model("llama")).train()
+    ids = tokens(2, 12)
+    torch.compiler.reset()
+    forward = torch.compile(student.forward, backend="eager", fullgraph=True)
+    for positions in ([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1], list(range(12))):
+        positions = torch.tensor([positions])
+        close(forward(ids, position_ids=positions).logits, student(ids, position_ids=positions).logits)
+    prefill = torch.compile(student.eval().forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        output = prefill(ids, position_ids=torch.arange(12)[None])
+        assert output.past_key_values.get_seq_length() == 12
+        with pytest.raises(RuntimeError, match="packed documents"):
+            prefill(ids, position_ids=torch.arange(12)[None] % 5)
+
+
 @torch.no_grad()
 def test_all_heads_kept_is_the_teacher_when_packed(teacher: PreTrainedModel) -> None:
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
@@ -193,6 +343,54 @@ def test_a_left_padded_batch_is_its_prompts_alone(teacher: PreTrainedModel) -> N
         alone = student.generate(prompt.unsqueeze(0), max_new_tokens=9, do_sample=False, eos_token_id=None)
         assert torch.equal(together[row, -9:], alone[0, -9:])
         close(padded[row, -len(prompt) :], logits(student, prompt.unsqueeze(0))[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[16], [8, 8], [8, 3, 1, 4], [1] * 16], ids=["whole", "turns", "odd", "tokens"])
+@pytest.mark.parametrize("sides", ["left left", "left right", "right left", "right right"])
+def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
+    sides: str, pieces: list[int], family_model: FamilyModel
+) -> None:
+    """Two turns of a batched conversation, padded to 8 tokens each on either side, through a cache or at once."""
+    student = mixed_student(family_model("llama")).double()
+    real = torch.zeros(3, 16, dtype=torch.bool)
+    for row, lengths in enumerate([(5, 8), (8, 2), (3, 6)]):
+        for turn, (side, length) in enumerate(zip(sides.split(), lengths)):
+            start = 8 * turn + (8 - length if side == "left" else 0)
+            real[row, start : start + length] = True
+    ids, mask = tokens(3, 16), real.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, start, found = student.new_cache(), 0, []
+    for length in pieces:
+        end = start + length
+        inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        found.append(logits(student, ids[:, start:end], past_key_values=cache, **inputs))
+        start = end
+    for row in range(3):
+        alone = student.new_cache()
+        expected = logits(student, ids[row, real[row]][None], past_key_values=alone)
+        compared = [(torch.cat(found, dim=1)[row, real[row]], expected[0])]
+        for ours, theirs in zip(cache.layers, alone.layers):
+            compared += [(ours.ssm_state[row], theirs.ssm_state[0]), (ours.conv_state[row], theirs.conv_state[0])]
+        for actual, wanted in compared:
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
+    heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.5)
+    real = torch.rand(2, 40) < 0.6
+    hidden = torch.randn(2, 40, 12, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 40, 3, 4, dtype=torch.float64)
+    leaves = [hidden, *heads.parameters()]
+    padded = (heads(hidden, real) * weights)[real].sum()
+    alone = sum((heads(hidden[row : row + 1, real[row]]) * weights[row, real[row]]).sum() for row in range(2))
+    for actual, expected in zip(torch.autograd.grad(padded, leaves), torch.autograd.grad(alone, leaves)):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
@@ -353,7 +551,7 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
         # Same tensors at other addresses: a matrix product may round its last bit differently.
         close(logits(loaded, ids), logits(student, ids))
     code = {path.name for path in tmp_path.glob("*.py")}
-    assert code == {"configuration_hybrid.py", "modeling_hybrid.py", "mixer.py", "ssd.py"}
+    assert code == {"configuration_hybrid.py", "modeling_hybrid.py", "layout.py", "mixer.py", "ssd.py"}
 
 
 @torch.no_grad()
@@ -409,6 +607,36 @@ def test_config_speaks_for_its_backbone(family_model: FamilyModel) -> None:
     assert HybridConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
+def test_rope_settings_are_written_in_each_familys_words(family_model: FamilyModel) -> None:
+    neox = family_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=500.0).config.to_dict()
+    backbone = config_with(family_model, backbone=neox).backbone
+    assert (backbone["rotary_pct"], backbone["rotary_emb_base"]) == (0.5, 500.0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = family_model("phi3", rope_parameters={"rope_type": "longrope", "rope_theta": 500.0, **factors})
+    backbone = config_with(family_model, backbone=phi3.config.to_dict()).backbone
+    assert backbone["rope_scaling"] == {"type": "longrope", **factors} and backbone["rope_theta"] == 500.0
+
+
+def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyModel, monkeypatch: Any) -> None:
+    """transformers 5.0 to 5.10 give all layers of OLMo-3 that of the last."""
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    olmo3 = family_model("olmo3", rope_parameters=rope).config.to_dict()
+    config = config_with(family_model, backbone=olmo3)
+    assert "rope_theta" not in config.backbone  # 5.0 to 5.10 would take it for all layers
+    assert config.backbone_config().rope_parameters == config.backbone["rope_parameters"]
+    with monkeypatch.context() as older:
+        older.setattr(transformers, "__version__", "4.57.6")
+        config = config_with(family_model, backbone=olmo3)
+    assert config.backbone["rope_theta"] == 500.0
+    assert config.backbone["rope_scaling"] == {name: value for name, value in yarn.items() if name != "rope_theta"}
+
+    flat = family_model("olmo2").config
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *args, **kwargs: flat)
+    with pytest.raises(ValueError, match=r"all layers of olmo3 one RoPE.*pip install --upgrade transformers"):
+        config_with(family_model, backbone=olmo3)
+
+
 def test_rope_settings_are_written_in_both_spellings(family_model: FamilyModel) -> None:
     scaling = {
         "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -419,3 +647,40 @@ def test_rope_settings_are_written_in_both_spellings(family_model: FamilyModel) 
     assert backbone["rope_theta"] == 5000.0
     assert backbone["rope_scaling"]["factor"] == 8.0
     assert backbone["rope_scaling"]["rope_type"] == "llama3"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_padding_inside_a_row_that_is_longer_than_a_window_is_refused(
+    from_cache: bool, family_model: FamilyModel
+) -> None:
+    """transformers counts padding within a window, in the teacher too; shorter rows are right."""
+    teacher = family_model("mistral", sliding_window=9)
+    student = student_of(teacher, keep(teacher, (1, 2), (), (3,)))
+    ids, mask = tokens(1, 16), torch.ones(1, 16, dtype=torch.long)
+    mask[:, 5:8] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    refused = pytest.raises(ValueError, match=r"padding between the tokens of a row.*pad on the left")
+    if from_cache:
+        cache = student.new_cache()
+        student(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], past_key_values=cache)
+        with refused:
+            student(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=cache)
+    else:
+        with refused:
+            student(ids, attention_mask=mask, position_ids=positions)
+    no_kept = student_of(teacher, HeadPlan.none(teacher))
+    no_kept(ids, attention_mask=mask, position_ids=positions)
+
+
+@torch.no_grad()
+def test_windows_of_packed_rows_count_tokens_and_not_padding(family_model: FamilyModel) -> None:
+    teacher = family_model("mistral", sliding_window=4)
+    student = student_of(teacher, keep(teacher, (1, 2), (), (3,)))
+    alone, hole = tokens(1, 12), torch.zeros(1, 3, dtype=torch.long)
+    ids = torch.cat([alone[:, :6], hole, alone[:, 6:]], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, 6:9] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = student(ids, attention_mask=mask, position_ids=positions, seq_idx=torch.zeros_like(ids)).logits
+    torch.testing.assert_close(logits[mask.bool()], student(alone, use_cache=False).logits[0])

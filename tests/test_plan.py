@@ -116,7 +116,8 @@ def test_shape_is_read_from_a_model_and_from_its_config(
     model = family_model(family)
     plan = HeadPlan.none(model)
     assert plan == HeadPlan.none(model.config)
-    assert (plan.n_layers, plan.n_heads, plan.n_kv_heads) == (LAYERS, HEADS, KV_HEADS)
+    n_kv_heads = HEADS if family == "gpt_neox" else KV_HEADS
+    assert (plan.n_layers, plan.n_heads, plan.n_kv_heads) == (LAYERS, HEADS, n_kv_heads)
     plan.check_fits(model)
 
 

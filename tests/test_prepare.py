@@ -15,7 +15,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from training import word_texts as texts
 from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_distill import data, prepare
 from hybrid_distill.cli import main
 from hybrid_distill.data import DataConfig, PackedRows, TokenHeader, check_sources, documents, folder, open_rows, tokens
+from hybrid_distill.locking import locked
 from hybrid_distill.prepare import PrepareJob
 
 EOS = 1
@@ -248,10 +248,10 @@ def test_an_unfinished_folder_is_no_source(tokenizer, sources, tmp_path):
 def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_path, finished, change, said):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
     prepare.prepare(job) if finished else killed_at_batch(2, job)
-    before = {path: path.read_bytes() for path in job.out.iterdir()}
+    before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
     with pytest.raises(ValueError, match=said):
         prepare.prepare(replace(job, **change))
-    assert before == {path: path.read_bytes() for path in job.out.iterdir()}
+    assert before == {path: path.read_bytes() for path in job.out.glob("[!.]*")}
 
 
 def test_a_source_that_changed_is_not_gone_on_with(tokenizer, sources, tmp_path):
@@ -264,7 +264,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tokenizer, sources, tmp_path)
 
 def test_two_preparations_of_one_folder(tokenizer, sources, tmp_path):
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / prepare.LOCK), pytest.raises(ValueError, match="another process is preparing"):
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
         prepare.prepare(PrepareJob("mine", sources, tmp_path / "out"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from check_export_elsewhere import byte_tokenizer, tiny_student
+from students import byte_tokenizer, tiny_student
 
 from hybrid_distill.cli import main
 from hybrid_distill.export import GateReport, export_checkpoint

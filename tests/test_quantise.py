@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_export_elsewhere import byte_tokenizer, tiny_student
 from safetensors import safe_open
 from safetensors.torch import save_file
+from students import byte_tokenizer, tiny_student
 
 from hybrid_distill.export import ExportError, export_checkpoint, verify_export
 from hybrid_distill.export.publish import publish

@@ -25,9 +25,11 @@ from hybrid_distill.teacher import longest_context
 
 D, R, P, N, K, L = 12, 3, 4, 5, 4, 23
 TEXT = (torch.arange(L) >= torch.tensor([[5], [0]])).long()  # the first row is padded on the left
+TURNS = TEXT * (torch.arange(L) % torch.tensor([[9], [10]]) < 7).long()  # and both of them inside
 # Documents that begin within, at, just before and just after the ends of segments of 4, 5 and 8.
 PACKED = torch.isin(torch.arange(L), torch.tensor([1, 4, 7, 10, 17])).long().cumsum(0).expand(2, L)
-ROWS = {"plain": (None, None), "padded": (TEXT, None), "packed": (None, PACKED), "both": (TEXT, PACKED)}
+ROWS = {"plain": (None, None), "padded": (TEXT, None), "inside": (TURNS, None), "packed": (None, PACKED)}
+ROWS |= {"both": (TEXT, PACKED), "all": (TURNS, PACKED)}
 
 
 def random_heads() -> SSMHeads:
@@ -45,6 +47,8 @@ def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows
     heads.segment_len = segment_len
     inputs = [hidden.clone().requires_grad_(), *heads.parameters()]
     y = heads(inputs[0], *rows)
+    if rows[0] is not None:  # what comes out at padding means nothing
+        y = y * rows[0][:, :, None, None]
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), inputs)]
 

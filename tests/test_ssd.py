@@ -142,6 +142,50 @@ def test_decay_of_zero_and_of_one() -> None:
     close(torch.einsum("bhls,bshp->blhp", mixing_matrix(log_a, b, c), x), expected_y, torch.float32)
 
 
+def values_and_gradients(args: list[Tensor], seq_idx: Tensor | None, impl: str = "torch") -> list[Tensor]:
+    """y, the final state, and the gradients of x, log a, B and C."""
+    leaves = [t.detach().requires_grad_() for t in args]
+    y, state = ssd_scan(*leaves, seq_idx_BL=seq_idx, impl=impl)
+    to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
+    return [y.detach(), state.detach(), *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("per_token", [1e-4, 1e-2, 1.0, 3.0, 10.0, 29.0, None])
+def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packed: bool) -> None:
+    """Of float32 inputs, values and gradients are within 1e-6 of those in float64; None: all strengths in one row."""
+    x, _, b, c = inputs(200, torch.float32)
+    drawn = torch.rand(BATCH, 200, HEADS)
+    log_a = -(30 * drawn**8 + 1e-4) if per_token is None else -per_token * (0.9 + 0.1 * drawn)
+    seq_idx = documents(200) if packed else None
+    expected = values_and_gradients([t.double() for t in (x, log_a, b, c)], seq_idx, "reference")
+    for actual, wanted in zip(values_and_gradients([x, log_a, b, c], seq_idx), expected):
+        # 1e-15: the rounding of sums around 1 in float64, beside which the gradients of the strongest decays are 1e-12.
+        assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max() + 1e-15
+
+
+@pytest.mark.parametrize("changed", [slice(0, 75), slice(75, 140), slice(140, 200)])
+def test_another_document_changes_no_bit(changed: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a document's values nor of its gradients, whatever the decays; borders lie inside chunks."""
+    monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
+    seq_idx = torch.tensor([0] * 75 + [1] * 65 + [2] * 60).expand(BATCH, -1)
+    x, _, b, c = inputs(200, torch.float32)
+    args = [x, -30 * torch.rand(BATCH, 200, HEADS) ** 8, b, c]
+    others = [t.clone() for t in args]
+    for t in others:
+        t[:, changed] *= 7 * torch.rand_like(t[:, changed])
+    kept = seq_idx[0] != seq_idx[0, changed.start]
+    (y, state, *gradients), (other_y, other_state, *other_gradients) = (
+        values_and_gradients(each, seq_idx) for each in (args, others)
+    )
+    for one, other in zip([y, *gradients], [other_y, *other_gradients]):
+        assert torch.equal(one[:, kept], other[:, kept])
+        assert not torch.equal(one[:, changed], other[:, changed])
+    assert torch.equal(state, other_state) == (changed.stop != 200)
+    maps, other_maps = (mixing_matrix(*each[1:], seq_idx)[:, :, kept] for each in (args, others))
+    assert torch.equal(maps, other_maps)
+
+
 def test_half_precision_keeps_states_in_fp32() -> None:
     x, log_a, b, c = (t.bfloat16() for t in inputs(45))
     y, state = ssd_scan(x, log_a, b, c)

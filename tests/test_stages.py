@@ -13,10 +13,18 @@ from hybrid_distill.build import build_student
 from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
 from hybrid_distill.distill.fsdp import with_divided_teacher
 from hybrid_distill.distill.losses import distillation_loss
-from hybrid_distill.distill.stages import EndToEnd, LayerAlignment, MatrixAlignment, OnPolicy, make_stage
+from hybrid_distill.distill.stages import (
+    EndToEnd,
+    LayerAlignment,
+    MatrixAlignment,
+    OnPolicy,
+    _kind_of,
+    _SampleByRow,
+    make_stage,
+)
 from hybrid_distill.model.modeling_hybrid import packed_inputs
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.teacher import trace_mixers
+from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
 
 TARGETS = ("mixer", "layer", "head")
 
@@ -45,7 +53,7 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
     found = LayerAlignment(student, teacher, target=target)(batch).per_layer
     mask = batch["mask"]
     for layer, call in enumerate(traced(teacher, batch)):
-        mixer, block = student.mixers()[layer], teacher.model.layers[layer]
+        mixer, block = student.mixers()[layer], teacher.base_model.layers[layer]
         recurrent = list(mixer.recurrent)
         with torch.no_grad():
             kwargs = {**call.kwargs, "seq_idx": batch["seq_idx"]}
@@ -55,19 +63,53 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
             elif target == "mixer":
                 error = mixer.o_proj(heads.flatten(-2)) - call.out_BLD
             else:
-                # The residual stream cancels in the first sum and not in the MLP.
-                residual = block_input(teacher, batch, layer)
-                ours, theirs = (residual + x for x in (mixer.o_proj(heads.flatten(-2)), call.out_BLD))
-                mlp = [x + block.mlp(block.post_attention_layernorm(x)) for x in (ours, theirs)]
-                error = mlp[0] - mlp[1]
+                residual, site = block_input(teacher, batch, layer), attention_sites(teacher)[layer]
+                outputs = []
+                for out_BLD in (mixer.o_proj(heads.flatten(-2)), call.out_BLD):
+                    with replaced_forward(site.module, lambda *_, out_BLD=out_BLD, **__: (out_BLD, None)):
+                        outputs.append(block(residual))
+                error = outputs[0] - outputs[1]
         expected = error.norm(dim=-1)[mask].mean()
         torch.testing.assert_close(found[f"layer.{layer}"], expected, rtol=1e-4, atol=1e-6)
+
+
+STAGES = {
+    "mixer": AlignConfig(target="mixer", train="mixer"),
+    "layer": AlignConfig(target="layer"),
+    "head": AlignConfig(target="head"),
+    "matrix": MatrixConfig(),
+    "distill": DistillConfig(),
+}
+
+
+@pytest.mark.parametrize("config", STAGES.values(), ids=STAGES)
+def test_a_step_lowers_the_loss_and_reaches_what_is_trained_alone(family_model, family, batch, config):
+    teacher = family_model(family, attn_implementation="eager")
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+    stage = make_stage(config, student, teacher)
+    before = stage(batch).total
+    before.backward()
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    assert trained and all(parameter.grad is not None for parameter in trained)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    gradient_square = sum(parameter.grad.square().sum() for parameter in trained)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter -= 0.01 * before / gradient_square * parameter.grad
+        assert stage(batch).total < before
+
+
+def test_the_fused_loss_of_every_family_is_that_of_its_logits(family_model, family, batch):
+    teacher = family_model(family)
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+    fused, plain = (EndToEnd(student, teacher, fused=fused)(batch).total for fused in (True, False))
+    torch.testing.assert_close(fused, plain)
 
 
 @torch.no_grad()
 def block_input(teacher: nn.Module, batch, layer: int) -> Tensor:
     seen: list[Tensor] = []
-    block = teacher.model.layers[layer]
+    block = teacher.base_model.layers[layer]
     handle = block.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
         with_kwargs=True,
@@ -191,12 +233,10 @@ def test_padding_changes_no_loss(name):
 
 @pytest.mark.parametrize("name", ["align", "distill"])
 def test_documents_packed_in_a_row_do_not_see_each_other(name):
-    """The loss of a row is that of its documents alone, weighted by their tokens (hard labels by theirs)."""
+    """The loss of a row is the sum of its documents' shares in it."""
     stage = make(name)
-    if isinstance(stage, EndToEnd):
-        stage.hard_weight = 0.0
     batch = small_rows().batch(1, 4)
-    total, tokens = 0.0, 0
+    total, totals = 0.0, stage.totals(batch)
     with torch.no_grad():
         for row in range(4):
             for number in batch["seq_idx"][row].unique():
@@ -206,9 +246,8 @@ def test_documents_packed_in_a_row_do_not_see_each_other(name):
                     "seq_idx": torch.zeros_like(ids),
                     "mask": batch["mask"][row][batch["seq_idx"][row] == number][None],
                 }
-                count = int(alone["mask"].sum())
-                total, tokens = total + count * stage(alone).total, tokens + count
-        torch.testing.assert_close(stage(batch).total, total / tokens, rtol=1e-4, atol=1e-6)
+                total += stage(alone, totals).total
+        torch.testing.assert_close(stage(batch).total, total, rtol=1e-4, atol=1e-6)
 
 
 def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
@@ -350,7 +389,7 @@ def own_text(share: float = 1.0, eos: int = 1):
 
 def test_the_student_goes_on_from_the_document_at_hand():
     stage, batch = own_text()
-    written = stage.own_text(batch)
+    written = stage.own_text(batch, range(8))
     assert torch.equal(written["input_ids"][:, :8], batch["input_ids"][:, :8])
     at_hand = batch["seq_idx"][:, :8] == batch["seq_idx"][:, 7:8]
     assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand) and not at_hand.all()
@@ -363,7 +402,7 @@ def test_the_student_goes_on_from_the_document_at_hand():
 
 def test_what_the_student_wrote_is_judged_as_if_alone():
     stage, batch = own_text()
-    written = stage.own_text(batch)
+    written = stage.own_text(batch, range(8))
     row = int((written["mask"].sum(1) < 12).nonzero()[0])  # it ended early
     kept = written["seq_idx"][row] == 1
     alone = {
@@ -374,13 +413,40 @@ def test_what_the_student_wrote_is_judged_as_if_alone():
     only = {name: tensor[row : row + 1] for name, tensor in written.items()}
     with torch.no_grad():
         torch.testing.assert_close(
-            EndToEnd.loss(stage, alone).total, EndToEnd.loss(stage, only).total, rtol=1e-4, atol=1e-7
+            stage(alone).total, stage(only).total, rtol=1e-4, atol=1e-7
         )
+
+
+def test_every_token_is_a_draw_of_its_own_from_the_softmax():
+    logits_V, temperature, n_draws = torch.randn(8), 0.7, 4000
+    sample = _SampleByRow(range(n_draws), temperature, torch.device("cpu"))
+    scores_BV = logits_V.expand(n_draws, 8)
+    first, second = (sample(Mock(), scores_BV).argmax(-1) for _ in range(2))
+    expected_V = (logits_V / temperature).softmax(-1).double()
+    for drawn in (first, second):
+        found_V = drawn.bincount(minlength=8) / n_draws
+        assert ((found_V - expected_V).abs() < 4 * (expected_V * (1 - expected_V) / n_draws).sqrt()).all()
+    assert (first == second).double().mean() == pytest.approx(float(expected_V.square().sum()), abs=0.04)
+
+
+def test_a_row_counts_as_much_written_as_given():
+    """The stage's loss is that of each kind of rows alone, weighted by rows; which rows are written is drawn by row."""
+    stage, batch = own_text(share=0.4)
+    (mixed,) = stage.micro_batches(batch, 8, range(8))
+    given, own = (_kind_of(mixed, kind) for kind in ("given", "own"))
+    n_own = len(own["mask"])
+    assert 0 < n_own < 8 and n_own + len(given["mask"]) == 8
+    with torch.no_grad():
+        expected = (n_own * stage(own).total + (8 - n_own) * stage(given).total) / 8
+        torch.testing.assert_close(stage(mixed).total, expected)
+    assert stage.n_tokens(mixed) == own["mask"].sum() + given["mask"].sum()
 
 
 def test_without_own_text_it_is_end_to_end(batch):
     stage, _ = own_text(share=0.0)
-    assert torch.equal(stage(batch).total, EndToEnd.loss(stage, batch).total)
+    (alone,) = stage.micro_batches(batch, 8, range(8))
+    assert all(torch.equal(alone[name], batch[name]) for name in batch) and alone.keys() == batch.keys()
+    assert torch.equal(stage(alone).total, EndToEnd.loss(stage, batch, {}).total)
 
 
 def test_a_stage_that_runs_the_teachers_weights_refuses_a_sharded_teacher(tmp_path):

@@ -24,6 +24,7 @@ from training import small_run
 from hybrid_distill.cli import main
 from hybrid_distill.config import RunConfig, from_json
 from hybrid_distill.distill.tracking import TrackedRun
+from hybrid_distill.locking import locked
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -31,7 +32,7 @@ from hybrid_distill.sweep import Cell, Grid, Sweep, SweepFailed, SweepJob, statu
 from hybrid_distill.sweep.cells import best_layers, cell_config
 from hybrid_distill.sweep.job import _base
 from hybrid_distill.sweep.record import Outcome, Task
-from hybrid_distill.sweep.running import Job, Workers, alone_in, run_tasks
+from hybrid_distill.sweep.running import Job, Workers, run_tasks
 from hybrid_distill.sweep.status import progress
 
 SHAPE = HeadPlan(6, 8, 4, ())
@@ -113,7 +114,10 @@ def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
 
 def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
     base = small_run(tmp_path)
-    opened(base, grid())
+    opened(base, grid("0", "16"))
+    opened(base, grid())  # there was no result that could be lost
+    (tmp_path / "shared" / "s0").mkdir(parents=True)
+    (tmp_path / "shared" / "s0" / "scores.json").write_text("{}")
     grown = opened(base, grid("0,2,4,all", "4,8", "top,random", 2))
     assert Sweep(tmp_path).cells == grown.cells
     with pytest.raises(ValueError, match="with d_state 8 and seeds 1"):
@@ -126,7 +130,7 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
 
 
 def test_two_sweeps_at_once_in_one_folder(tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(ValueError, match="another sweep is running"):
+    with locked(tmp_path), pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
         sweep(SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1), recipe())
 
 

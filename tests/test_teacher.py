@@ -6,7 +6,8 @@ import pytest
 import torch
 from planted import word_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+from students import rope_that_depends_on_the_length
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_distill.plan import HeadId
 from hybrid_distill.teacher import (
@@ -15,7 +16,10 @@ from hybrid_distill.teacher import (
     attention_sites,
     eval_mode,
     fingerprint,
+    hub_error,
+    load_config,
     load_teacher,
+    read_teacher,
     record_block,
     replay_blocks,
     trace_mixers,
@@ -32,11 +36,13 @@ def test_sites_of_every_family(family_model, family) -> None:
     model = family_model(family)
     sites = attention_sites(model)
     assert [site.layer for site in sites] == [0, 1, 2]
-    for site, layer in zip(sites, model.model.layers, strict=True):
-        assert site.module is layer.self_attn and site.o_proj is layer.self_attn.o_proj
-        assert (site.n_heads, site.n_kv_heads) == (8, 4)
+    is_neox = family == "gpt_neox"
+    for site, layer in zip(sites, model.base_model.layers, strict=True):
+        attention = layer.attention if is_neox else layer.self_attn
+        assert site.module is attention and site.o_proj is (attention.dense if is_neox else attention.o_proj)
+        assert (site.n_heads, site.n_kv_heads) == (8, 8 if is_neox else 4)
         assert site.head_dim == (16 if family == "qwen3" else 8)
-    assert sites[1].name == "model.layers.1.self_attn"
+    assert sites[1].name == ("gpt_neox.layers.1.attention" if is_neox else "model.layers.1.self_attn")
 
 
 def test_attention_that_is_not_understood_is_named() -> None:
@@ -44,10 +50,8 @@ def test_attention_that_is_not_understood_is_named() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, **tiny))
     with pytest.raises(ValueError, match=r"transformer.h.0.attn \(GPT2Attention\) has no linear q_proj, k_"):
         attention_sites(gpt2)
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    phi3 = Phi3ForCausalLM(Phi3Config(**shape, **tiny, pad_token_id=0))
-    with pytest.raises(ValueError, match=r"expected an attention module with q_proj, k_proj, v_proj, o_proj"):
-        attention_sites(phi3)
+    with pytest.raises(ValueError, match=r"expected .* q_proj, k_proj, v_proj, o_proj .*or qkv_proj, o_proj \(Phi-3\)"):
+        attention_sites(gpt2)
 
 
 @torch.no_grad()
@@ -166,13 +170,14 @@ def test_replayed_blocks_do_not_run_and_change_nothing(family_model, family) -> 
     with record_block(model, 1) as returned:
         logits = model(IDS).logits
     ran = []
-    for layer in model.model.layers:
+    layers = model.base_model.layers
+    for layer in layers:
         layer.mlp.register_forward_hook(lambda *_, layer=layer: ran.append(layer))
     with pytest.raises(RuntimeError), replay_blocks(model, 1, returned[0]):
         assert torch.equal(model(IDS).logits, logits)
-        assert ran == [model.model.layers[2]]
+        assert ran == [layers[2]]
         raise RuntimeError
-    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+    assert not any("forward" in layer.__dict__ for layer in layers)
     assert torch.equal(model(IDS).logits, logits)
 
 
@@ -208,6 +213,19 @@ def folder(tmp_path, family_model):
 def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_rope_that_depends_on_the_length_is_said_at_loading(kind, tmp_path, family_model, caplog) -> None:
+    settings = rope_that_depends_on_the_length(kind, beyond=64)
+    if kind == "yarn":  # it does not
+        settings["rope_parameters"] = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    word_tokenizer(["a few words"]).save_pretrained(tmp_path)
+    family_model("llama", **settings).save_pretrained(tmp_path)
+    load_teacher(tmp_path)
+    warned = [record.getMessage() for record in caplog.records if record.name == "hybrid_distill.teacher"]
+    assert len(warned) == (kind != "yarn")
+    assert all(f"({kind}): beyond 64 tokens" in text for text in warned)
 
 
 def test_a_local_folder_is_loaded(folder, family_model) -> None:
@@ -247,6 +265,32 @@ def test_a_model_that_cannot_be_had_is_called_as_its_command_calls_it(tmp_path) 
         with pytest.raises(ValueError, match=f"^--model '{path}' ") as error:
             load_teacher(path, flag="--model")
         assert "teacher.path" not in one_line(error) and "make demo" not in one_line(error)
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch) -> None:
+    asked = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+    def request(*args, **kwargs) -> None:
+        raise AssertionError("huggingface_hub was sent to the network, where it retries for 25 seconds a file")
+
+    monkeypatch.setattr("hybrid_distill.teacher.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("hybrid_distill.teacher.get_session", Session)
+    monkeypatch.setattr("huggingface_hub.file_download._request_wrapper", request, raising=False)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", request)
+    hub_error.cache_clear()
+    one_line = r"^[^\n]*Name or service not known, and it is not in the cache[^\n]*$"
+    try:
+        for read in (load_config, read_teacher, load_teacher):
+            with pytest.raises(ValueError, match=one_line):
+                read("nobody/nothing")
+    finally:
+        hub_error.cache_clear()
+    assert len(asked) == 1
 
 
 def test_truncated_weights_are_answered_in_one_line(folder) -> None:

@@ -253,16 +253,16 @@ def _reads(site: HeadSite, heads: Sequence[int]) -> dict[str, tuple[nn.Module, R
     if site.kind == "hybrid":
         ours = {"hidden": (mixer, lambda args, kwargs, _: (args[0] if args else kwargs["hidden_states"]))}
         kept = [mixer.kept.index(head) for head in heads if head in mixer.kept]
-        return ours | (_attention_reads(mixer.attention, kept) if kept else {})
+        return ours | (_attention_reads(mixer.attention, mixer.layout, kept) if kept else {})
     if site.kind == "attention":
-        return _attention_reads(mixer, list(heads))
+        return _attention_reads(mixer, site.layout, list(heads))
     reads = {"projected": (mixer.in_proj, lambda args, kwargs, output: output[0])}
     if site.kind == "ssm" and hasattr(mixer.norm, "weight"):
         reads["scanned"] = (mixer.norm, lambda args, kwargs, output: args[0][0])
     return reads
 
 
-def _attention_reads(attention: Any, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
+def _attention_reads(attention: Any, layout: Any, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
     """``heads`` counts the attention module's own heads."""
 
     def chosen_maps(args: Any, kwargs: Any, output: Any) -> Tensor:
@@ -270,10 +270,9 @@ def _attention_reads(attention: Any, heads: Sequence[int]) -> dict[str, tuple[nn
             raise ValueError(f"{type(attention).__name__} hands out no attention maps, even in eager attention.")
         return output[1][0, list(heads)]
 
-    linear = next(part for part in VALUES if hasattr(attention, part))
     return {
         "maps": (attention, chosen_maps),
-        "values": (getattr(attention, linear), lambda args, kwargs, output: (linear, output[0])),
+        "values": (attention.get_submodule(layout.value), lambda args, kwargs, output: output[0]),
     }
 
 
@@ -291,7 +290,7 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any])
     maps = iter(recorded.get("maps", ()))
     for head in wanted:
         if site.kind_of(head.head) == "attention":
-            values_SP = _values(site, head.head, *recorded["values"])
+            values_SP = _values(site, head.head, recorded["values"])
             yield HeadMix(head, "attention", next(maps).to(_at_least_float32(values_SP)), values_SP.contiguous())
         else:
             index = mixer.recurrent.index(head.head) if site.kind == "hybrid" else head.head
@@ -299,17 +298,14 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any])
             yield HeadMix(head, site.kind_of(head.head), matrix_TS, values_SP, scale_TP)
 
 
-VALUES = ("v_proj", "qkv_proj", "query_key_value")
-
-
-def _values(site: HeadSite, head: int, linear: str, out_LC: Tensor) -> Tensor:
+def _values(site: HeadSite, head: int, out_LC: Tensor) -> Tensor:
     """A query head's values, [S, P], from what the linear that makes them puts out."""
-    group = head // (site.n_heads // site.n_kv_heads)
-    if linear == "query_key_value":  # GPT-NeoX: query, key and value of each head side by side
-        return _wide(out_LC.unflatten(-1, (site.n_heads, 3, site.head_dim))[:, head, 2])
+    mixer: Any = site.module
+    group, sizes = head // (site.n_heads // site.n_kv_heads), (site.n_heads, site.n_kv_heads)
+    layout: Any = site.layout
     if site.kind == "hybrid":
-        group = cast(Any, site.module).kv_groups.index(group)
-    return _wide(out_LC.unflatten(-1, (-1, site.head_dim))[:, -site.n_kv_heads :][:, group])
+        layout, group, sizes = mixer.layout, mixer.kv_groups.index(group), (len(mixer.kept), len(mixer.kv_groups))
+    return _wide(out_LC.unflatten(-1, (-1, site.head_dim))[:, layout.block("value", group, *sizes)])
 
 
 class _Scan(NamedTuple):

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.layout import CACHE_NAMES
 from ..teacher import decoder_blocks, replaced_forward
 from .figures import draw_lines
 from .tables import Row, Table
@@ -23,7 +24,7 @@ from .tasks import Questions, Subject, Task, measure
 
 NAME = "prune-layers"
 How = Literal["gradual", "individual", "both"]
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # as families call them
+CACHES = (*CACHE_NAMES, "cache_params")
 
 
 @dataclass(frozen=True)

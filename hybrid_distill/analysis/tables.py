@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
+from ..io import write_text
+
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -96,8 +98,8 @@ class Table:
     def save(self, folder: Path, name: str) -> None:
         """Write FOLDER/NAME.md and NAME.csv."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(f"{self.title}\n\n{self.markdown()}\n")
-        (folder / f"{name}.csv").write_text(self.csv())
+        write_text(folder / f"{name}.md", f"{self.title}\n\n{self.markdown()}\n")
+        write_text(folder / f"{name}.csv", self.csv())
 
     def _cells(self) -> list[list[str]]:
         lines = [[self.label, *(column.header for column in self.columns)]]

@@ -12,7 +12,7 @@ from .config import DataConfig, check_sources, open_rows
 from .documents import DataUnavailable, read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import LogitFolder, LogitHeader, TaughtRows, open_logits
-from .rows import Batch, PackedRows, Rows, TaughtBatch
+from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
 from .streaming import StreamingRows
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
 
@@ -31,9 +31,11 @@ __all__ = [
     "Tokens",
     "check_same_vocabulary",
     "check_sources",
+    "on_device",
     "open_logits",
     "open_rows",
     "open_tokens",
+    "pick_rows",
     "read_documents",
     "read_held_out",
     "source_files",

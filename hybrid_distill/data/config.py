@@ -8,11 +8,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from ..limits import POSITIVE, Limits, check_fields
 from .chat import check_template
 from .documents import HUB, no_conversations, source_files
 from .folder import HEADER, TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
 from .rows import PackedRows
 from .streaming import StreamingRows
+
+TOKENS_OF_A_ROW = Limits(2, whole=True)
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("data.sources is empty; name a source, for example --data.sources tiny.")
-        if self.weights and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
+        if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(f"data.weights is {self.weights} for {len(self.sources)} sources; give each one above 0.")
-        if not isinstance(self.seq_len, int) or self.seq_len < 2:
-            raise ValueError(f"data.seq_len is {self.seq_len!r}; a row needs a whole number of at least 2 tokens.")
+        check_fields(self, "data.", weights=POSITIVE, seq_len=TOKENS_OF_A_ROW)
 
 
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

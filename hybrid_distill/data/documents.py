@@ -6,12 +6,14 @@ import gzip
 import hashlib
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import conversation_of
 
@@ -43,8 +45,14 @@ def read_documents(source: str, text_column: str | None = "text") -> Iterator[st
 
 
 def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
-    """The first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on."""
-    return list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
+    """The first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on.
+
+    Raises ValueError, as `read_documents` does and where there is no text in them.
+    """
+    texts = list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
+    if n and not any(text.strip() for text in texts):
+        raise ValueError(f"{source} holds no text; name a file that does, or tiny.")
+    return texts
 
 
 def document_batches(
@@ -152,8 +160,20 @@ def _is_saved_dataset(path: Path) -> bool:
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
     if path.suffix == ".txt":
         _check_kind(str(path), text_column)
-        return _read_txt(path)
-    return (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column)
+        return _named(path, _read_txt(path))
+    return _named(path, (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column))
+
+
+def _named(path: Path, texts: Iterator[str]) -> Iterator[str]:
+    """The texts of a file. Raises ValueError, naming the file, where it is not what its name says, or ends early."""
+    from pyarrow import ArrowException
+
+    try:
+        yield from texts
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, ArrowException) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); text is expected in UTF-8, whole files of {', '.join(SUFFIXES)}."
+        ) from error
 
 
 def _read_txt(path: Path) -> Iterator[str]:
@@ -247,6 +267,8 @@ def open_hub(source: str, revision: str | None = None) -> Any:
 
     repo, config, split = _hub_name(source)
     try:
+        if reason := hub_error():
+            raise ConnectionError(reason)
         return load_dataset(repo, config, split=split, streaming=True, revision=revision)
     except Exception as error:
         raise unreachable(source, error) from error

@@ -22,6 +22,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..io import write_json
 from .chat import template_hash
 from .documents import BATCH_CHARACTERS, Place, document_batches, source_fingerprint
 from .tokens import Shard, Tokens, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
@@ -89,7 +90,7 @@ class TokenHeader:
 
     def save(self, path: Path, **more: Any) -> None:
         """Replace the file at once."""
-        save_json(path, {**asdict(self), **more})
+        write_json(path, {**asdict(self), **more})
 
     def check_same_work(self, other: TokenHeader, folder: Path) -> None:
         """Raises ValueError where ``other`` is not made from the same text in the same way."""
@@ -101,16 +102,6 @@ class TokenHeader:
             raise ValueError(
                 f"{folder} holds tokens made with another {', '.join(differ)}; name another folder, or delete this one."
             )
-
-
-def save_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a file that is whole or is not there."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(json.dumps(record, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def is_token_folder(source: str | Path) -> bool:

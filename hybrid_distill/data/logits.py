@@ -10,7 +10,6 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .folder import save_json
+from ..io import replacing, write_json
 from .rows import PackedRows, Rows, TaughtBatch
 from .tokens import hash_of, tokenizer_fingerprint
 
@@ -83,7 +82,7 @@ class LogitHeader:
 
     def save(self, path: Path) -> None:
         """Replace the file at once."""
-        save_json(path, asdict(self))
+        write_json(path, asdict(self))
 
     @property
     def fingerprint(self) -> str:
@@ -306,16 +305,8 @@ def missing_shards(folder: Path, header: LogitHeader) -> list[int]:
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that is whole or is not there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.writelines(parts)
 
 
 def finish_folder(folder: Path, header: LogitHeader) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,18 @@ class Batch(TypedDict):
     mask: Tensor
     """[B, L] bool: whether the loss counts what is predicted here. False at padding, which only the last row of a
     source has, and in conversations where the next token is not the assistant's."""
+
+
+def pick_rows(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Some rows of a batch, with everything that it holds of them."""
+    tensors = cast(dict[str, Tensor], batch)
+    return cast(Batch, {name: tensor[rows] for name, tensor in tensors.items()})
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to a device, if it is not there."""
+    tensors = cast(dict[str, Tensor], batch)
+    return cast(Batch, {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 class TaughtBatch(Batch):

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,9 @@ import psutil
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState, is_initialized
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
+
+from ..locking import InUse, locked
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Settings of accelerate's FSDP: two that a user would miss, and one that loads empty teachers (the default!)."""
@@ -123,6 +125,26 @@ def on_main_process(action: Callable[[], Any], others: Callable[[], Any] = lambd
         others()
         _wait_for(lambda: store.check([done]))
     state.wait_for_everyone()
+
+
+@contextmanager
+def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
+    """Keep the processes of other commands out of a folder (`locking.locked`); those of one launch share it.
+
+    The main process holds the lock. All raise what it raises: InUse, OSError.
+    """
+    is_main, refusal = connect().is_main_process, cast(list[Any], [None])
+    with ExitStack() as held:
+        if is_main:
+            try:
+                held.enter_context(locked(place, beside=beside, patience=patience))
+            except (InUse, OSError) as error:
+                refusal = [error]
+        if PartialState().num_processes > 1:
+            broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield
 
 
 _actions = itertools.count()

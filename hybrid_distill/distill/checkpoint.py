@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from ..io import replacing, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/2"
 STAGE_FORMAT = "hybrid-distill/stage/2"
@@ -128,7 +129,7 @@ class Checkpoints:
             write_manifest(temporary, {"format": FORMAT, "step": step, "files": files})
             _remove(path)
             temporary.rename(path)
-            _sync(self.folder)
+            sync(self.folder)
         except (OSError, SafetensorError) as error:
             _remove(temporary)
             kept = ", ".join(p.name for p in self.paths()) or "none"
@@ -254,15 +255,13 @@ def save_stage(
     tensors, tied = untied_state(student)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{WEIGHTS}.tmp"
-        _write_tensors(temporary, tensors)
-        files = {WEIGHTS: file_hash(temporary)}
-        temporary.replace(folder / WEIGHTS)
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(tensors, temporary)
+            files = {WEIGHTS: file_hash(temporary)}
         weights = weights_hash(student)
         manifest = StageManifest(name, steps, weights, parent, data, seed, config, files, tied)
         write_manifest(folder, asdict(manifest))
     except (OSError, SafetensorError) as error:
-        (folder / f".{WEIGHTS}.tmp").unlink(missing_ok=True)
         raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
     return manifest
 
@@ -335,17 +334,6 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, record: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        json.dump(record, file, indent=indent)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
     """A record that makes a folder count, with a hash of its own."""
     write_json(folder / MANIFEST, {**record, SEAL: _seal(record)})
@@ -381,7 +369,8 @@ def save_file(content: Content, path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered.values():
             whole = tensor.whole() if isinstance(tensor, Divided) else tensor
-            file.write(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            flat = whole.detach().cpu().contiguous().as_strided((whole.numel(),), (1,))  # of one element any
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 def in_file_order(content: Content) -> Content:
@@ -392,7 +381,7 @@ def in_file_order(content: Content) -> Content:
 def _write_tensors(path: Path, content: Content) -> None:
     """Write a safetensors file through to the disk."""
     save_file(content, path)
-    _sync(path)
+    sync(path)
 
 
 def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
@@ -407,14 +396,6 @@ def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
     if record.pop(SEAL, None) != _seal(record):
         raise CorruptCheckpoint(f"{path} was changed after it was written; undo that, or delete {path.parent}.")
     return record
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from ..data import DataConfig
+from ..data.config import TOKENS_OF_A_ROW
+from ..limits import COUNT, POSITIVE, SHARE, Limits, check_fields
 from .losses import KINDS
 
 MAY_CHANGE = frozenset(
@@ -18,6 +19,11 @@ MAY_CHANGE = frozenset(
      "max_skips"}
 )  # fmt: skip
 """Fields that a resumed run may have another value of."""
+
+COUNTS = (
+    "steps", "batch_size", "micro_batch_size", "checkpoint_every", "log_every", "keep_checkpoints", "max_skips",
+)  # fmt: skip
+BETA, WITHIN = Limits(0, 0.999999), Limits(0, 1, without_ends=True)
 
 T = TypeVar("T")
 Fixed = Annotated[T, tyro.conf.Suppress]
@@ -44,7 +50,7 @@ class StageConfig:
     batch_size: int = 32
     """Rows of an optimiser step, over all processes."""
     micro_batch_size: int = 8
-    """Rows of one forward pass of one process; the gradients of the others are added up."""
+    """Rows of one forward pass of one process. It sets memory and speed; the update is the same for any size."""
     learning_rate: float = 1e-3
     """Its peak: it rises, stays, and falls."""
     warmup: float = 0.1
@@ -75,25 +81,14 @@ class StageConfig:
     """How many of the newest are left on disk."""
 
     def __post_init__(self) -> None:
-        least_one = (
-            "steps",
-            "batch_size",
-            "micro_batch_size",
-            "checkpoint_every",
-            "log_every",
-            "keep_checkpoints",
-            "max_skips",
+        check_fields(
+            self,
+            f"{self.name}.",
+            **dict.fromkeys(COUNTS, COUNT),
+            **dict.fromkeys(("learning_rate", "clip", "spike"), POSITIVE),
+            **dict.fromkeys(("warmup", "decay", "weight_decay"), SHARE),
+            betas=BETA,
         )
-        for name in least_one:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{self.name}.{name} is {value!r}; it must be a whole number of at least 1.")
-        for name in ("learning_rate", "clip", "spike"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be a number above 0.")
-        for name in ("warmup", "decay", "weight_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be from 0 to 1.")
         for name, choices in CHOICES.items():
             value = getattr(self, name, choices[0])
             if value not in choices:
@@ -125,7 +120,8 @@ class AlignConfig(StageConfig):
     target: Literal["mixer", "layer", "head"] = "mixer"
     """What must be equal: the mixer's output, the layer's output, or each recurrent head's output."""
     loss: Literal["l2", "nmse"] = "l2"
-    """``l2``: mean L2 norm of the error; ``nmse``: squared error over the target's mean square."""
+    """``l2``: mean L2 norm of the error; ``nmse``: squared error over the target's square, each of all tokens of a
+    step."""
     train: Literal["ssm", "mixer"] = "ssm"
     """``ssm``: recurrent heads alone; ``mixer``: kept heads and the output projection too."""
 
@@ -158,6 +154,10 @@ class DistillConfig(StageConfig):
     """A folder that ``hybrid-distill cache-logits`` has written for this run: the stage reads what the teacher says
     there, and there is no teacher in memory."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, f"{self.name}.", temperature=POSITIVE, beta=WITHIN, hard_weight=SHARE)
+
 
 @dataclass(frozen=True)
 class OnPolicyConfig(DistillConfig):
@@ -167,7 +167,7 @@ class OnPolicyConfig(DistillConfig):
     teacher_logits: Fixed[Path | None] = None
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
     share: float = 0.5
-    """Of the micro-batches, those on the student's own text."""
+    """Probability that a row is text that the student writes itself; also their part of the loss."""
     prompt_tokens: int = 64
     """Tokens of a row that the student goes on from."""
     new_tokens: int = 64
@@ -176,13 +176,14 @@ class OnPolicyConfig(DistillConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"{self.name}.share is {self.share!r}; it must be from 0 to 1.")
-        for name in ("prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.name}.{name} is {getattr(self, name)!r}; it must be at least 1.")
-        if not self.sampling_temperature > 0:
-            raise ValueError(f"{self.name}.sampling_temperature is {self.sampling_temperature!r}; it must be above 0.")
+        check_fields(
+            self,
+            f"{self.name}.",
+            share=SHARE,
+            prompt_tokens=COUNT,
+            new_tokens=COUNT,
+            sampling_temperature=POSITIVE,
+        )
         if self.teacher_logits is not None:
             raise ValueError(
                 f"{self.name}.teacher_logits is {self.teacher_logits}; what a student will write is on no disk: "
@@ -205,10 +206,7 @@ class LongConfig(DistillConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seq_len < 2:
-            raise ValueError(f"{self.name}.seq_len is {self.seq_len}; a row needs at least 2 tokens.")
-        if self.segment_len is not None and self.segment_len < 1:
-            raise ValueError(f"{self.name}.segment_len is {self.segment_len}; it must be at least 1, or None.")
+        check_fields(self, f"{self.name}.", seq_len=TOKENS_OF_A_ROW, segment_len=COUNT)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ..model.layout import decoder_of
 from ..teacher import decoder_blocks
 from .checkpoint import Content, Divided
 from .config import StageConfig
@@ -34,34 +35,34 @@ class Fsdp2(Strategy):
         if not stage.divisible:
             raise ValueError(f"{config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
-        self.model = self._stage = divided_stage(stage, process_mesh(accelerator))
-        for teacher in self._stage.teachers:
+        self.model = self.stage = divided_stage(stage, process_mesh(accelerator))
+        for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
-        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self._stage, config)))
+        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage, config)))
 
     def weights(self) -> Content:
-        return _divided(trainable(self._stage))
+        return _divided(trainable(self.stage))
 
     def optimizer_tensors(self) -> Content:
-        return _divided(optimizer_tensors(self._stage, self.optimizer))
+        return _divided(optimizer_tensors(self.stage, self.optimizer))
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.optimizer.optimizer.state
-        for name, parameter in trainable(self._stage).items():
+        for name, parameter in trainable(self.stage).items():
             for key in STATE:
                 value = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
                 state[parameter][key] = value if key == "step" else _share(value, cast(DTensor, parameter))
 
     def clip_gradients(self, max_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self._stage).values(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return float(_whole(norm))
 
     def give_back(self) -> None:
         with torch.no_grad():
             targets = trainable(self._whole)
-            for name, parameter in trainable(self._stage).items():
+            for name, parameter in trainable(self.stage).items():
                 targets[name].copy_(_whole(parameter))
-        del self.model, self._stage, self.optimizer
+        del self.model, self.stage, self.optimizer
         self._whole.place(self._device)
 
 
@@ -102,7 +103,7 @@ def with_divided_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
         fully_shard(block, mesh=mesh)
     inside = {parameter for block in blocks for parameter in block.parameters()}
     outside = set(copied.teacher.parameters()) - inside
-    fully_shard(copied.teacher.base_model, mesh=mesh, ignored_params=outside)
+    fully_shard(decoder_of(copied.teacher), mesh=mesh, ignored_params=outside)
     return copied
 
 

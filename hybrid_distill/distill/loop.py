@@ -1,7 +1,8 @@
 """Run one stage: the same code on one process, with DDP, DeepSpeed and FSDP2.
 
-A step is `batch_size` rows, cut into micro-batches; the gradient is that of the mean over all their tokens,
-on however many processes and micro-batches they are spread.
+A step is `batch_size` rows. However they are cut into micro-batches and spread over processes, loss and gradient are
+those of all rows at once: each loss is divided by its denominator over the whole step (`Stage.totals`), and the parts
+add up.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data import Batch, Rows
+from ..data import Batch, Rows, on_device
+from ..io import write_text
 from . import checkpoint
 from .accelerator import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
 from .health import Meter, Watch, flops_per_token, profiler
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
-from .rng import rng_state, seed_all, set_rng_state
-from .stages import EndToEnd, Stage
+from .rng import rng_state, row_seeds, seed_all, set_rng_state
+from .stages import EndToEnd, Stage, Totals, add_totals
 from .strategy import Replicated, Strategy
 from .tracking import TrackedRun
 
@@ -240,20 +242,21 @@ class _Run:
         set_learning_rate(self.optimizer, learning_rate)
         with self.meter.waiting_for_data():
             batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
-        micro_batches = _cut(batch, config.micro_batch_size)
-        counts = [int(micro_batch["mask"].sum()) for micro_batch in micro_batches]
-        total = int(self._sum(torch.tensor(sum(counts), dtype=torch.int64)))
+        n_rows = config.batch_size // self.world
+        first = self.step * config.batch_size + self.rank * n_rows
+        seeds = row_seeds(self.identity.seed, range(first, first + n_rows))
+        micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
+        tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
-        for micro_batch, count in zip(micro_batches, counts):
-            share = count / max(total, 1)
+        for micro_batch in micro_batches:
             with self.accelerator.accumulate(self.model):
-                found = self.model(_to(micro_batch, self.accelerator.device))
-                loss += share * found.total.detach()
+                found = self.model(on_device(micro_batch, self.accelerator.device), totals)
+                loss += found.total.detach()
                 for name, value in found.per_layer.items():
-                    layers[name] = layers.get(name, 0.0) + share * value
-                # accelerate divides by the micro-batches, DDP and DeepSpeed by the processes.
-                self.accelerator.backward(found.total * (share * len(counts) * self.world))
+                    layers[name] = layers.get(name, 0.0) + value
+                # accelerate divides by the micro-batches, DDP, DeepSpeed and FSDP2 by the processes.
+                self.accelerator.backward(found.total * (len(micro_batches) * self.world))
         grad_norm = self.strategy.clip_gradients(config.clip)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
@@ -261,7 +264,7 @@ class _Run:
         if complaint is None:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.tokens += total
+        self.tokens += tokens
         metrics = {
             "step": self.step + 1,
             "loss": mean_loss,
@@ -271,6 +274,16 @@ class _Run:
             "tokens": self.tokens,
         }
         return metrics | ({} if complaint is None else {"skipped": complaint}), stops > 0
+
+    def _totals(self, micro_batches: list[Batch]) -> tuple[int, Totals]:
+        """Tokens that a step judges, and the denominators of its losses: none where a micro-batch is the whole step,
+        which then measures its own as it goes."""
+        stage = self.strategy.stage
+        if len(micro_batches) * self.world == 1:
+            return int(stage.n_tokens(micro_batches[0])), {}
+        mine = add_totals(stage.totals(on_device(part, self.accelerator.device)) for part in micro_batches)
+        totals = dict(zip(mine, self._sum(torch.stack(list(mine.values())))))
+        return int(totals["tokens"]), totals
 
     def _sum(self, values: Tensor) -> Tensor:
         """Over all processes."""
@@ -418,18 +431,7 @@ def _cut_metrics(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue
-    path.write_text("".join(kept))
-
-
-def _cut(batch: Batch, size: int) -> list[Batch]:
-    tensors = cast(dict[str, Tensor], batch)
-    parts = zip(*(tensor.split(size) for tensor in tensors.values()))
-    return [cast(Batch, dict(zip(tensors, part))) for part in parts]
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    tensors = cast(dict[str, Tensor], batch)
-    return cast(Batch, {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+    write_text(path, "".join(kept))
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Losses between a student and its teacher: pure functions of tensors.
 
-Every loss is a mean over the tokens that the mask keeps, so neither the length of a row nor its padding
-changes it. Sums run in float32 (float64 for float64 inputs).
+Every loss is a sum over a denominator of its own. By default it is that of the tensors at hand: a mean over the tokens
+that the mask keeps, so neither the length of a row nor its padding changes it (`frobenius_loss`: over rows). Given the
+denominator of a larger batch, the losses of that batch's parts add up to its loss. Sums run in float32 (float64 for
+float64 inputs).
 
 Shapes: B batch, L length, S source length, H head, P head dim, D model width, V vocabulary,
 M tokens of one chunk.
@@ -96,6 +98,8 @@ def distillation_loss(
     beta: float = 0.5,
     hard_weight: float = 0.0,
     labels_BL: Tensor | None = None,
+    n_tokens: Tensor | None = None,
+    n_labels: Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -103,6 +107,7 @@ def distillation_loss(
 
     ``teacher`` is its logits, [B, L, V], or a `TopK`. The temperature T divides the logits of both sides; T^2 keeps the
     gradient's size (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the tokens that have a label.
+    ``n_tokens`` and ``n_labels`` are those of a larger batch of which this is a part (`Stage.totals`).
     ``vocab_size`` is the number of real tokens: entries beyond it are padding, which teacher and student may have in
     different amounts. By default it is the smaller of the two widths. Logits become float32 ``chunk_size`` tokens at a
     time.
@@ -118,8 +123,9 @@ def distillation_loss(
     mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
     labels_BL = labels_BL.where(mask_BL, IGNORE)
-    soft_scale = (1.0 - hard_weight) * temperature**2 / _count(mask_BL)
-    hard_scale = hard_weight / _count(labels_BL != IGNORE)
+    dtype = _wide(student_logits_BLV).dtype
+    soft_scale = (1.0 - hard_weight) * temperature**2 / _count(mask_BL, n_tokens, dtype)
+    hard_scale = hard_weight / _count(labels_BL != IGNORE, n_labels, dtype)
 
     def chunk_loss(mask_M: Tensor, labels_M: Tensor, student_MV: Tensor, *known_MX: Tensor) -> Tensor:
         student_MV, *theirs = (_real(x, mask_M, n_real) for x in (student_MV, *known_MX))
@@ -164,37 +170,54 @@ def fused_top_k_loss(
     return loss.distillation_loss(student_hidden_BLD, student_head_VD, loss.TeacherTopK(*teacher), mask_BL, **options)
 
 
-def l2_norm_loss(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+def l2_norm_loss(
+    pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
     """Mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
 
-    Inputs may have more dimensions (BLHP); those before the last count as tokens of their own.
+    Inputs may have more dimensions (BLHP); those before the last count as tokens of their own. ``total`` is the number
+    of tokens of a larger batch.
     """
-    return masked_mean(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)
+    error_BL, mask_BL = _per_token(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)
+    return error_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, error_BL.dtype)
 
 
-def normalised_mse(pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-    """Mean squared error over the target's mean square: 1 for a prediction of zero, whatever the scale."""
-    pred_BLD, target_BLD = _wide(pred_BLD), _wide(target_BLD)
-    error = masked_mean((pred_BLD - target_BLD).square().mean(-1), mask_BL)
-    power = masked_mean(target_BLD.square().mean(-1), mask_BL)
-    return error / power.clamp_min(torch.finfo(power.dtype).tiny)
+def normalised_mse(
+    pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """Squared error over the target's square: 1 for a prediction of zero, whatever the scale.
+
+    ``total`` is the `power` of a larger batch's target.
+    """
+    error = power(_wide(pred_BLD) - _wide(target_BLD), mask_BL)
+    total = power(target_BLD, mask_BL) if total is None else total.to(error.dtype)
+    return error / total.clamp_min(torch.finfo(error.dtype).tiny)
 
 
-def frobenius_loss(pred_BHLS: Tensor, target_BHLS: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-    """Mean over batch and heads of ``||pred - target||_F``; masked query rows count as equal."""
+def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Sum over tokens of the mean square; the denominator of `normalised_mse`."""
+    square_BL, mask_BL = _per_token(_wide(x_BLD).square(), mask_BL)
+    return square_BL.where(mask_BL, 0.0).sum()
+
+
+def frobenius_loss(
+    pred_BHLS: Tensor, target_BHLS: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """Mean over rows and heads of ``||pred - target||_F``; masked query rows count as equal.
+
+    ``total`` is the number of rows, B, of a larger batch.
+    """
     error_BHLS = _wide(pred_BHLS) - _wide(target_BHLS)
     if mask_BL is not None:
         error_BHLS = error_BHLS.masked_fill(~mask_BL.bool()[:, None, :, None], 0.0)
-    return _root(error_BHLS.square().sum((-2, -1))).mean()
+    norm_B = _root(error_BHLS.square().sum((-2, -1))).mean(1)
+    return norm_B.mean() if total is None else norm_B.sum() / total.to(norm_B.dtype)
 
 
-def masked_mean(x: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Mean of ``x`` [B, L, ...] over the tokens that the mask keeps, and over what follows L."""
-    if mask_BL is None:
-        return x.mean()
-    mask_BL = mask_BL.bool()
-    per_token = x.reshape(*mask_BL.shape, -1).mean(-1)
-    return per_token.where(mask_BL, 0.0).sum() / _count(mask_BL)
+def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean of ``x`` [B, L, ...] over what follows L, and which tokens count."""
+    x_BL = x.reshape(*x.shape[:2], -1).mean(-1)
+    return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
 
 
 def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TopK, vocab_size: int | None) -> int:
@@ -250,8 +273,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _count(mask_BL: Tensor) -> Tensor:
-    return mask_BL.sum().clamp_min(1)
+def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Tokens that the mask keeps, or those of a larger batch; 1 for none, whose sum is 0."""
+    return (mask_BL.sum() if total is None else total).to(dtype).clamp_min(1)
 
 
 def _check_options(kind: str, temperature: float, hard_weight: float, labels: Tensor | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def row_seeds(seed: int, places: Iterable[int]) -> list[int]:
+    """A seed for each row, by the run's seed and the row's place in the data's order."""
+    return [int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little") for place in places]
 
 
 def rng_state() -> dict[str, Any]:

@@ -9,22 +9,26 @@ V vocabulary.
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..build import share_frozen_weights, unshare_weights
-from ..data import Batch, TaughtBatch
+from ..data import Batch, TaughtBatch, on_device, pick_rows
+from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..teacher import AttentionSite, attention_sites
 from .config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, StageConfig
 from .losses import (
+    IGNORE,
     TopK,
     distillation_loss,
     frobenius_loss,
@@ -33,17 +37,27 @@ from .losses import (
     l2_norm_loss,
     next_token_labels,
     normalised_mse,
+    power,
 )
 
 LAYER_LOSSES = {"l2": l2_norm_loss, "nmse": normalised_mse}
 
+Totals = Mapping[str, Tensor]
+"""Denominators of a stage's losses over a whole step, by name (`Stage.totals`); empty for those of the batch itself."""
+
 
 class StageLoss(NamedTuple):
-    """What a stage says about a batch; both are means over its unmasked tokens."""
+    """Loss of a batch, or the share of a micro-batch in the loss of the step it is a part of."""
 
     total: Tensor
     per_layer: dict[str, Tensor]
     """``layer.3`` and so on, detached; empty where the loss has no layers."""
+
+
+def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
+    """The totals of all parts together, in float64."""
+    found = list(parts)
+    return {name: torch.stack([part[name].double() for part in found]).sum() for name in found[0]}
 
 
 class Stage(nn.Module, ABC):
@@ -80,14 +94,37 @@ class Stage(nn.Module, ABC):
     def teacher(self) -> PreTrainedModel:
         return self._models[1]
 
-    def forward(self, batch: Batch) -> StageLoss:
-        """Loss of a batch, with a graph to the parameters that the stage trains."""
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
-            return self.loss(batch)
+    def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
+        """Cut a process's rows of a step into parts of ``size`` rows, ready for `totals` and `forward`.
+
+        ``seeds``, one a row, are for stages that draw random numbers: what is drawn for a row then depends neither on
+        the cut nor on the number of processes.
+        """
+        return [pick_rows(batch, slice(first, first + size)) for first in range(0, len(batch["mask"]), size)]
+
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """Count the tokens of a micro-batch that are judged."""
+        return batch["mask"].sum()
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """Measure what a micro-batch adds to the denominators of the losses; ``tokens`` is `n_tokens`.
+
+        When `forward` gets their sums over all micro-batches and processes, losses and gradients of the micro-batches
+        add up to those of the whole step.
+        """
+        return {"tokens": self.n_tokens(batch)}
+
+    def forward(self, batch: Batch, totals: Totals = MappingProxyType({})) -> StageLoss:
+        """Loss of a batch, with a graph to the parameters that the stage trains; by default the batch is whole."""
+        with self._autocast(batch):
+            return self.loss(batch, totals)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> StageLoss:
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         """What `forward` returns."""
+
+    def _autocast(self, batch: Batch) -> torch.autocast:
+        return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16)
 
     @abstractmethod
     def parts(self) -> list[nn.Module]:
@@ -131,25 +168,34 @@ class _TeacherForced(Stage):
         """The teacher's module whose call is repeated with the student's weights."""
 
     @abstractmethod
-    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch, totals: Totals) -> Tensor:
         """The student's loss, given what went into and came out of the watched module."""
 
     def parts(self) -> list[nn.Module]:
         return list(self.mixers)
 
-    def loss(self, batch: Batch) -> StageLoss:
-        losses: dict[str, Tensor] = {}
-        with torch.no_grad(), self._hooks(batch, losses):
-            self.teacher.base_model(
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
+        def compare(layer: int, call: _Call) -> Tensor:
+            with torch.enable_grad():
+                return self._run(self._layer_loss, layer, call, batch, totals)
+
+        losses = self._run_teacher(batch, compare)
+        per_layer = {name: loss.detach() for name, loss in losses.items()}
+        return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
+
+    def _run_teacher(self, batch: Batch, visit: Callable[[int, _Call], Tensor]) -> dict[str, Tensor]:
+        """Run the teacher on a batch; what ``visit`` returns of each layer's watched call, by the layer's name."""
+        found: dict[str, Tensor] = {}
+        with torch.no_grad(), self._hooks(visit, found):
+            decoder_of(self.teacher)(
                 input_ids=batch["input_ids"],
                 use_cache=False,
                 **packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config),
             )
-        per_layer = {name: loss.detach() for name, loss in losses.items()}
-        return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
+        return found
 
     @contextmanager
-    def _hooks(self, batch: Batch, losses: dict[str, Tensor]) -> Iterator[None]:
+    def _hooks(self, visit: Callable[[int, _Call], Tensor], found: dict[str, Tensor]) -> Iterator[None]:
         def watch(site: AttentionSite) -> Iterator[Any]:
             heads: list[Tensor] = []
 
@@ -158,8 +204,7 @@ class _TeacherForced(Stage):
 
             def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
                 call = _Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
-                with torch.enable_grad():
-                    losses[f"layer.{site.layer}"] = self._run(self._layer_loss, site.layer, call, batch)
+                found[f"layer.{site.layer}"] = visit(site.layer, call)
 
             yield site.o_proj.register_forward_pre_hook(before_o_proj)
             yield self._watched(site).register_forward_hook(after, with_kwargs=True)
@@ -199,9 +244,9 @@ class LayerAlignment(_TeacherForced):
     * ``head``: output of every recurrent head before the projection, so that heads can be exchanged one by
     one.
 
-    ``loss`` is ``l2`` (mean over tokens of the error's L2 norm) or ``nmse``; the total is the sum over
-    layers. ``train`` is ``ssm`` or ``mixer``; with ``ssm`` a kept head goes on contributing exactly what it
-    did.
+    ``loss`` is ``l2`` (mean over tokens of the error's L2 norm) or ``nmse`` (squared error over the target's
+    square, each summed over tokens); the total is the sum over layers. ``train`` is ``ssm`` or ``mixer``; with
+    ``ssm`` a kept head goes on contributing exactly what it did.
     """
 
     def __init__(
@@ -219,7 +264,7 @@ class LayerAlignment(_TeacherForced):
             raise ValueError(
                 f"train is {train!r}; target 'head' compares recurrent heads alone: use train='ssm'."
             )
-        self.target, self._compare = target, LAYER_LOSSES[loss]
+        self.target, self._loss, self._compare = target, loss, LAYER_LOSSES[loss]
         self.entry = "heads" if target == "head" else "forward"
         self.teacher_divisible = target != "layer"
         self._train_only(mixer_parameters(student, train))
@@ -227,17 +272,33 @@ class LayerAlignment(_TeacherForced):
     def _watched(self, site: AttentionSite) -> nn.Module:
         return site.block if self.target == "layer" else site.module
 
-    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
-        mixer, seq_idx, mask = self.student.mixers()[layer], batch["seq_idx"], batch["mask"]
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`; with ``nmse`` also the power of each layer's target, for which the teacher runs."""
+        totals = super().totals(batch)
+        if self._loss == "nmse":
+            with self._autocast(batch):
+                totals |= self._run_teacher(batch, lambda *of_layer: power(self._target(*of_layer), batch["mask"]))
+        return totals
+
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch, totals: Totals) -> Tensor:
+        total = totals.get("tokens" if self._loss == "l2" else f"layer.{layer}")
+        pred, target = self._output(layer, call, batch["seq_idx"]), self._target(layer, call)
+        return self._compare(pred, target, batch["mask"], total)
+
+    def _target(self, layer: int, call: _Call) -> Tensor:
+        return self._recurrent(layer, call.heads_BLHP) if self.target == "head" else call.output[0]
+
+    def _output(self, layer: int, call: _Call, seq_idx_BL: Tensor) -> Tensor:
+        mixer = self.student.mixers()[layer]
         if self.target == "head":
-            recurrent = torch.tensor(mixer.recurrent, device=mask.device)
-            heads_BLHP = mixer.heads(*call.args, **call.kwargs, seq_idx=seq_idx)
-            pred, target = (x.index_select(2, recurrent) for x in (heads_BLHP, call.heads_BLHP))
-            return self._compare(pred, target, mask)
+            return self._recurrent(layer, mixer.heads(*call.args, **call.kwargs, seq_idx=seq_idx_BL))
         module = mixer if self.target == "mixer" else self.student.model.layers[layer]
-        output = module(*call.args, **call.kwargs, seq_idx=seq_idx)
-        pred = output[0] if isinstance(output, tuple) else output
-        return self._compare(pred, call.output[0], mask)
+        output = module(*call.args, **call.kwargs, seq_idx=seq_idx_BL)
+        return output[0] if isinstance(output, tuple) else output
+
+    def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
+        recurrent = torch.tensor(self.student.mixers()[layer].recurrent, device=heads_BLHP.device)
+        return heads_BLHP.index_select(2, recurrent)
 
 
 class MatrixAlignment(_TeacherForced):
@@ -267,10 +328,15 @@ class MatrixAlignment(_TeacherForced):
     def _watched(self, site: AttentionSite) -> nn.Module:
         return site.module
 
-    def _layer_loss(self, layer: int, call: _Call, batch: Batch) -> Tensor:
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`, and the number of rows."""
+        return super().totals(batch) | {"rows": _n_rows(batch["mask"])}
+
+    def _layer_loss(self, layer: int, call: _Call, batch: Batch, totals: Totals) -> Tensor:
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
-        return frobenius_loss(mixing_BRLS, call.output[1][:, list(mixer.recurrent)], batch["mask"])
+        maps_BRLS = call.output[1][:, list(mixer.recurrent)]
+        return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], totals.get("rows"))
 
 
 class EndToEnd(Stage):
@@ -315,9 +381,14 @@ class EndToEnd(Stage):
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
 
-    def loss(self, batch: Batch) -> StageLoss:
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`, and the number of tokens that have a hard label."""
+        labels_BL = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
+        return super().totals(batch) | {"labels": (labels_BL != IGNORE).sum()}
+
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         input_ids, seq_idx, mask = batch["input_ids"], batch["seq_idx"], batch["mask"]
-        options = dict(self._options)
+        options = {**self._options, "n_tokens": totals.get("tokens"), "n_labels": totals.get("labels")}
         if self.hard_weight:
             options |= {"hard_weight": self.hard_weight, "labels_BL": next_token_labels(input_ids, seq_idx, mask)}
         theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
@@ -345,7 +416,7 @@ class EndToEnd(Stage):
 def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
     """The teacher's last hidden states, [B, L, E], every document of a row by itself."""
     packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
-    return teacher.base_model(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
 
 
 def _top_k(batch: Batch) -> TopK:
@@ -354,12 +425,28 @@ def _top_k(batch: Batch) -> TopK:
     return TopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
 
 
+KINDS_OF_ROWS = ("given", "own")
+
+
+class MixedBatch(Batch, total=False):
+    """Rows as the data has them and rows that the student has written, of another length; either may be none."""
+
+    own_input_ids: Tensor
+    own_seq_idx: Tensor
+    own_mask: Tensor
+
+
 class OnPolicy(EndToEnd):
-    """`EndToEnd`, but some micro-batches are text that the student writes itself (arXiv 2306.13649).
+    """`EndToEnd`, but some rows are text that the student writes itself (arXiv 2306.13649).
 
     A row's first ``prompt_tokens``, from the last document that begins there, are what the student goes on from; the
-    teacher then judges every token that it has written. ``share`` is the probability of such a micro-batch. Likelihood
-    on given text hides what goes wrong in generation; this stage trains on it.
+    teacher then judges every token that it has written. ``share`` is the probability that it writes a row. The loss is
+    the mean over the tokens of given rows and that over its own tokens, weighted by rows: a row counts as much when it
+    is written as when it is given, however short the text. Likelihood on given text hides what goes wrong in
+    generation; this stage trains on it.
+
+    Each row draws from a seed of its own: however the step is cut, the same rows are written, and the same text but for
+    rounding. In bfloat16 the logits depend on how many rows are computed together, enough to change a token.
     """
 
     divisible = False
@@ -379,17 +466,52 @@ class OnPolicy(EndToEnd):
         self.share, self.prompt_tokens, self.new_tokens = share, prompt_tokens, new_tokens
         self.sampling_temperature = sampling_temperature
 
-    def loss(self, batch: Batch) -> StageLoss:
-        own = torch.rand(()).item() < self.share
-        return super().loss(self.own_text(batch) if own else batch)
+    def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
+        """As `Stage.micro_batches`, with the student's text. Rows of a kind lie together, so that many are written at
+        a time."""
+        batch = on_device(batch, self.model.device)
+        writes = [random.Random(seed).random() < self.share for seed in seeds]
+        order = sorted(range(len(seeds)), key=lambda row: writes[row])
+        return [self._mixed(batch, order[first : first + size], writes, seeds) for first in range(0, len(order), size)]
+
+    def _mixed(self, batch: Batch, rows: Sequence[int], writes: Sequence[bool], seeds: Sequence[int]) -> MixedBatch:
+        given, written = ([row for row in rows if writes[row] == own] for own in (False, True))
+        mixed = cast(dict[str, Tensor], pick_rows(batch, given))
+        if written:
+            own = self.own_text(pick_rows(batch, written), [seeds[row] for row in written])
+            mixed |= {f"own_{name}": tensor for name, tensor in own.items()}
+        return cast(MixedBatch, mixed)
+
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """As `Stage.n_tokens`, of both kinds of rows."""
+        return torch.stack([_kind_of(batch, kind)["mask"].sum() for kind in KINDS_OF_ROWS]).sum()
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`, and rows and tokens of each kind."""
+        masks = {kind: _kind_of(batch, kind)["mask"] for kind in KINDS_OF_ROWS}
+        rows = {f"{kind}_rows": _n_rows(mask) for kind, mask in masks.items()}
+        tokens = {f"{kind}_tokens": mask.sum() for kind, mask in masks.items()}
+        return Stage.totals(self, batch) | rows | tokens
+
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
+        totals = totals or self.totals(batch)
+        losses = []
+        for kind in KINDS_OF_ROWS:
+            part = _kind_of(batch, kind)
+            if len(part["mask"]):
+                share = totals[f"{kind}_rows"] / (totals["given_rows"] + totals["own_rows"])
+                loss = super().loss(part, {"tokens": totals[f"{kind}_tokens"]}).total
+                losses.append(share.to(loss.dtype) * loss)
+        return StageLoss(torch.stack(losses).sum(), {})
 
     @torch.no_grad()
-    def own_text(self, batch: Batch) -> Batch:
+    def own_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
         """Prompts from the batch and what the student writes after them; the mask is on what predicts its tokens."""
         prompt = slice(0, min(self.prompt_tokens, batch["input_ids"].shape[1]))
         seq_idx, ids = batch["seq_idx"][:, prompt], batch["input_ids"][:, prompt]
         prompt_mask = seq_idx == seq_idx[:, -1:]
-        written = self._continued(ids, prompt_mask)
+        with self._autocast(batch):
+            written = self._continued(ids, prompt_mask, seeds)
         n_prompt, eos = ids.shape[1], self.model.generation_config.eos_token_id
         own = written[:, n_prompt:]
         ends = torch.isin(own, torch.as_tensor(-1 if eos is None else eos, device=own.device))
@@ -401,7 +523,7 @@ class OnPolicy(EndToEnd):
         predicts[:, n_prompt - 1 : -1] = valid & batch["mask"][:, n_prompt - 1 : n_prompt]
         return {"input_ids": written, "seq_idx": is_text.long() + 2 * after.long(), "mask": predicts}
 
-    def _continued(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    def _continued(self, ids_BL: Tensor, mask_BL: Tensor, seeds: Sequence[int]) -> Tensor:
         model: Any = self.model
         training = model.training
         model.eval()
@@ -410,14 +532,41 @@ class OnPolicy(EndToEnd):
                 input_ids=ids_BL,
                 attention_mask=mask_BL.long(),
                 max_new_tokens=self.new_tokens,
-                do_sample=True,
-                temperature=self.sampling_temperature,
-                top_k=0,
-                top_p=1.0,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([_SampleByRow(seeds, self.sampling_temperature, ids_BL.device)]),
+                temperature=None,
+                top_k=None,
+                top_p=None,
                 pad_token_id=0,
             )
         finally:
             model.train(training)
+
+
+class _SampleByRow(LogitsProcessor):
+    """Makes greedy decoding sample: the largest of logits plus Gumbel noise is a draw from their softmax.
+
+    A row's noise depends on its seed and on the token's place alone, not on the rows beside it.
+    """
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        self._temperature = temperature
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        empty = (torch.empty_like(scores[0], dtype=torch.float64) for _ in scores)
+        waits_BV = torch.stack([x_V.exponential_(generator=g) for x_V, g in zip(empty, self._generators, strict=True)])
+        return scores / self._temperature - waits_BV.log()
+
+
+def _kind_of(batch: Batch, kind: str) -> Batch:
+    """The given rows of a `MixedBatch`, or the student's own, if need be none."""
+    tensors, prefix = cast(dict[str, Tensor], batch), "own_" if kind == "own" else ""
+    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__annotations__})
+
+
+def _n_rows(mask_BL: Tensor) -> Tensor:
+    return torch.tensor(len(mask_BL), device=mask_BL.device)
 
 
 class OutputEmbedding(NamedTuple):
@@ -428,7 +577,7 @@ class OutputEmbedding(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OutputEmbedding:
-        return cls(model.get_output_embeddings(), model.base_model.config)
+        return cls(model.get_output_embeddings(), decoder_of(model).config)
 
     def __call__(self, hidden_BLD: Tensor) -> Tensor:
         return finish_logits(self.module(hidden_BLD), self.config)

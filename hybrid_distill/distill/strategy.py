@@ -23,8 +23,10 @@ from .stages import Stage
 class Strategy(ABC):
     """A stage on its device and ready to train. Every process must call each method, in the same order."""
 
+    stage: Stage
+    """The stage as it trains, or a copy of the one that was handed over."""
     model: Any
-    """What takes a batch: the stage, or what is wrapped around it."""
+    """What takes a batch: ``stage``, or what is wrapped around it."""
     optimizer: Any
 
     @abstractmethod
@@ -58,21 +60,21 @@ class Replicated(Strategy):
     """One process, or DDP: every process holds everything."""
 
     def __init__(self, stage: Stage, config: StageConfig, accelerator: Accelerator) -> None:
-        self._stage, self._accelerator = stage, accelerator
+        self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage, config))
 
     def weights(self) -> Content:
-        return {name: parameter.detach() for name, parameter in trainable(self._stage).items()}
+        return {name: parameter.detach() for name, parameter in trainable(self.stage).items()}
 
     def optimizer_tensors(self) -> Content:
-        return optimizer_tensors(self._stage, self.optimizer)
+        return optimizer_tensors(self.stage, self.optimizer)
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        load_optimizer_tensors(self._stage, self.optimizer, tensors)
+        load_optimizer_tensors(self.stage, self.optimizer, tensors)
 
     def clip_gradients(self, max_norm: float) -> float:
-        return float(cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self._stage).values(), max_norm)))
+        return float(cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)))
 
     def give_back(self) -> None:
         pass

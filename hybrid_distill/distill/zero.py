@@ -32,7 +32,7 @@ class Zero(Strategy):
                 f"{config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; "
                 "use 'stop', or DDP or FSDP2."
             )
-        self._stage, self._accelerator = stage, accelerator
+        self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage, config))
         prepare_outside_use(stage)
@@ -40,21 +40,21 @@ class Zero(Strategy):
             raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
 
     def weights(self) -> Content:
-        return whole_trainable(self._stage)
+        return whole_trainable(self.stage)
 
     def optimizer_tensors(self) -> Content:
-        return whole_optimizer(self._stage, self.optimizer)
+        return whole_optimizer(self.stage, self.optimizer)
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        load_optimizer(self._stage, self.optimizer, tensors)
+        load_optimizer(self.stage, self.optimizer, tensors)
 
     def clip_gradients(self, max_norm: float) -> float:
         """DeepSpeed was told the norm by `set_batch`, and has clipped."""
-        norm = self._accelerator.clip_grad_norm_(trainable(self._stage).values(), max_norm)
+        norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return 0.0 if norm is None else float(norm)
 
     def give_back(self) -> None:
-        release(self._stage, self.model)
+        release(self.stage, self.model)
 
 
 def whole_trainable(module: nn.Module) -> dict[str, Divided]:

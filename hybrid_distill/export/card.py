@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluate import EvalResult
-from ..model import HybridForCausalLM
+from ..model import HybridForCausalLM, layer_windows
 from ..plan import HeadPlan
 from ..report import Row, measured, results_table
 from ..scoring import HeadScores
-from ..teacher import TINY
+from ..teacher import TINY, rope_by_length
 from .falcon_h1 import container
+from .versions import oldest_transformers, right_for_falcon_h1, tried_versions
 
 UNKNOWN = "unknown"
 MOST_MISSED = 10
@@ -70,11 +71,16 @@ recurrent heads remember {conv_kb:.1f} kB besides.
 - A recurrent head remembers a fixed amount: what depends on heads that were not kept can fail in long or
   dense contexts, also where the figures above look fine. Test your own task, by generation.
 - It is no drop-in for tools that roll a cache back (speculative decoding) or edit keys and values in place.
+{rope}"""
+ROPE = """\
+- Its positions are its teacher's, whose RoPE ({kind}) depends on the length of the row: beyond {length:,} tokens, text
+  that is read from a cache, or in a batch with longer rows, gets other logits than at once and alone.
 """
 
 LOAD = {
     "remote-code": """\
-Needs `torch` and `transformers` 4.56 or newer, nothing else.
+Needs `torch` and `transformers` {oldest} or newer, nothing else; an older one is refused. Newest version tried:
+{newest}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,8 +92,8 @@ model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype
 `trust_remote_code=True` runs the Python files of this folder; they import torch and transformers only. They are
 plain PyTorch; speed depends on kernels that the training package brings.""",
     "falcon-h1": """\
-Needs `torch` and `transformers` 4.56 or newer, nothing else, and no remote code: the model is stored as a
-`FalconH1ForCausalLM`, which computes the same function.
+Needs `torch` and `transformers`, nothing else, and no remote code: the model is stored as a
+`FalconH1ForCausalLM`, which computes the same function. Tried with transformers {right}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,7 +124,7 @@ def quantised_card(card: str, to: str, limit: float) -> str:
     """The card of an export, for its copy in 8 bits."""
     made_with = {name: version(name) for name in ("torchao", "transformers")}
     said = QUANTISED.format(to=to, limit=limit, **made_with)
-    card = card.replace("4.56 or newer, nothing else.", "4.56 or newer, and `torchao`.", 1)
+    card = card.replace("or newer, nothing else;", "or newer, and `torchao`;", 1)
     return card.replace("\n## Heads kept\n", f"\n{said}\n## Heads kept\n", 1)
 
 
@@ -172,10 +178,21 @@ def model_card(
         training=_training_section(training),
         results=_results_section(plan, results),
         licence=_licence_section(license, teacher),
-        load=LOAD[form].format(cost=container_cost(student, plan)) if form == "falcon-h1" else LOAD[form],
+        load=LOAD[form].format(
+            oldest=oldest_transformers(config.backbone["model_type"]),
+            newest=tried_versions()[-1],
+            right=", ".join(right_for_falcon_h1()),
+            cost=container_cost(student, plan) if form == "falcon-h1" else "",
+        ),
         conv_kb=conv / 1e3,
         memory=_memory_table(student, plan),
+        rope=_rope_limitation(student),
     )
+
+
+def _rope_limitation(student: PreTrainedModel) -> str:
+    rope = rope_by_length(student.config.backbone_config())
+    return "" if rope is None else ROPE.format(kind=rope[0], length=rope[1])
 
 
 def _plan_section(plan: HeadPlan, scores: HeadScores | None) -> str:
@@ -262,5 +279,10 @@ def container_cost(student: PreTrainedModel, plan: HeadPlan, length: int = 4096)
 def _cache(student: PreTrainedModel, plan: HeadPlan, length: int) -> CacheBytes:
     config = student.config
     return cache_bytes(
-        plan, length=length, head_dim=config.head_dim, d_state=config.d_state, conv_width=config.conv_width
+        plan,
+        length=length,
+        head_dim=config.head_dim,
+        d_state=config.d_state,
+        conv_width=config.conv_width,
+        windows=layer_windows(config.backbone_config()),
     )

@@ -16,6 +16,8 @@ that is printed:
 - cached: half a prompt, then `generate` made to write the other half, one token at a time = the prompt at once;
 - padded: a left-padded batch = each prompt alone;
 - generated: the same tokens, from the cache, without it, and in the batch;
+  (with RoPE that depends on the length, "dynamic" and "longrope", a cache and a batch give other logits: these are
+  held against those of the model that was exported, and tokens are generated from the cache alone)
 - tokenizer: the same ids.
 
 Exit status: 0 if all hold, 1 if one does not, 2 if there is nothing to check, or nothing to load it with.
@@ -31,7 +33,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ class Prompts:
 
     ``logits_LC`` holds the columns ``columns_C`` of the vocabulary; ``leads_T`` is the lead of each
     generated token over the second best logit. From the first token whose lead is within rounding,
-    generated tokens are not compared.
+    generated tokens are not compared. ``cached_LC`` and ``padded_LC``, logits from a cache and of the left-padded
+    batch, are there for models for which they are not those of the prompt alone.
     """
 
     ids_L: list[Tensor]
@@ -86,6 +89,8 @@ class Prompts:
     generated_T: list[Tensor]
     leads_T: list[Tensor]
     columns_C: Tensor
+    cached_LC: list[Tensor] = field(default_factory=list)
+    padded_LC: list[Tensor] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         arrays = {"columns": self.columns_C}
@@ -94,16 +99,19 @@ class Prompts:
             arrays[f"logits_{i}"] = self.logits_LC[i]
             arrays[f"generated_{i}"] = self.generated_T[i]
             arrays[f"leads_{i}"] = self.leads_T[i]
+            if self.cached_LC:
+                arrays |= {f"cached_{i}": self.cached_LC[i], f"padded_{i}": self.padded_LC[i]}
         save_file({name: array.cpu().contiguous() for name, array in arrays.items()}, path)
 
     @staticmethod
     def load(path: Path, device: str) -> Prompts:
         arrays = {name: array.to(device) for name, array in load_file(path).items()}
         n = sum(name.startswith("ids_") for name in arrays)
-        ids, logits, generated, leads = (
-            [arrays[f"{name}_{i}"] for i in range(n)] for name in ("ids", "logits", "generated", "leads")
+        ids, logits, generated, leads, cached, padded = (
+            [arrays[f"{name}_{i}"] for i in range(n) if f"{name}_{i}" in arrays]
+            for name in ("ids", "logits", "generated", "leads", "cached", "padded")
         )
-        return Prompts(ids, logits, generated, leads, arrays["columns"])
+        return Prompts(ids, logits, generated, leads, arrays["columns"], cached, padded)
 
     @property
     def new_tokens(self) -> int:
@@ -127,8 +135,9 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
         checks.append(loading)
         limits = limits_of(record, model.dtype)
         checks.append(check_forward(model, prompts, limits["forward"]))
-        checks.append(check_cached(model, prompts, limits["order"]))
-        checks.append(check_padded(model, prompts, limits["order"]))
+        other_ways = max(limits.values()) if prompts.cached_LC else limits["order"]
+        checks.append(check_cached(model, prompts, other_ways))
+        checks.append(check_padded(model, prompts, other_ways))
         checks += check_generated(model, prompts, max(limits.values()))
     except Exception as error:
         checks.append(Check("every check can be made", float("inf"), 0, f"{type(error).__name__}: {error}"))
@@ -264,53 +273,78 @@ def check_loading(folder: Path, record: dict[str, Any], device: str) -> tuple[An
 @torch.no_grad()
 def check_forward(model: Any, prompts: Prompts, limit: float) -> Check:
     """Logits of the reloaded model against those of the exported one."""
-    worst = 0.0
-    for ids_L, expected_LC in zip(prompts.ids_L, prompts.logits_LC):
-        logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
-        worst = _worse(worst, logits_LV[:, prompts.columns_C] - expected_LC)
+    logits_LV = (model(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in prompts.ids_L)
+    worst = _worst(logits_LV, prompts.logits_LC, prompts.columns_C)
     return Check("reloaded = exported model, logits", worst / prompts.scale, limit)
 
 
 @torch.no_grad()
 def check_cached(model: Any, prompts: Prompts, limit: float) -> Check:
-    """Half the prompt, then token by token through the cache, against the whole prompt at once.
-
-    By `generate`, because some models take no cache but one that it has prepared.
-    """
-    worst = 0.0
-    for ids_L in prompts.ids_L:
-        full_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
-        half = max(len(ids_L) // 2, 1)
-        steps = generate(model, ids_L[None, :half], None, len(ids_L) - half + 1, written_L=ids_L).logits
-        worst = _worse(worst, torch.cat(steps).float() - full_LV[half - 1 :])
+    """Half the prompt, then token by token through the cache, against the whole prompt at once."""
+    if prompts.cached_LC:
+        worst = _worst(cached_logits(model, prompts.ids_L), prompts.cached_LC, prompts.columns_C)
+        return Check("cached decode = exported model's, logits", worst / prompts.scale, limit)
+    cached_LV = cached_logits(model, prompts.ids_L)
+    full_LV = [model(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in prompts.ids_L]
+    worst = _worst(cached_LV, [full[-len(cached) :] for full, cached in zip(full_LV, cached_LV)])
     return Check("cached decode = full forward, logits", worst / prompts.scale, limit)
 
 
 @torch.no_grad()
 def check_padded(model: Any, prompts: Prompts, limit: float) -> Check:
     """Logits of a left-padded batch, at the real tokens, against each prompt alone."""
-    ids_BL, mask_BL = left_padded(prompts.ids_L)
+    padded_LV = padded_logits(model, prompts.ids_L)
+    if prompts.padded_LC:
+        worst = _worst(padded_LV, prompts.padded_LC, prompts.columns_C)
+        return Check("left-padded batch = exported model's, logits", worst / prompts.scale, limit)
+    alone_LV = (model(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in prompts.ids_L)
+    return Check("left-padded batch = single prompts, logits", _worst(padded_LV, alone_LV) / prompts.scale, limit)
+
+
+@torch.no_grad()
+def cached_logits(model: Any, ids: Sequence[Tensor]) -> list[Tensor]:
+    """Logits [L, V] from the middle of each prompt on, read token by token.
+
+    By `generate`, because some models take no cache but one that it has prepared.
+    """
+    found = []
+    for ids_L in ids:
+        half = max(len(ids_L) // 2, 1)
+        steps = generate(model, ids_L[None, :half], None, len(ids_L) - half + 1, written_L=ids_L).logits
+        found.append(torch.cat(steps).float())
+    return found
+
+
+@torch.no_grad()
+def padded_logits(model: Any, ids: Sequence[Tensor]) -> list[Tensor]:
+    """Logits [L, V] of each prompt's tokens in a left-padded batch."""
+    ids_BL, mask_BL = left_padded(ids)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
-    batch = model(
-        input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False
-    ).logits.float()
+    batch = model(input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False).logits
+    return [logits_LV[-len(ids_L) :].float() for ids_L, logits_LV in zip(ids, batch)]
+
+
+def _worst(found: Iterable[Tensor], expected: Iterable[Tensor], columns_C: Tensor | None = None) -> float:
+    """The largest difference; ``expected`` holds the columns ``columns_C`` if they are given."""
     worst = 0.0
-    for ids_L, logits_LV in zip(prompts.ids_L, batch):
-        alone_LV = model(input_ids=ids_L[None], use_cache=False).logits[0].float()
-        worst = _worse(worst, logits_LV[-len(ids_L) :] - alone_LV)
-    return Check("left-padded batch = single prompts, logits", worst / prompts.scale, limit)
+    for found_LV, expected_LC in zip(found, expected, strict=True):
+        worst = _worse(worst, (found_LV if columns_C is None else found_LV[:, columns_C]) - expected_LC)
+    return worst
 
 
 def check_generated(model: Any, prompts: Prompts, limit: float) -> list[Check]:
     """Greedy tokens against the exported model's: alone, without a cache, and in one left-padded batch."""
-    alone = [greedy(model, ids_L[None], None, prompts.new_tokens)[0][0] for ids_L in prompts.ids_L]
-    uncached = [
-        greedy(model, ids_L[None], None, prompts.new_tokens, use_cache=False)[0][0] for ids_L in prompts.ids_L
-    ]
-    ids_BL, mask_BL = left_padded(prompts.ids_L)
-    batch = greedy(model, ids_BL, mask_BL, prompts.new_tokens)[0]
+    ways: dict[str, Any] = {
+        "cached": [greedy(model, ids_L[None], None, prompts.new_tokens)[0][0] for ids_L in prompts.ids_L]
+    }
+    if not prompts.cached_LC:
+        ways["uncached"] = [
+            greedy(model, ids_L[None], None, prompts.new_tokens, use_cache=False)[0][0] for ids_L in prompts.ids_L
+        ]
+        ids_BL, mask_BL = left_padded(prompts.ids_L)
+        ways["left-padded batch"] = greedy(model, ids_BL, mask_BL, prompts.new_tokens)[0]
     checks = []
-    for name, tokens in (("cached", alone), ("uncached", uncached), ("left-padded batch", batch)):
+    for name, tokens in ways.items():
         different, compared = _compare_tokens(tokens, prompts, 2 * limit * prompts.scale)
         checks.append(Check(f"generated tokens, {name}: different of {compared}", different, 0))
     return checks

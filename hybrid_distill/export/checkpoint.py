@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluate import EvalResult
+from ..locking import locked
 from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import ATTENTION
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
 from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
+from .versions import oldest_transformers
 
 # Present in every export: a folder without it is not ours to replace.
 MARK = Path("gate") / "reference.json"
@@ -65,7 +69,7 @@ def export_checkpoint(
     _check_plan(student, plan)
     _check_replaceable(path)
     tied = tied_names(student)
-    with _replacing(path) as folder:
+    with replacing_folder(path) as folder:
         write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
         write_configuration(student, folder, form)
         if form == "remote-code":
@@ -113,29 +117,37 @@ def _check_replaceable(path: Path) -> None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing_folder(path: Path) -> Iterator[Path]:
     """A new folder beside ``path`` that takes its place when the block ends well, and disappears otherwise.
 
     The folder that is replaced is moved aside first and deleted last: at no time is there a half-written
-    one at ``path``.
+    one at ``path``. What a killed process has left is cleared away first, and a folder that it had moved aside is put
+    back. Raises InUse when another process is writing ``path``, ExportError when the disk is full or cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("new", "old"))
-    try:
-        new.mkdir()
-        yield new
-        if path.exists():
-            path.rename(old)
+    new, old = (path.with_name(f".{path.name}.{word}.tmp") for word in ("new", "old"))
+    with locked(path, beside=True):
+        if old.exists() and not path.exists():
+            old.rename(path)
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
         try:
-            new.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            new.mkdir()
+            yield new
+            if path.exists():
+                path.rename(old)
+            try:
+                new.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                raise
+        except (OSError, SafetensorError) as error:
+            there = "the export that was there is untouched" if path.exists() else "nothing is left of it"
+            raise ExportError(f"cannot write {path} ({error}); {there}: make room and export again.") from error
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def tied_names(student: PreTrainedModel) -> dict[str, str]:
@@ -192,6 +204,8 @@ def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> N
             config.pop(name, None)
         config["architectures"] = [type(student).__name__]
         config["dtype"] = str(student.dtype).removeprefix("torch.")
+        config["checked_attention"] = _checked_attention(cast(HybridForCausalLM, student))
+        config["oldest_transformers"] = oldest_transformers(student.config.backbone["model_type"])
     if form == "remote-code":
         config["auto_map"] = {
             "AutoConfig": _dotted(type(student.config)),
@@ -200,6 +214,16 @@ def write_configuration(student: PreTrainedModel, folder: Path, form: Form) -> N
     _write_json(folder / "config.json", config)
     if student.generation_config is not None:
         student.generation_config.save_pretrained(folder)
+
+
+def _checked_attention(student: HybridForCausalLM) -> str:
+    """The student's own attention implementation; for one that needs a GPU, what transformers takes by itself."""
+    own = student.model.config._attn_implementation
+    if own in ATTENTION:
+        return own
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(student.config.backbone_config(), trust_remote_code=False)
+    return backbone.config._attn_implementation
 
 
 def write_code(student: PreTrainedModel, folder: Path) -> None:

@@ -17,7 +17,7 @@ from ..scoring import HeadScores
 from .card import UNKNOWN
 from .checkpoint import Form, export_checkpoint
 from .falcon_h1 import MODEL_TYPE
-from .gate import GateReport
+from .gate import GateReport, check_unchanged
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def export_student(job: ExportJob) -> GateReport:
             f"{job.model} holds a model of type {config.get('model_type')!r}; name a finished run, or {hint}: a folder "
             f"whose config.json says {HybridConfig.model_type}."
         )
+    check_unchanged(job.model)
     student, tokenizer = load_student(job.model)
     files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "training")}
     results = read_json(files["evaluation"]) if files["evaluation"].is_file() else {}

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..guard import check_checkpoint, check_no_run, code_differs
 from ..model import HybridForCausalLM
+from ..teacher import rope_by_length
 from . import check as program
 from .check import Check, Prompts, form_of, greedy, tensor_hash
 from .falcon_h1 import container
@@ -110,6 +111,15 @@ def _check_is_export(folder: Path) -> None:
         raise ValueError(f"{folder} is no exported checkpoint: it lacks {' and '.join(lacking)}; name one that has it.")
 
 
+def check_unchanged(folder: Path) -> None:
+    """Raise ExportError, naming tensors, where an export's files are not those that its gate passed."""
+    if not (record := folder / "gate" / "reference.json").is_file():
+        raise ValueError(f"{folder} has no gate/reference.json; name a finished run, or an export as it was written.")
+    check = program.check_tensors_on_disk(folder, json.loads(record.read_text()))
+    if not check.ok:
+        raise ExportError(f"{folder} is not as it was exported: {check.name} {check.measured:g} ({check.detail}).")
+
+
 def _check_code(folder: Path) -> None:
     if other := code_differs(folder):
         raise ValueError(
@@ -151,7 +161,11 @@ def write_record(
     }
     (gate / "reference.json").write_text(json.dumps(record, indent=1) + "\n")
     prompts = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
-    record_prompts(reference, prompts).save(gate / "reference.safetensors")
+    path = gate / "reference.safetensors"
+    path.touch()
+    mode = path.stat().st_mode  # as in `write_weights`
+    record_prompts(reference, prompts).save(path)
+    path.chmod(mode)
 
 
 def copy_record(source: Path, folder: Path, quantised: Mapping[str, Any]) -> None:
@@ -186,6 +200,11 @@ def record_prompts(student: PreTrainedModel, ids: list[Tensor]) -> Prompts:
         logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
         vocab_size = logits_LV[0].shape[-1]
         columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
+        other_ways: list[list[Tensor]] = []
+        if rope_by_length(cast(HybridForCausalLM, student).model.config) is not None:
+            # In the order of the checks: frequencies may depend on what was computed before.
+            found = program.cached_logits(student, ids), program.padded_logits(student, ids)
+            other_ways = [[logits_LV[:, columns_C] for logits_LV in way] for way in found]
         generated, leads = zip(
             *(greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids), strict=True
         )
@@ -197,6 +216,7 @@ def record_prompts(student: PreTrainedModel, ids: list[Tensor]) -> Prompts:
         [t[0] for t in generated],
         [t[0] for t in leads],
         columns_C,
+        *other_ways,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,9 @@ from typing import Any, Literal
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from ..guard import check_checkpoint, check_in_full, load_student
+from ..io import write_json, write_text
 from .card import quantised_card
+from .checkpoint import replacing_folder
 from .gate import copy_record, run_gate
 
 Numbers = Literal["int8", "fp8"]
@@ -44,20 +45,17 @@ def quantise(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | N
     if importlib.util.find_spec("torchao") is None:
         raise ValueError("quantise needs torchao, which is not installed; pip install torchao.")
     load: Any = AutoModelForCausalLM.from_pretrained
-    try:
-        settings = _config(to, student)
-        load(folder, dtype=student.dtype, quantization_config=settings, trust_remote_code=False).save_pretrained(out)
+    copy = load(folder, dtype=student.dtype, quantization_config=_config(to, student), trust_remote_code=False)
+    with replacing_folder(out) as new:
+        copy.save_pretrained(new)
         for pattern in TRAVELS:
             for file in folder.glob(pattern):
-                shutil.copyfile(file, out / file.name)
-        copy_record(folder, out, {"to": to, "limit": limit, "not_quantised": IN_FULL})
-        report = run_gate(out, out / "gate", "cpu").require(out)
-        (out / "gate" / "report.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+                shutil.copyfile(file, new / file.name)
+        copy_record(folder, new, {"to": to, "limit": limit, "not_quantised": IN_FULL})
+        report = run_gate(new, new / "gate", "cpu", called=out).require(out)
+        write_json(new / "gate" / "report.json", report.to_dict())
         if (card := folder / "README.md").is_file():
-            (out / "README.md").write_text(quantised_card(card.read_text(encoding="utf-8"), to, limit))
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+            write_text(new / "README.md", quantised_card(card.read_text(encoding="utf-8"), to, limit))
     return f"{_weight_bytes(folder):,} bytes of weights -> {_weight_bytes(out):,} in {to}: {out}\n{report.table()}"
 
 

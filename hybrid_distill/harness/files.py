@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..io import write_text
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Rows = list[dict[str, Any]]
@@ -59,9 +61,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write rows as JSON lines, whole or not at all; how many there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, "".join(f"{line}\n" for line in lines))
     return len(lines)
 
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from ..distill.accelerator import make_accelerator, on_main_process
+from ..distill.accelerator import alone_in, make_accelerator, on_main_process
+from ..io import write_text
 from ..teacher import TINY, load_teacher, read_teacher
 from .results import FILE, SuiteResult, compare, tables
 from .running import SuiteTasks, run_suite
@@ -100,12 +101,13 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
     tasks, questions = tasks_of(job.suite), _questions(job)
     if missing := questions.missing(part for task in tasks for part in questions.parts(task)):
         raise ValueError(_missing(missing, job))
-    result = _measure(job, "--model", job.folder, tasks, questions)
-    teacher = None if job.teacher is None else _teacher(job, tasks, questions)
-    text = tables(result, teacher)
-    if teacher is not None:
-        result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
-    on_main_process(lambda: (result.save(job.folder / FILE), (job.folder / TABLE).write_text(f"{text}\n")))
+    with alone_in(job.folder):
+        result = _measure(job, "--model", job.folder, tasks, questions)
+        teacher = None if job.teacher is None else _teacher(job, tasks, questions)
+        text = tables(result, teacher)
+        if teacher is not None:
+            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
+        on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
     return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..distill.checkpoint import write_json
+from ..io import write_json
 from ..report.tables import ABSENT, markdown_table, signed
 from .suites import TASKS
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..io import write_text
 from .files import find_split, write_rows
 from .running import first_line, quiet
 from .suites import ProbeTask, StockTask
@@ -33,7 +34,7 @@ def write_task_files(
         except Exception as error:  # of the hub and of its libraries, there are many kinds
             failed[task.name] = first_line(error)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text("\n".join(_readme(tasks, questions)) + "\n")
+    write_text(folder / "README.md", "\n".join(_readme(tasks, questions)) + "\n")
     return written, failed
 
 

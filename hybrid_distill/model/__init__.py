@@ -4,7 +4,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_hybrid import HybridConfig
 from .mixer import HybridCache, HybridLayerCache, HybridMixer, SSMHeads
-from .modeling_hybrid import HybridForCausalLM, packed_inputs
+from .modeling_hybrid import HybridForCausalLM, layer_windows, packed_inputs
 from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "HybridMixer",
     "SSMHeads",
     "causal_conv",
+    "layer_windows",
     "log_decay",
     "mixing_matrix",
     "packed_inputs",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Any
 
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 D_STATE_RANGE = (4, 128)
 CONV_WIDTH_RANGE = (1, 16)
 RECURRENCES = ("discrete", "mamba2")
+ATTENTION = ("sdpa", "eager")
+"""Attention implementations that every machine has."""
 
 # Far above every model there is, far below what would fill a memory before the first error: name -> largest value.
 LARGEST = {
@@ -46,8 +50,10 @@ class HybridConfig(PretrainedConfig):
     ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query
     heads that stay attention; every other head is recurrent with state size ``d_state``, in one of the
     `RECURRENCES` (see `SSMHeads`). ``conv_bias`` is a bias behind the convolution of discrete heads, which only
-    checkpoints made elsewhere have (Llamba). Raises ValueError for any field that describes no model, before a
-    tensor is allocated.
+    checkpoints made elsewhere have (Llamba). An export also holds what it was checked with: ``checked_attention``, the
+    attention implementation to use unless another is asked for, and ``oldest_transformers``, below which it would
+    compute something else. Raises ValueError for any field that describes no model, and under an older transformers,
+    before a tensor is allocated.
     """
 
     model_type = "hybrid_distill"
@@ -62,9 +68,16 @@ class HybridConfig(PretrainedConfig):
         conv_width: int = 4,
         conv_bias: bool = False,
         recurrence: str = "discrete",
+        checked_attention: str | None = None,
+        oldest_transformers: str | None = None,
         **kwargs: Any,
     ) -> None:
+        check_version(oldest_transformers)
         check_values("", kwargs)
+        if checked_attention not in (None, *ATTENTION):
+            raise ValueError(
+                f"checked_attention is {shortened(checked_attention)}; it must be one of {', '.join(ATTENTION)}."
+            )
         if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
             backbone = _clean_backbone(backbone)
             check_sizes(backbone)
@@ -87,6 +100,8 @@ class HybridConfig(PretrainedConfig):
         self.conv_width = conv_width
         self.conv_bias = conv_bias
         self.recurrence = recurrence
+        self.checked_attention = checked_attention
+        self.oldest_transformers = oldest_transformers
         super().__init__(**kwargs)
 
     def backbone_config(self) -> PretrainedConfig:
@@ -136,6 +151,26 @@ class HybridConfig(PretrainedConfig):
     @property
     def initializer_range(self) -> float:
         return self.backbone.get("initializer_range", 0.02)
+
+
+def check_version(oldest: Any) -> None:
+    """Raise ValueError under a transformers older than ``oldest``, and where that is not a version."""
+    if oldest is None:
+        return
+    parts = oldest.split(".") if isinstance(oldest, str) else []
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and len(part) < 5 for part in parts):
+        raise ValueError(f"oldest_transformers is {shortened(oldest)}; it must be a version such as 5.0.0.")
+    if release(transformers.__version__) < release(oldest):
+        raise ValueError(
+            f"this student computes what was recorded from transformers {oldest} on, and this is transformers "
+            f"{transformers.__version__}; pip install 'transformers>={oldest}'."
+        )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Numbers of a version to compare it by: (5, 23, 0) of "5.23.0.dev0"."""
+    leading = ("".join(itertools.takewhile(str.isdecimal, part)) for part in version.split(".")[:3])
+    return tuple(int(digits) for digits in leading if digits)
 
 
 def check_values(name: str, value: Any, depth: int = 0) -> None:
@@ -207,15 +242,29 @@ def _check_whole(name: str, value: Any, largest: int) -> None:
 
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
-    fields = dict(backbone)
+    # Copied: transformers completes the dictionaries that it is given.
+    fields: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in backbone.items()}
     try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
         reason = " ".join(str(error).split())
         raise ValueError(
             f"backbone describes no {backbone['model_type']} model ({type(error).__name__}: {reason}); "
             "pass the teacher's config.to_dict()."
         ) from error
+    wanted, understood = backbone.get("rope_parameters"), getattr(config, "rope_parameters", None)
+    by_type = _rope_by_layer_type(wanted)
+    if isinstance(understood, dict) and not _rope_by_layer_type(understood) and len({*map(str, by_type.values())}) > 1:
+        raise ValueError(
+            f"transformers {transformers.__version__} gives all layers of {backbone['model_type']} one RoPE, and this "
+            "backbone has another for each type of layer; pip install --upgrade transformers."
+        )
+    return config
+
+
+def _rope_by_layer_type(rope: Any) -> dict[str, Any]:
+    """RoPE settings of each type of layer, empty where all layers have the same."""
+    return rope if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict) else {}
 
 
 def _clean_backbone(backbone: Any) -> dict[str, Any]:
@@ -235,14 +284,22 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 keeps RoPE settings in ``rope_parameters``; 4.x reads the names that are added here."""
-    rope = backbone.get("rope_parameters")
+    rope, old = backbone.get("rope_parameters"), {}
+    by_type = _rope_by_layer_type(rope)
+    if by_type and release(transformers.__version__) < (5,):  # 5 would take the old names for all types of layers
+        old["rope_local_base_freq"] = (by_type.get("sliding_attention") or {}).get("rope_theta")
+        rope = by_type["full_attention"]
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return backbone
-    old = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    old |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     if rope.get("rope_type", "default") != "default":
         old["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if backbone["model_type"] == "gpt_neox":
+        old |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    if backbone["model_type"] == "phi3" and old["rope_scaling"]:  # 4.x wants these three and no others
+        old["rope_scaling"] = {"type": "longrope", **{name: rope[name] for name in ("short_factor", "long_factor")}}
     return {**backbone, **old}
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .layout import CACHE_NAMES, AttentionLayout, Part, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
+ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that an attention module does not know
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
@@ -59,9 +63,9 @@ class HybridLayerCache(DynamicLayer):
             value_states = torch.cat([self.values, value_states], dim=-2)
         self.keys, self.values = key_states, value_states
         if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
+            first = key_states.shape[-2] - (self.sliding_window - 1)
             # Cloned: a slice would hold on to the whole.
-            self.keys = key_states[..., -self.sliding_window + 1 :, :].clone()
-            self.values = value_states[..., -self.sliding_window + 1 :, :].clone()
+            self.keys, self.values = (new[..., first:, :].clone() for new in (key_states, value_states))
         return key_states.to(dtype), value_states.to(dtype)
 
     def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
@@ -143,6 +147,27 @@ class _KVStore:
         if self.handed_out is None:
             return key_states, value_states
         return _pick_heads(key_states, self.handed_out), _pick_heads(value_states, self.handed_out)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0 if self.layer is None else self.layer.get_seq_length()
+
+
+class _CutConfig:
+    """A backbone's config as kept attention sees it: with its own number of heads, all else as it is there, live."""
+
+    def __init__(self, backbone: PretrainedConfig, n_heads: int, n_kv_heads: int) -> None:
+        self._backbone = backbone
+        self.num_attention_heads, self.num_key_value_heads = n_heads, n_kv_heads
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_backbone":  # asked for by copy and pickle before there is one
+            raise AttributeError(name)
+        return getattr(self._backbone, name)
+
+
+def _pick_blocks(heads: list[int], head_dim: int, norm: nn.Module, args: Any, out_BLC: Tensor) -> Tensor:
+    """A forward hook: some heads of what a norm over all heads gives out."""
+    return torch.cat([out_BLC[..., head * head_dim : (head + 1) * head_dim] for head in heads], dim=-1)
 
 
 def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
@@ -228,16 +253,25 @@ class SSMHeads(nn.Module):
         seq_idx_BL: Tensor | None = None,
         cache: HybridLayerCache | None = None,
     ) -> Tensor:
-        """Outputs of the recurrent heads, y_BLRP."""
+        """Outputs of the recurrent heads, y_BLRP.
+
+        Where ``token_mask_BL`` is 0 there is padding, wherever in a row: tokens see, and states hold, what they would
+        without it.
+        """
         if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
             return self._step(hidden_BLD, token_mask_BL, cache)
+        if token_mask_BL is not None:
+            order, back, token_mask_BL = _tokens_first(token_mask_BL)
+            hidden_BLD = _Reordered.apply(hidden_BLD, order, back)
+            if seq_idx_BL is not None:  # the padding at the end now is of the last document
+                seq_idx_BL = _Reordered.apply(seq_idx_BL, order, back).cummax(dim=1).values
         states = (None, None) if cache is None else (cache.conv_state, cache.ssm_state)
         whole = self.segment_len is None or hidden_BLD.shape[1] <= self.segment_len
         run = self._run if whole else self._run_in_segments
         y_BLRP, *states = run(hidden_BLD, token_mask_BL, seq_idx_BL, *states)
         if cache is not None:
             cache.remember(conv_state=states[0], ssm_state=states[1])
-        return y_BLRP
+        return y_BLRP if token_mask_BL is None else _Reordered.apply(y_BLRP, back, order)
 
     def _run(
         self,
@@ -334,17 +368,19 @@ class SSMHeads(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R], and the convolution's state.
 
-        Padding adds and decays nothing.
+        Padding, which stands behind the tokens of its row, adds and decays nothing.
         """
+        n_tokens_B = None
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
-            xbc_BLC = xbc_BLC * token_BL1
+            n_tokens_B = token_mask_BL.long().sum(dim=1)
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
         xbc_BLC, conv_state_BCK = causal_conv(
             xbc_BLC,
             self.conv_weight.to(xbc_BLC.dtype),
             state_BCK=conv_state_BCK,
             seq_idx_BL=seq_idx_BL,
+            n_tokens_B=n_tokens_B,
             impl=self.impl,
         )
         if self.conv_bias is not None:
@@ -356,9 +392,36 @@ class SSMHeads(nn.Module):
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
         if self.is_mamba2:
             b = b * -log_decay(raw_BLR).unsqueeze(-1).to(b.dtype)
-        if token_mask_BL is not None:  # a token before the padding must not reach it through the convolution
+        if token_mask_BL is not None:
             x = x * token_BL1.unsqueeze(-1)
         return x, b, c, raw_BLR, conv_state_BCK
+
+
+def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The order (for `_Reordered`) in which a row's tokens come before its padding, the way back, the mask then.
+
+    Without a sort, and without waiting for the device to say whether there is padding.
+    """
+    is_token = token_mask_BL != 0
+    n_tokens_B1 = is_token.sum(dim=1, keepdim=True)
+    place_BL = torch.where(is_token, is_token.cumsum(1), n_tokens_B1 + (~is_token).cumsum(1)) - 1
+    index_BL = torch.arange(place_BL.numel(), device=place_BL.device).view_as(place_BL)
+    back = (place_BL + index_BL[:, :1]).flatten()
+    return torch.empty_like(back).scatter_(0, back, index_BL.flatten()), back, index_BL[:1] < n_tokens_B1
+
+
+class _Reordered(torch.autograd.Function):
+    """Tokens [B, L, ..] in the order of ``index``, which counts over all rows. The gradient goes the way ``back``."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(index, back)
+        return t.flatten(0, 1).index_select(0, index).view(t.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        index, back = ctx.saved_tensors
+        return _Reordered.apply(gradient, back, index), None, None
 
 
 def _of_document(
@@ -375,12 +438,14 @@ class HybridMixer(nn.Module):
     """Takes the place of an attention module: same inputs, same kind of output.
 
     ``attention`` is the backbone's own attention module, cut down to the kept heads and without output
-    projection (None when no head is kept); ``ssm`` holds the recurrent heads (None when all are kept).
+    projection (None when no head is kept); ``ssm`` holds the recurrent heads (None when all are kept). Where queries
+    and keys are normed over all heads, their projections stay whole and the kept heads are picked behind the norm.
     """
 
     def __init__(
         self,
         attention: Any,
+        layout: AttentionLayout,
         kept: list[int],
         *,
         n_heads: int,
@@ -397,30 +462,49 @@ class HybridMixer(nn.Module):
         self.kept = tuple(kept)
         self.recurrent = tuple(head for head in range(n_heads) if head not in self.kept)
         self.n_heads = n_heads
-        self.o_proj: nn.Linear = attention.o_proj
+        self.layout = layout
+        self.o_proj: nn.Linear = getattr(attention, layout.output)
         self.head_dim = self.o_proj.in_features // n_heads
         self.group_size = n_heads // n_kv_heads
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
+        for name in ("attention_type", "is_sliding"):  # what decoders of some transformers ask their attention for
+            if hasattr(attention, name):
+                setattr(self, name, getattr(attention, name))
         self._handed_out: list[int] | None = None
+        self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` as the decoder layer got them, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
         sizes = (hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width, conv_bias, recurrence)
         self.ssm = SSMHeads(*sizes) if self.recurrent else None
 
     def _cut_down(self, attention: Any) -> nn.Module:
         """The backbone's attention with projections for the kept heads only; the builder fills them in."""
-        n_stored = len(self.kv_groups)
-        for name, n_rows in (("q_proj", len(self.kept)), ("k_proj", n_stored), ("v_proj", n_stored)):
-            full = getattr(attention, name)
-            cut = nn.Linear(full.in_features, n_rows * self.head_dim, bias=full.bias is not None)
-            setattr(attention, name, cut)
-        attention.o_proj = nn.Identity()
-        n_rep = len(self.kept) // n_stored
+        n_kept, n_stored = len(self.kept), len(self.kv_groups)
+        n_all = self.n_heads, self.n_heads // self.group_size
+        whole = set()
+        read: dict[Part, tuple[int, ...]] = {"query": self.kept, "key": self.kv_groups}
+        for part, heads in read.items():
+            norm = head_norm(attention, part)
+            if norm is not None and is_over_all_heads(norm, self.head_dim):
+                whole.add(getattr(self.layout, part))
+                if len(heads) < n_all[part == "key"]:
+                    norm.register_forward_hook(partial(_pick_blocks, list(heads), self.head_dim))
+        for name in self.layout.inputs:
+            if name not in whole:
+                full = getattr(attention, name)
+                n_rows = len(self.layout.blocks(name, self.kept, self.kv_groups, *n_all)) * self.head_dim
+                setattr(attention, name, nn.Linear(full.in_features, n_rows, bias=full.bias is not None))
+        setattr(attention, self.layout.output, nn.Identity())
+        n_rep = n_kept // n_stored
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
-        if stored_for_kept == [row for row in range(n_stored) for _ in range(n_rep)]:
-            attention.num_key_value_groups = n_rep  # the backbone's own repeat fits
-        else:
-            attention.num_key_value_groups = 1
-            self._handed_out = stored_for_kept
+        if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
+            n_rep = 1
+            self._handed_out = stored_for_kept  # else the backbone's own repeat fits
+        # What forwards read, under the names that families have for it.
+        counts = {"num_heads": n_kept, "num_attention_heads": n_kept, "num_key_value_heads": n_stored}
+        for name, count in {**counts, "num_key_value_groups": n_rep}.items():
+            if hasattr(attention, name):
+                setattr(attention, name, count)
+        attention.config = _CutConfig(attention.config, n_kept, n_stored)
         return attention
 
     def forward(
@@ -450,8 +534,14 @@ class HybridMixer(nn.Module):
 
         ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; both are for the
         recurrent heads, the kept ones get the backbone's ``attention_mask``. Other keyword arguments go to
-        the kept attention.
+        the kept attention; a cache may come among them, under any of `CACHE_NAMES`.
         """
+        cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
+        past_key_values = kwargs.pop(cache_name, past_key_values)
+        token_mask, seq_idx = (
+            self.row.get(name) if given is None else given
+            for name, given in zip(ROW_ARGUMENTS, (token_mask, seq_idx), strict=True)
+        )
         cache = None if past_key_values is None else past_key_values.layer(self.layer)
         attended = recurred = None
         if self.attention is not None:
@@ -460,7 +550,7 @@ class HybridMixer(nn.Module):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=_KVStore(cache, self._handed_out) if needs_store else None,
+                **{cache_name: _KVStore(cache, self._handed_out) if needs_store else None},
                 **kwargs,
             )
             attended = y_BLD.unflatten(-1, (len(self.kept), self.head_dim))

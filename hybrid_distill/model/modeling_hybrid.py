@@ -5,12 +5,15 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
@@ -21,25 +24,35 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig
-from .mixer import HybridCache, HybridMixer
+from .layout import attention_name, decoder_of, find_layout
+from .mixer import ROW_ARGUMENTS, HybridCache, HybridMixer
 
-# transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all three.
+# transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
 from .ssd import check_implementation
 
-ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+CACHE_WITH_PACKING = (
+    "packed documents (seq_idx, cu_seq_lens_q, or position_ids that restart) cannot be continued from a cache; "
+    "drop the cache, or pass positions that go on from it."
+)
+WRONG_KEYS = ("missing_keys", "unexpected_keys")
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
+FULL = "full_attention"
+# Kinds of layers that do not see everything, and the field of a config with their size.
+LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+_known: dict[type[PretrainedConfig], tuple[str, ...]] = {}
 
 
 class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model that keeps some attention heads and replaces the others by recurrent ones.
 
-    ``model`` and ``lm_head`` are the backbone's; ``model.layers[i].self_attn`` is a `HybridMixer`.
+    ``model`` and ``lm_head`` are the backbone's; the attention module of each of ``model.layers``, ``self_attn`` in
+    most families, is a `HybridMixer`.
     """
 
     config_class = HybridConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -49,19 +62,41 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # a recurrent state cannot be rolled back, which assisted decoding would need
 
     def __init__(self, config: HybridConfig) -> None:
-        requested = config._attn_implementation
+        requested = config._attn_implementation or config.checked_attention
         super().__init__(config)
         backbone = _make_backbone(config.backbone_config(), requested)
         config._attn_implementation = backbone.config._attn_implementation
-        self.model = backbone.model
-        self.lm_head = backbone.lm_head
+        self.model: Any = decoder_of(backbone)
+        self.lm_head: Any = backbone.get_output_embeddings()
+        self._tied_weights_keys = {"lm_head.weight": f"model.{_embedding_name(self.model)}.weight"}
         self._no_split_modules = backbone._no_split_modules
+        self._longrope_switch = _longrope_switch(backbone)
         for index, layer in enumerate(self.model.layers):
-            layer.self_attn = _make_mixer(layer.self_attn, config, index)
+            name = attention_name(layer)
+            setattr(layer, name, _make_mixer(getattr(layer, name), config, index))
+            layer.__class__ = _handing_over(type(layer), name)
         self.post_init()
         for mixer in self.mixers():  # post_init leaves submodules to the backbone, which does not know these
             if mixer.ssm is not None:
                 mixer.ssm.reset_parameters(config.initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load as transformers does, but raise ValueError where a tensor is missing or has no place.
+
+        Not with ``output_loading_info=True``, whose caller gets their names.
+        """
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if output_loading_info:
+            return loaded
+        model, info = loaded
+        if wrong := [f"{kind.split('_')[0]}: {_some(info[kind])}" for kind in WRONG_KEYS if info[kind]]:
+            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise ValueError(
+                f"the tensors of {where} are not this model's under transformers {__version__} "
+                f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
+            )
+        return model
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -69,7 +104,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def mixers(self) -> list[HybridMixer]:
         """The mixer of each layer."""
-        return [layer.self_attn for layer in self.model.layers]
+        return [getattr(layer, attention_name(layer)) for layer in self.model.layers]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
 
     def set_segment_len(self, segment_len: int | None) -> None:
         """Let recurrent heads run over so many tokens at a time (`SSMHeads`); None is a row at once."""
@@ -89,7 +130,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
         Keys and values are stored in ``kv_dtype``, of `KV_DTYPES`, or as they come; recurrent states stay in float32.
         """
-        return HybridCache(_sliding_windows(self.model.config), kv_dtype)
+        return HybridCache(layer_windows(self.model.config), kv_dtype)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -116,6 +157,22 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As transformers does, but read all anew where LongRoPE goes over to its long factors, as Phi-3 itself does:
+        the keys in the cache were turned by the short ones.
+        """
+        cache, switch = kwargs.get("past_key_values"), self._longrope_switch
+        length = input_ids.shape[1]
+        if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
+            anew = {
+                "past_key_values": self.new_cache(cache.layer(0).kv_dtype),
+                "next_sequence_length": None,  # of transformers 5: all tokens
+                "cache_position": torch.arange(length, device=input_ids.device),  # of transformers 4
+            }
+            kwargs |= {name: value for name, value in anew.items() if name in kwargs}
+        parent: Any = super()
+        return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it lays several sequences end to end, and a recurrent state would run from one into the next."""
         raise ValueError(
@@ -139,9 +196,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """Next-token logits.
 
         ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row,
-        ascending: positions restart and nothing passes from one document to the next. ``use_cache`` defaults
-        to True except in training and with ``seq_idx``. Raises ValueError for a cache of another class, or a
-        cache with ``seq_idx``.
+        ascending: positions restart and nothing passes from one document to the next. Without it, ``position_ids``
+        that restart within a row say the same, or ``cu_seq_lens_q``, the documents' borders in all rows laid end to
+        end (transformers' conventions). ``use_cache`` defaults to True except in training and with packed documents.
+        Raises ValueError for a cache of another class, or a cache with packed documents.
         """
         outputs = self.backbone_outputs(
             input_ids,
@@ -181,24 +239,37 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None:
             raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
-        if seq_idx is not None:
-            _refuse_cache_with_packing(past_key_values, use_cache)
-            use_cache = False
-        use_cache = not self.training if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
         if past_key_values is not None and not isinstance(past_key_values, HybridCache):
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__}, which holds no recurrent state; "
                 "pass model.new_cache(), or nothing."
             )
-        token_mask = _token_mask(attention_mask, inputs.shape[1])
+        batch, length = inputs.shape[:2]
+        token_mask = _token_mask(attention_mask, length)
+        backbone_packs = False
+        if seq_idx is None and length > 1:
+            borders, cached = kwargs.get("cu_seq_lens_q"), past_key_values is not None or bool(use_cache)
+            if borders is not None:
+                seq_idx = _between(borders, batch, length)
+            elif position_ids is not None and position_ids.ndim == 2:
+                cached = cached or (torch.compiler.is_compiling() and use_cache is None and not self.training)
+                seq_idx = _restarts(position_ids, attention_mask, past_key_values, batch, length, cached)
+            backbone_packs = attention_mask is None and _packs_by_itself(self.model.config, position_ids, batch)
+        if attention_mask is not None and token_mask is not None and seq_idx is None:
+            self._refuse_padding_in_windows(attention_mask)
         if seq_idx is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError(CACHE_WITH_PACKING)
+            use_cache = False
+        use_cache = not self.training if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        if not any(mixer.kept for mixer in self.mixers()):
+            attention_mask = None  # nobody reads it, and the backbone would make length² numbers of it
+        elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
             packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask)
             attention_mask = packed["attention_mask"]
             position_ids = packed["position_ids"] if position_ids is None else position_ids
-        if not any(mixer.kept for mixer in self.mixers()):
-            attention_mask = None  # nobody reads it, and the backbone would make length² numbers of it
         return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -212,6 +283,26 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
 
+    def _refuse_padding_in_windows(self, attention_mask_BS: Tensor) -> None:
+        """Raise ValueError for padding between the tokens of a row that is longer than the window of a kept head."""
+        windows = layer_windows(self.model.config)
+        kept = [window for mixer, window in zip(self.mixers(), windows) if mixer.kept and window is not None]
+        if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
+            return
+        is_token_BS = attention_mask_BS != 0
+        follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
+        if follows_padding_BS.any():
+            raise ValueError(
+                f"attention_mask has padding between the tokens of a row, and some layers see {min(kept)} tokens back, "
+                "in which transformers counts padding too; pad on the left."
+            )
+
+
+def _some(names: Iterable[str], n: int = 3) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:n]) + (f" and {len(listed) - n} more" if len(listed) > n else "")
+
+
 def packed_inputs(
     seq_idx_BL: Tensor,
     dtype: torch.dtype = torch.float32,
@@ -222,8 +313,8 @@ def packed_inputs(
 
     Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]:
     boolean for a ``config`` that says sdpa, else additive in ``dtype``, which sdpa and eager both take. Pass
-    the model's ``config`` also for its sliding windows (the mask of a model that mixes window and full layers
-    is then a dictionary by layer type). ``mask_BL`` is 0 at padding. Raises ValueError for an attention
+    the model's ``config`` also for its windows and chunks (the mask of a model that mixes kinds of layers is then a
+    dictionary by layer type). ``mask_BL`` is 0 at padding. Raises ValueError for an attention
     implementation that takes no such mask.
     """
     implementation = getattr(config, "_attn_implementation", None)
@@ -236,18 +327,24 @@ def packed_inputs(
     position_ids = index_L - torch.where(starts_BL, index_L, 0).cummax(dim=1).values
 
     distance_LL = index_L.unsqueeze(1) - index_L
+    n_between = distance_LL
+    if mask_BL is not None:  # a window is one of tokens
+        place_BL = mask_BL.bool().cumsum(dim=1)
+        n_between = place_BL.unsqueeze(2) - place_BL.unsqueeze(1)
     seen = (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)) & (distance_LL >= 0)
     if mask_BL is not None:
         seen = seen & (mask_BL.bool().unsqueeze(1) | (distance_LL == 0))
     as_mask = partial(_additive, dtype=dtype) if implementation != "sdpa" else partial(torch.unsqueeze, dim=1)
-    full = as_mask(seen)
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if window is None or (layer_types and "sliding_attention" not in layer_types):
-        return {"position_ids": position_ids, "attention_mask": full}
-    windowed = as_mask(seen & (distance_LL < window))
-    masks = {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
-    return {"position_ids": position_ids, "attention_mask": masks}
+    masks = {}
+    for kind, window in set(_kinds_and_windows(config)) or {(FULL, None)}:
+        reached = seen
+        if window is not None and kind == "sliding_attention":
+            reached = seen & (n_between < window)
+        elif window is not None:
+            chunk_BL = position_ids // window
+            reached = seen & (chunk_BL.unsqueeze(2) == chunk_BL.unsqueeze(1))
+        masks[kind] = as_mask(reached)
+    return {"position_ids": position_ids, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
 
 
 def _additive(seen_BLL: Tensor, dtype: torch.dtype) -> Tensor:
@@ -256,27 +353,63 @@ def _additive(seen_BLL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) -> PreTrainedModel:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"transformers {__version__} has no causal language model for a config of type {config.model_type}; "
+            "use a teacher that AutoModelForCausalLM.from_config can make."
+        )
     chosen: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     # Explicit, because the backbone's own configuration may name the dtype of another checkpoint.
     chosen["trust_remote_code"] = False
     backbone = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
-    layers = getattr(getattr(backbone, "model", None), "layers", None)
-    if layers is None or not hasattr(backbone, "lm_head"):
+    layers = getattr(decoder_of(backbone), "layers", None)
+    if layers is None or backbone.get_output_embeddings() is None or not all(map(attention_name, layers)):
         raise ValueError(
-            f"{type(backbone).__name__} has no model.layers and lm_head; the backbone must be a decoder of that shape."
+            f"{type(backbone).__name__} has no output embeddings, or no layers with attention; expected a decoder with "
+            "both: take a teacher of another family (docs/heads.md)."
         )
     return backbone
 
 
+def _longrope_switch(backbone: PreTrainedModel) -> int | None:
+    """Tokens beyond which `generate` of a backbone with LongRoPE reads all anew; None for one that does not."""
+    config = backbone.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    name = "prepare_inputs_for_generation"
+    has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # Phi-3 has, Llama has not
+    if rope.get("rope_type", rope.get("type")) != "longrope" or not has_own_way:
+        return None
+    trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return trained or config.max_position_embeddings
+
+
+def _embedding_name(model: Any) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding)
+
+
+@lru_cache
+def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
+    """The same decoder layer, which lets its mixer know of `ROW_ARGUMENTS` by itself: Nemotron's drops arguments that
+    it does not know. A class and no hook: what recomputes a layer's activations runs its forward alone.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mixer = getattr(self, attention)
+        mixer.row = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
+        try:
+            return layer_class.forward(self, *args, **kwargs)
+        finally:
+            mixer.row = {}
+
+    names = {"forward": forward, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__}
+    return type(layer_class.__name__, (layer_class,), names)
+
+
 def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer:
-    missing = [name for name in ATTENTION_PARTS if not isinstance(getattr(attention, name, None), nn.Linear)]
-    if missing:
-        raise ValueError(
-            f"model.layers.{layer}.self_attn ({type(attention).__name__}) has no {', '.join(missing)}; "
-            f"expected the linear projections {', '.join(ATTENTION_PARTS)}."
-        )
     return HybridMixer(
         attention,
+        find_layout(attention, f"the attention of layer {layer}"),
         config.kept[layer],
         n_heads=config.num_attention_heads,
         n_kv_heads=config.num_key_value_heads,
@@ -289,13 +422,39 @@ def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer
     )
 
 
-def _sliding_windows(config: PretrainedConfig) -> list[int | None]:
-    """The window of each layer of a backbone, None where a layer sees everything."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if window is None or layer_types is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in layer_types]
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
+    """How many tokens a token of each layer sees at most, itself included; None where it sees all before it."""
+    return [window for _, window in _kinds_and_windows(config)]
+
+
+def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | None]]:
+    """The kind of each layer, of `LIMITED` or `FULL`, and its window.
+
+    A field counts if the family's configurations have it. Any other may stand in a config.json, and no model reads it.
+    """
+    if config is None:
+        return []
+    config = config.get_text_config(decoder=True)
+    known = _known_fields(type(config))
+    fields = {name: getattr(config, name, None) for name in ("layer_types", *LIMITED.values()) if name in known}
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        limits = [kind for kind, field in LIMITED.items() if fields.get(field) is not None]
+        kinds = [limits[0] if limits else FULL] * config.num_hidden_layers
+    return [(kind, fields[LIMITED[kind]]) if kind in LIMITED else (FULL, None) for kind in kinds]
+
+
+@torch.compiler.assume_constant_result
+def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
+    """Those of ``layer_types`` and `LIMITED` that the family's configurations have."""
+    if kind not in _known:  # no lru_cache, which torch.compile would trace through
+        names = ("layer_types", *LIMITED.values())
+        try:
+            default = kind()
+            _known[kind] = tuple(name for name in names if hasattr(default, name))
+        except Exception:  # remote code may ask for anything
+            _known[kind] = names
+    return _known[kind]
 
 
 def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
@@ -305,9 +464,49 @@ def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
     return attention_mask[:, -length:]
 
 
-def _refuse_cache_with_packing(past_key_values: Any, use_cache: bool | None) -> None:
-    if past_key_values is not None or use_cache:
-        raise ValueError("packed documents (seq_idx) cannot be continued from a cache; drop the cache or seq_idx.")
+def _between(borders: Tensor, batch: int, length: int) -> Tensor:
+    """seq_idx_BL from the documents' borders in all rows laid end to end: 0, the first one's length, ..."""
+    place_T = torch.arange(batch * length, device=borders.device)
+    return torch.bucketize(place_T, borders.flatten()[1:].long(), right=True).view(batch, length)
+
+
+def _restarts(
+    position_ids: Tensor, attention_mask: Any, past: HybridCache | None, batch: int, length: int, cached: bool
+) -> Tensor | None:
+    """seq_idx_BL by positions that do not rise from one token to the next; None where all do.
+
+    Without a mask and a cache a leap is a border too: there, transformers takes it for one. Whether there are borders
+    is asked of the device, once. A compiled graph cannot ask: it assumes some, and none where there is a cache.
+    """
+    token_mask = _token_mask(attention_mask, length)
+    n_past = 0 if past is None else past.get_seq_length()
+    if n_past and token_mask is not None:
+        n_past = (attention_mask[:, :-length] != 0).sum(dim=1)
+    position_BS = F.pad(position_ids.expand(batch, -1), (1, 0))  # from the last token that the cache holds
+    position_BS[:, 0] = n_past - 1
+    is_token_BS = torch.ones_like(position_BS, dtype=torch.bool)
+    if token_mask is not None:
+        is_token_BS[:, 1:] = token_mask != 0
+    last_BS = torch.where(is_token_BS, torch.arange(length + 1, device=position_BS.device), 0).cummax(dim=1).values
+    rise_BL = position_BS[:, 1:] - position_BS.gather(1, last_BS[:, :-1])
+    starts_BL = (rise_BL <= 0) & is_token_BS[:, 1:]
+    if attention_mask is None and not cached:
+        starts_BL[:, 1:] |= rise_BL[:, 1:] > 1
+    if torch.compiler.is_compiling():
+        if cached:
+            torch.ops.aten._assert_async.msg(~starts_BL.any(), CACHE_WITH_PACKING)
+            return None
+    elif not starts_BL.any():
+        return None
+    return starts_BL.cumsum(dim=1)
+
+
+def _packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch: int) -> bool:
+    """Whether the backbone's attention is one that takes no mask of documents, but the same arguments as `forward`."""
+    implementation = getattr(config, "_attn_implementation", None) or ""
+    if implementation == "flex_attention":
+        return position_ids is not None
+    return "flash" in implementation and batch == 1
 
 
 def finishes_logits(config: PretrainedConfig) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/ssd_torch.json
 CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
-MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds; longer sums of lower values would lose their small terms
+MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
 SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
@@ -143,8 +143,9 @@ def step_in_place(
 ) -> Tensor | None:
     """One token of `causal_conv` and `gated_ssd_scan` as one kernel that writes both states in place: y_BHP.
 
-    ``token_mask_B`` is 0 where there is padding instead of a token. None, and nothing done, where ``impl`` has no such
-    kernel, where a gradient may be asked for, or where the states are not laid out for it.
+    ``token_mask_B`` is 0 where there is padding instead of a token: that leaves both states alone. None, and nothing
+    done, where ``impl`` has no such kernel, where a gradient may be asked for, or where the states are not laid out for
+    it.
     """
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
@@ -177,9 +178,8 @@ def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL:
     with torch.autocast(b_BLHN.device.type, enabled=False):
         dtype = _state_dtype(b_BLHN)
         log_a_BHL, b_BHLN, c_BHLN = (t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN))
-        unseen = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN).unsqueeze(1)
-        cum_BHL = log_a_BHL.double().cumsum(-1)  # differences of long sums: fp32 would lose the small terms
-        return (c_BHLN @ b_BHLN.mT) * _decay_matrix(cum_BHL, unseen).to(dtype)
+        unseen_BLL = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN)
+        return (c_BHLN @ b_BHLN.mT) * _decay_matrix(_sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1))
 
 
 def causal_conv(
@@ -188,19 +188,21 @@ def causal_conv(
     *,
     state_BCK: Tensor | None = None,
     seq_idx_BL: Tensor | None = None,
+    n_tokens_B: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
 
     The last tap sees the current token. The state is the last K - 1 inputs, [B, C, K - 1] (zeros if absent);
     with ``seq_idx_BL`` no tap reaches into another document. Returns y_BLC and the state after the last
-    token.
+    token: that of each row is its input ``n_tokens_B`` - 1, where padding follows the tokens.
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
     if length > 0 and n_past + 1 in KERNEL_WIDTHS and _choose(impl, x_BLC) == "triton":
         state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
-        return _kernels("conv").causal_conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
+        y_BLC, last_BCK = _kernels("conv").causal_conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
+        return y_BLC, last_BCK if n_tokens_B is None else _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     if state_BCK is None:
         past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
     else:
@@ -212,7 +214,19 @@ def causal_conv(
         if seq_idx_BL is not None:
             tap_BLC = tap_BLC * _same_document(seq_idx_BL, back).unsqueeze(-1)
         y_BLC = torch.addcmul(y_BLC, tap_BLC, weight_CK[:, -1 - back])
+    if n_tokens_B is not None:
+        return y_BLC, _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     return y_BLC, with_past_BLC[:, length:].mT
+
+
+def _last_tokens(x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int) -> Tensor:
+    """The last inputs up to each row's last token, [B, C, K - 1], of which some may be those of the state."""
+    place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(-1)
+    new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
+    if state_BCK is None:
+        return new_BKC.masked_fill(place_BK1 < 0, 0.0).mT
+    held_BKC = state_BCK.to(x_BLC.dtype).mT.gather(1, (place_BK1 + n_past).clamp_max(n_past - 1).expand_as(new_BKC))
+    return torch.where(place_BK1 < 0, held_BKC, new_BKC).mT
 
 
 def check_implementation(impl: str) -> None:
@@ -291,9 +305,19 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
     return torch.zeros(later.shape, dtype=_state_dtype(like), device=like.device).masked_fill_(later, -math.inf)
 
 
+def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
+    """cum_i, the sum of log a over the tokens [.., H, L] that token i sees: it restarts with each document.
+
+    A product, so that no bit of one document enters the sums of another, nor the gradients. In float64, because the
+    difference of two long sums has lost its small terms in float32 (which is all that MPS has).
+    """
+    wide = log_a.dtype if log_a.device.type == "mps" else torch.float64
+    return log_a.to(wide) @ (unseen == 0).to(wide).mT
+
+
 def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
     """exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing can overflow."""
-    return (unseen + cum.unsqueeze(-1) - cum.unsqueeze(-2)).exp()
+    return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
 
 
 def _scan_reference(
@@ -317,19 +341,17 @@ def _scan_chunked(
     1. What each chunk adds to the state.  2. The state before each chunk.  3. The outputs, from both.
     """
     batch, length, n_heads, head_dim = x.shape
+    log_a_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
     x, b, c = (_to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
-    bt, ct = (
-        b.mT.contiguous(),
-        c.mT.contiguous(),
-    )  # a product is fast when its last dimension is not the small N
-    cum_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1).cumsum(-1)
-    to_end = (cum_BHMQ[..., -1:] - cum_BHMQ).exp()
-    seq_BMQ = of_incoming = None
-    if seq_idx is not None:
-        seq_BMQ = _documents_by_chunk(seq_idx, chunk_size)
-        of_incoming, of_last = _reach(seq_BMQ)
-        to_end = to_end * of_last
-    unseen = _unseen(seq_BMQ, chunk_size, x).unsqueeze(1)
+    x = x.contiguous()  # once, or every product would copy it
+    bt, ct = b.mT.contiguous(), c.mT.contiguous()  # a product is fast when its last dimension is not the small N
+    seq_BMQ = None if seq_idx is None else _documents_by_chunk(seq_idx, chunk_size)
+    of_incoming = None if seq_BMQ is None else (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1)
+    unseen = _unseen(seq_BMQ, chunk_size, x)
+    cum_BHMQ = _sums(log_a_BHMQ.transpose(1, 2), unseen).transpose(1, 2)
+    unseen = unseen.unsqueeze(1)
+    to_end = ((cum_BHMQ[..., -1:] - cum_BHMQ[..., :-1]).to(x.dtype) + unseen[..., -1, :-1]).exp()
+    to_end = F.pad(to_end, (0, 1), value=1.0)
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
     before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
@@ -341,30 +363,36 @@ class _ChunkOutputs(torch.autograd.Function):
     """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
     By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as
-    often: every term of y_i has the factor exp(cum_i), every term of dx_j the factor exp(-cum_j), so that the
-    gradient of cum is dy_i . y_i - x_i . dx_i.
+    often: but for j = i, every term of y_i has the factor exp(cum_i), every term of dx_j the factor exp(-cum_j), so
+    that the gradient of cum is dy_i . y_i - x_i . dx_i. The terms of j = i, which no decay enters, are kept out of
+    it: where decays are strong, they would drown the others.
     """
 
     @staticmethod
     def forward(ctx, x, bt, ct, cum, before, unseen, of_incoming) -> Tensor:
         decay = _decay_matrix(cum, unseen)
-        from_start = cum.exp() if of_incoming is None else cum.exp() * of_incoming
-        y = (ct.mT @ bt).mul_(decay) @ x
-        y += (ct * from_start.unsqueeze(-2)).mT @ before
-        ctx.save_for_backward(x, bt, ct, decay, from_start, before, y)
-        return y
+        decay.diagonal(dim1=-2, dim2=-1).zero_()
+        from_start = cum.to(x.dtype).exp()
+        if of_incoming is not None:
+            from_start = from_start * of_incoming
+        earlier = (ct.mT @ bt).mul_(decay) @ x
+        earlier += (ct * from_start.unsqueeze(-2)).mT @ before
+        own = (ct * bt).sum(-2).unsqueeze(-1)
+        ctx.save_for_backward(x, bt, ct, decay, from_start, before, earlier, own)
+        return torch.addcmul(earlier, own, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bt, ct, decay, from_start, before, y = ctx.saved_tensors
-        from_start = from_start.unsqueeze(-2)
+        x, bt, ct, decay, from_start, before, earlier, own = ctx.saved_tensors
+        from_start, dy = from_start.unsqueeze(-2), dy.contiguous()
         dx = (ct.mT @ bt).mul_(decay).mT @ dy
+        dcum = (dy * earlier).sum(-1) - (x * dx).sum(-1)
         dscores = (dy @ x.mT).mul_(decay)
-        dct = bt @ dscores.mT + (before @ dy.mT) * from_start
+        d_own = (dy * x).sum(-1).unsqueeze(-2)
+        dct = (bt @ dscores.mT).addcmul_(before @ dy.mT, from_start).addcmul_(d_own, bt)
         dbefore = (ct * from_start) @ dy
-        dcum = (dy * y).sum(-1) - (x * dx).sum(-1)
-        return dx, ct @ dscores, dct, dcum, dbefore, None, None
+        return dx.addcmul_(own, dy), (ct @ dscores).addcmul_(d_own, ct), dct, dcum, dbefore, None, None
 
 
 def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
@@ -386,11 +414,6 @@ def _incoming(seq_BMQ: Tensor) -> Tensor:
     return torch.cat([seq_BMQ[:, :1, :1], seq_BMQ[:, :-1, -1:]], dim=1)
 
 
-def _reach(seq_BMQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token, [B, 1, M, Q]: is it of the incoming state's document, and of its chunk's last one?"""
-    return (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1), (seq_BMQ == seq_BMQ[..., -1:]).unsqueeze(1)
-
-
 def _carry(
     added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -403,9 +426,10 @@ def _carry(
     for start in range(0, added_BHMNP.shape[2], CHUNKS_PER_BLOCK):
         block = slice(start, start + CHUNKS_PER_BLOCK)
         states = torch.cat([state_BHNP.unsqueeze(2), added_BHMNP[:, :, block]], dim=2)
-        cum = F.pad(log_decay_BHM[:, :, block].cumsum(-1), (1, 0))
         segments = None if starts_BM is None else F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
-        decay = _decay_matrix(cum, _unseen(segments, cum.shape[-1], cum).unsqueeze(1))
+        unseen = _unseen(segments, states.shape[2], states)
+        cum = _sums(F.pad(log_decay_BHM[:, :, block], (1, 0)), unseen)
+        decay = _decay_matrix(cum, unseen.unsqueeze(1))
         states = (decay @ states.flatten(-2)).view_as(states)
         before.append(states[:, :, :-1])
         state_BHNP = states[:, :, -1]

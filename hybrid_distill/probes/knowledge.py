@@ -52,9 +52,9 @@ class Knowledge:
 
     def _text(self) -> str:
         try:
-            text = self._file().read_text()
-        except OSError as error:
-            raise ValueError(f"the questions {self._file()} cannot be read ({error.strerror}).") from error
+            text = self._file().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the questions {self._file()} cannot be read ({error}).") from error
         if not text.strip():
             raise ValueError(f"{self._file()} holds no questions.")
         return text

@@ -147,9 +147,9 @@ def read_facts(path: str | Path | None = None) -> list[Fact]:
     """Facts of a JSON-lines file: see `LetterChoice.from_file`."""
     file = _embedded() if path is None else Path(path)
     try:
-        lines = file.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"the facts {file} cannot be read ({error.strerror}).") from error
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the facts {file} cannot be read ({error}).") from error
     facts = [_read_fact(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not facts:
         raise ValueError(f"{file} holds no facts.")

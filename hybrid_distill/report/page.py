@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..io import write_text
 from ..plan import HeadId
 from ..scoring import HeadScores
 from .figures import Figure, draw_figures, heads_section
@@ -23,7 +24,7 @@ def write_report(directory: str | Path) -> Path:
     directory = Path(directory)
     record = read_record(directory)
     report = directory / "report.md"
-    report.write_text(render(record, draw_figures(record, directory)), encoding="utf-8")
+    write_text(report, render(record, draw_figures(record, directory)))
     return report
 
 

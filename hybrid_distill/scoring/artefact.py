@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..distill.checkpoint import write_json
+from ..io import write_json
 from ..plan import HeadId
 from ..teacher import fingerprint
 from .uncertainty import tie_warning

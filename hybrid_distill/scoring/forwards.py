@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..model.layout import CACHE_NAMES
 from ..plan import HeadId
 from ..probes.answering import Tokens, forward
 from ..teacher import (
@@ -44,7 +45,6 @@ from .sheets import Sheet, text_sheets
 
 log = logging.getLogger(__name__)
 
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 POSITION_NAMES = ("position_ids", "cache_position")
 # By how many nats two ways of computing the same thing may differ.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

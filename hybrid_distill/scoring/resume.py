@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..distill.checkpoint import write_json
+from ..io import write_json
 from .ranks import rank_and_world, together
 
 PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/2"

@@ -6,14 +6,11 @@ import datetime
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
-from filelock import FileLock, Timeout
-
 from ..config import PlanConfig, RunConfig
-from ..distill.accelerator import connect, on_main_process
+from ..distill.accelerator import alone_in, connect, on_main_process
 from ..distill.loop import Interrupted
 from ..pipeline import run_beside
 from ..scoring import HeadScores
@@ -41,7 +38,7 @@ def perform(sweep: Sweep, task: Task) -> Outcome:
 
     note("running")
     try:
-        with _alone(sweep, task):
+        with alone_in(sweep.folder(task), patience=PATIENCE):
             _work(sweep, task)()
     except (Interrupted, KeyboardInterrupt):
         note("stopped")
@@ -114,19 +111,6 @@ def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:
     value = [table.nan_to_num(0.0).sum(1).tolist() for table in (scores.value_LH(), scores.logprob_drop_LH)]
     order = sorted(range(scores.n_layers), key=lambda layer: (-value[0][layer], -value[1][layer], layer))
     return tuple(sorted(order[:n]))
-
-
-@contextmanager
-def _alone(sweep: Sweep, task: Task) -> Iterator[None]:
-    """Two processes cannot be here for one task (those of one launch count as one); a killed process lets go."""
-    if not connect().is_main_process:
-        yield
-        return
-    try:
-        with FileLock(sweep.out / "tasks" / f"{task.name}.lock", timeout=PATIENCE):
-            yield
-    except Timeout as error:
-        raise ValueError(f"another process is at work on {task.name}; end it first.") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from ..config import RunConfig
+from ..config import PlanConfig, RunConfig, ask_recipe, config_of
 from ..distill.accelerator import check_trackers
-from ..dry_run import shape_of_teacher
+from ..locking import locked
+from ..pipeline import Run, shape_of_teacher
 from ..plan import HeadPlan
 from .grid import Grid
 from .record import Sweep, Task
 from .results import write_results
-from .running import Cluster, Here, Processes, Workers, alone_in, run_tasks, split_launcher
+from .running import Cluster, Here, Processes, Workers, run_tasks, split_launcher
 from .sharing import saving
 from .status import progress, status
 
@@ -79,10 +81,13 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
     base = _base(job, recipe)
     check_trackers(base.trackers)
     grid = _grid(job, recipe, base)
+    run = Run(base)
+    for check in (run.check_data, run.check_evaluation, partial(run.check_student, PlanConfig("none", k=0))):
+        check()
     shape = HeadPlan.none(shape_of_teacher(base.teacher))
     cells = grid.cells(shape)
     workers = _workers(job)
-    with alone_in(job.out):
+    with locked(job.out):
         this = Sweep.open(base, grid, cells, share=job.share)
         this.record["command"] = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
         if left_out := grid.left_out(shape):
@@ -109,7 +114,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
 def _base(job: SweepJob, recipe: Any) -> RunConfig:
     """The recipe's config, with the fields that the command changes."""
     flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
-    base = tyro.cli(RunConfig, default=recipe.config(), args=flags)
+    base = tyro.cli(RunConfig, default=config_of(recipe), args=flags)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always goes on where it was stopped; leave it out, or use another "
@@ -120,7 +125,7 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
 
 def _grid(job: SweepJob, recipe: Any, base: RunConfig) -> Grid:
     """The command's values, else the recipe's, else the usual ones."""
-    of_recipe = recipe.grid() if hasattr(recipe, "grid") else {}
+    of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
     asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
     return Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
 

@@ -19,8 +19,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import END_TO_END, RunConfig, differences, from_record, to_json
-from ..distill.checkpoint import write_json
-from ..pipeline import MAY_CHANGE, Run
+from ..io import write_json
+from ..pipeline import MAY_CHANGE, Run, has_result
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -93,8 +93,8 @@ class Sweep:
             "versions": _versions(),
             "cells": [{"name": cell.name, **dataclasses.asdict(cell), "state": "waiting"} for cell in cells],
         }
-        if (out / FILE).exists():
-            _check_grows(cls(out), record)
+        if (out / FILE).exists() and (before := cls(out)).has_result():
+            _check_grows(before, record)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / FILE, record)
         sweep = cls(out)
@@ -164,6 +164,10 @@ class Sweep:
             return [folder / "aligned" / "stages"]
         scores = [folder / "scores.json"] if self.needs_scores(task.seed) else []
         return [folder / "teacher" / "evaluation.json", *scores]
+
+    def has_result(self) -> bool:
+        """Whether a task has left anything that another sweep would lose."""
+        return any(has_result(self.folder(task)) for task in self.tasks.values())
 
     def save(self) -> None:
         """Write sweep.json with the state of every cell."""

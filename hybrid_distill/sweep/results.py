@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluate import EvalResult
+from ..io import replacing
 from ..plan import HeadPlan
 from .grid import ALL
 from .record import Sweep, Task
@@ -24,12 +25,10 @@ def write_results(sweep: Sweep) -> Path:
     rows = [*_teacher_rows(sweep), *(_row(sweep, task) for task in sweep.tasks.values() if task.cell is not None)]
     figures = dict.fromkeys(name for row in rows for name in row if name not in FIRST + LAST)
     path = sweep.out / FILE
-    temporary = path.with_name(f".{FILE}.tmp")
-    with temporary.open("w", newline="") as file:
+    with replacing(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*FIRST, *figures, *LAST], restval="")
         writer.writeheader()
         writer.writerows(rows)
-    temporary.replace(path)
     return path
 
 

@@ -10,14 +10,12 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from ..distill.loop import Interrupted
 from .cells import perform
@@ -25,7 +23,6 @@ from .record import Sweep, Task
 
 POLL = 0.2
 """Seconds between looks at what runs elsewhere."""
-LOCK = "sweep.lock"
 
 log = logging.getLogger(__name__)
 
@@ -178,28 +175,6 @@ def _share_of_machine(slot: int, slots: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     return share | ({"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if len(gpus) > 1 else {})
-
-
-@contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """While active, no other sweep runs in the folder. Raises ValueError when one does."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / LOCK, timeout=0):
-            yield
-    except Timeout as error:
-        raise ValueError(
-            f"another sweep is running in {out}; look at it with --status {out}, or use another --out."
-        ) from error
-
-
-def is_running(out: Path) -> bool:
-    """Whether a sweep runs in the folder now (as far as this machine can tell)."""
-    try:
-        with alone_in(out):
-            return False
-    except ValueError:
-        return True
 
 
 def run_tasks(sweep: Sweep, workers: Workers, changed: Callable[[Task], None]) -> None:

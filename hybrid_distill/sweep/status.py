@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..locking import is_locked
 from ..report.tables import markdown_table
 from .grid import Cell
 from .record import Outcome, Sweep, Task
 from .results import last_metrics
-from .running import is_running
 from .sharing import saving
 
 
 def status(out: Path) -> str:
     """The state of a sweep that runs, was stopped or is over, as text. Raises ValueError where there is none."""
-    sweep, alive = Sweep(out), is_running(out)
+    sweep, alive = Sweep(out), is_locked(out)
     outcomes = {name: _as_it_is(sweep.outcome(task), alive) for name, task in sweep.tasks.items()}
     parts = [_table(sweep, outcomes), progress(sweep, outcomes), saved_line(sweep)]
     for state in ("running", "stopped", "failed"):

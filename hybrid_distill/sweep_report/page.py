@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..io import replacing, write_text
 from ..report.tables import ABSENT, signed
 from ..sweep.grid import ALL
 from ..sweep.results import FILE, TEACHER
@@ -52,11 +53,12 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
         captions, reason = _draw(results, context, folder, Path(drawn))
         blocks = list(_blocks(results, context, captions, reason))
         title = f"Sweep: {results.name}"
-        (folder / "report.md").write_text(to_markdown(title, blocks), encoding="utf-8")
+        write_text(folder / "report.md", to_markdown(title, blocks))
         svg = {name: Path(drawn) / f"{name}.svg" for name in captions}
-        (folder / "report.html").write_text(to_html(title, blocks, svg), encoding="utf-8")
+        write_text(folder / "report.html", to_html(title, blocks, svg))
     if folder.resolve() != Path(out).resolve():
-        shutil.copyfile(Path(out) / FILE, folder / FILE)
+        with replacing(folder / FILE) as temporary:
+            shutil.copyfile(Path(out) / FILE, temporary)
     return folder / "report.md"
 
 

@@ -80,6 +80,8 @@ def distillation_loss(
     beta: float = 0.5,
     hard_weight: float = 0.0,
     labels_BL: Tensor | None = None,
+    n_tokens: Tensor | None = None,
+    n_labels: Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     impl: str = "auto",
@@ -89,8 +91,10 @@ def distillation_loss(
     ``kind`` is "forward_kl", KL(teacher || student), "reverse_kl", the other way round, or "jsd",
     ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``. Both
     parts are means weighted by ``weight_BL`` (a mask, or numbers from 0), the hard one over the tokens that have a
-    label, at temperature 1. ``vocab_size`` is the number of real tokens; logits beyond it are padding. By default it is
-    the smaller of the two vocabularies. Any dimensions may stand in place of B and L.
+    label, at temperature 1. ``n_tokens`` and ``n_labels``, scalars, are the sums of weights of a larger batch of which
+    this is a part; the losses of its parts then add up to its loss. ``vocab_size`` is the number of real tokens; logits
+    beyond it are padding. By default it is the smaller of the two vocabularies. Any dimensions may stand in place of B
+    and L.
 
     Gradients go to student_hidden and student_head, the latter summed in fp32. Under autocast both are multiplied in
     its dtype; float16 is multiplied in float32. ``chunk_size`` is in tokens. ``impl`` "auto" is "triton" for bfloat16
@@ -108,7 +112,7 @@ def distillation_loss(
     impl = _pick(impl, student_hidden_BLD.device, dtype)
     problem = _Problem(
         teacher=_flat(teacher),
-        tokens=_tokens(student_hidden_BLD, weight_BL, labels_BL, options, _wide(dtype)),
+        tokens=_tokens(student_hidden_BLD, weight_BL, labels_BL, (n_tokens, n_labels), options, _wide(dtype)),
         options=options,
         n_real=n_real,
         dtype=dtype,
@@ -236,7 +240,12 @@ def _adds_wide_products(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _tokens(
-    hidden_BLD: Tensor, weight_BL: Tensor | None, labels_BL: Tensor | None, options: Options, dtype: torch.dtype
+    hidden_BLD: Tensor,
+    weight_BL: Tensor | None,
+    labels_BL: Tensor | None,
+    totals: tuple[Tensor | None, Tensor | None],
+    options: Options,
+    dtype: torch.dtype,
 ) -> Tokens:
     shape, device = hidden_BLD.shape[:-1], hidden_BLD.device
     weight_BL = torch.ones(shape, device=device) if weight_BL is None else weight_BL
@@ -247,15 +256,16 @@ def _tokens(
     hard_M = weight_M.where(labelled_M, 0.0)
     soft_scale = (1.0 - options.hard_weight) * options.temperature**2
     return Tokens(
-        soft_M=weight_M * (soft_scale / _total(weight_M)),
-        hard_M=hard_M * (options.hard_weight / _total(hard_M)),
+        soft_M=weight_M * (soft_scale / _total(weight_M, totals[0])),
+        hard_M=hard_M * (options.hard_weight / _total(hard_M, totals[1])),
         labels_M=labels_M.where(labelled_M, 0),
         kept_M=kept_M,
     )
 
 
-def _total(weight_M: Tensor) -> Tensor:
-    total = weight_M.sum()
+def _total(weight_M: Tensor, given: Tensor | None) -> Tensor:
+    """Sum of the weights, or the given one; 1 for 0, where all weights are."""
+    total = weight_M.sum() if given is None else given.to(weight_M)
     return total.where(total != 0, 1.0)
 
 

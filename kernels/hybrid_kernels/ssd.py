@@ -98,7 +98,7 @@ _BF16_TILES = {
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=2),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
@@ -576,24 +576,40 @@ def _log_decay(a, n_valid, H, Q: tl.constexpr, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
+def _add_within(sum_0, begins_0, sum_1, begins_1):
+    """For `tl.associative_scan`: a sum that starts anew wherever a document begins."""
+    return tl.where(begins_1 != 0, sum_1, sum_0 + sum_1), begins_0 | begins_1
+
+
+@triton.jit
+def _documents(seq_idx, row, token, L):
+    """The documents of some tokens of a row; what is before or after the row is of its first or last one."""
+    return tl.load(seq_idx + row * L + tl.minimum(tl.maximum(token, 0), L - 1)).to(tl.int32)
+
+
+@triton.jit
 def _decays(a, seq_idx, row, head, start, L, H, Q: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr):
-    """Of a chunk: log2 of the decay up to each token; the decays from its start to each token, from each token to its
-    end, and over all of it, 0 where another document begins on the way; d log a; and each token's document."""
+    """Of a chunk: log2 of the decay up to each token, from where its document or the chunk starts; the decays from the
+    chunk's start to each token, from each token to its end, and over all of it, 0 where another document begins on the
+    way; d log a; and each token's document. No bit of one document enters another's."""
     q = tl.arange(0, Q)
     log_a, slope = _log_decay(a + (row * L + start) * H + head, L - start, H, Q, SOFTPLUS)
     log2_a = log_a * LOG2_E
-    cum = tl.cumsum(log2_a, 0)
-    total = tl.sum(log2_a, 0)
-    from_start, to_end, through = tl.exp2(cum), tl.exp2(total - cum), tl.exp2(total)
     document = q
     if PACKED:
-        documents = seq_idx + row * L
-        document = tl.load(documents + tl.minimum(start + q, L - 1)).to(tl.int32)
-        incoming = tl.load(documents + tl.maximum(start - 1, 0)).to(tl.int32)
-        last = tl.load(documents + tl.minimum(start + Q, L) - 1).to(tl.int32)
-        from_start = tl.where(document == incoming, from_start, 0.0)
-        to_end = tl.where(document == last, to_end, 0.0)
-        through = tl.where(incoming == last, through, 0.0)
+        document = _documents(seq_idx, row, start + q, L)
+        incoming = _documents(seq_idx, row, start - 1, L)
+        last = _documents(seq_idx, row, start + Q - 1, L)
+        begins = (document != _documents(seq_idx, row, start + q - 1, L)).to(tl.int32)
+        cum, _ = tl.associative_scan((log2_a, begins), 0, _add_within)
+        total = tl.sum(tl.where(document == last, log2_a, 0.0), 0)
+        from_start = tl.where(document == incoming, tl.exp2(cum), 0.0)
+        to_end = tl.where(document == last, tl.exp2(total - cum), 0.0)
+        through = tl.where(incoming == last, tl.exp2(total), 0.0)
+    else:
+        cum = tl.cumsum(log2_a, 0)
+        total = tl.sum(log2_a, 0)
+        from_start, to_end, through = tl.exp2(cum), tl.exp2(total - cum), tl.exp2(total)
     return cum, from_start, to_end, through, slope, document
 
 
@@ -794,7 +810,12 @@ def _backward(
             across_QQ = tl.where(q[:, None] > q[None, :], products_QQ * dscores_QQ, 0.0)
             dc_QN = mm(dy_QP, tl.trans(state_NP), MODE) * from_start[:, None]
             to_tokens = tl.sum(across_QQ, 1) + tl.sum(dc_QN * c_QN.to(tl.float32), 1)
-            dlog_a += tl.cumsum(to_tokens - tl.sum(across_QQ, 0), 0, reverse=True)
+            to_tokens -= tl.sum(across_QQ, 0)
+            if PACKED:
+                seen = (q[:, None] >= q[None, :]) & (document[:, None] == document[None, :])
+                dlog_a += tl.sum(tl.where(seen, to_tokens[:, None], 0.0), 0)
+            else:
+                dlog_a += tl.cumsum(to_tokens, 0, reverse=True)
             dc_QN += mm(dscores_QQ, b_QN, MODE)
             _store(dc + own_N, dc_QN, n_valid, H * N, N, False, MODE)
 

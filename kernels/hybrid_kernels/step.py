@@ -41,8 +41,8 @@ def ssd_step(
     """y_BHP in the dtype of xbc, after D and the gate; writes both states, which hold the past, in place.
 
     ``xbc_BC`` is what enters the convolution, ``a_BH`` the raw decay. Where ``token_mask_B`` is 0 there is padding
-    instead of a token: the convolution sees zeros, the state stays as it is, and y means nothing. All arithmetic is in
-    fp32. There is no gradient.
+    instead of a token: both states stay as they are, and y means nothing. All arithmetic is in fp32. There is no
+    gradient.
 
     Raises ValueError for shapes that do not fit, dtypes other than bfloat16 and float32, states that are not contiguous
     or an ssm_state that is not float32, an empty batch, and for inputs that need a gradient.
@@ -127,11 +127,9 @@ def _check(xbc: Tensor, a: Tensor, z: Tensor, weight: Tensor, D: Tensor, conv_st
 
 
 @triton.jit
-def _shifted(xbc, weight, conv_state, channel, mask, is_token, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+def _shifted(xbc, weight, conv_state, channel, mask, WIDTH: tl.constexpr):
     """The new input of these channels and their convolution with the past, in fp32."""
     newest = tl.load(xbc + channel, mask=mask, other=0.0)
-    if MASKED:
-        newest = tl.where(is_token, newest, 0.0)
     out = newest.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
         past = tl.load(conv_state + channel * (WIDTH - 1) + tap, mask=mask, other=0.0).to(tl.float32)
@@ -177,29 +175,27 @@ def _step(
     raw = tl.load(a + row * n_heads + head).to(tl.float32)
     decay = tl.maximum(1.0 / (1.0 + tl.exp(raw)), SMALLEST_DECAY)  # exp(-softplus(raw)) without a logarithm
     skip = tl.load(D + head).to(tl.float32)
-    is_token = True
+    n = tl.arange(0, BLOCK_N)
+    n_written, p_written = N, P  # of both states; none where there is padding
     if MASKED:
         is_token = tl.load(mask + row) != 0
-        decay = tl.where(is_token, decay, 1.0)
-
-    n = tl.arange(0, BLOCK_N)
+        n_written, p_written = tl.where(is_token, N, 0), tl.where(is_token, P, 0)
     b_channel = n_heads * P + head * N + n
     c_channel = b_channel + n_heads * N
-    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, is_token, WIDTH, MASKED)
-    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, is_token, WIDTH, MASKED)
-    _push(newest_b, conv_state, b_channel, n < N, WIDTH, MODE)
-    _push(newest_c, conv_state, c_channel, n < N, WIDTH, MODE)
+    newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, WIDTH)
+    newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, WIDTH)
+    _push(newest_b, conv_state, b_channel, n < n_written, WIDTH, MODE)
+    _push(newest_c, conv_state, c_channel, n < n_written, WIDTH, MODE)
 
     for start in tl.static_range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, is_token, WIDTH, MASKED)
-        if MASKED:  # what came before padding must not enter the state once more
-            x = tl.where(is_token, x, 0.0)
+        newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, WIDTH)
         place = ssm_state + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
         state = tl.load(place, mask=inside, other=0.0) * decay + x[:, None] * b[None, :]
         gate = tl.load(z + p, mask=p < P, other=0.0).to(tl.float32)
         out = (tl.sum(state * c[None, :], 1) + skip * x) * gate * tl.sigmoid(gate)
-        _push(newest_x, conv_state, head * P + p, p < P, WIDTH, MODE)  # and so no thread still reads the old state
-        tl.store(place, state, mask=inside)
+        # In which threads wait for each other, so that none still reads the old state.
+        _push(newest_x, conv_state, head * P + p, p < p_written, WIDTH, MODE)
+        tl.store(place, state, mask=(p < p_written)[:, None] & (n < n_written)[None, :])
         tl.store(y + p, narrow(out, y.dtype.element_ty, MODE), mask=p < P)

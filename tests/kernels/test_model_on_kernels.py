@@ -55,10 +55,11 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
 
 
 @torch.no_grad()
-def test_left_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) -> None:
+def test_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) -> None:
     ids = torch.randint(0, 90, (2, 13))
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
+    mask[:, 8:11] = 0
     shown = {}
     for impl in ("torch", "triton"):
         student.set_ssm_implementation(impl)

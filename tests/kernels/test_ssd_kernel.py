@@ -165,6 +165,24 @@ def test_packed_documents(n_segments: int, d_state: int) -> None:
     check(problem(2, 200, 1, 16, d_state), seq_idx=documents(2, 200), n_segments=n_segments)
 
 
+@pytest.mark.parametrize("changed", [slice(0, 45), slice(45, 90)])
+def test_another_document_changes_no_bit(changed: slice) -> None:
+    """Neither of a document's values nor of its gradients; the border lies inside a chunk."""
+    given, seq_idx = in_dtype(problem(1, 90, 1, 16, 8, state=False), FP32), (torch.arange(90) >= 45).long()[None]
+    kept = seq_idx[0] != seq_idx[0, changed.start]
+    runs = []
+    for factor in (1.0, 7.0):
+        leaves = [t.detach().clone() for t in (given.x, given.a, given.b, given.c)]
+        for t in leaves:
+            t[:, changed] *= factor
+        args = [t.requires_grad_() for t in leaves]
+        y, _ = ssd(*args, D_H=given.D, z_BLHP=given.z, seq_idx_BL=seq_idx)
+        runs.append([y, *torch.autograd.grad(y.sum(), args)])
+    for one, other in zip(*runs):
+        assert torch.equal(one[:, kept], other[:, kept])
+        assert not torch.equal(one[:, changed], other[:, changed])
+
+
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_segments_of_a_row_run_at_once(gated: bool, state: bool) -> None:

@@ -1,0 +1,115 @@
+"""Training speed on the CPU by number of threads and how long they spin at a barrier, idle and beside a busy process.
+
+    python benchmarks/threads.py [--steps N]
+
+Needs an otherwise idle machine. The row "as installed" is what `import hybrid_distill` sets up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "threads.json"
+SETTINGS: dict[str, dict[str, str]] = {
+    "one thread": {"OMP_NUM_THREADS": "1"},
+    "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "as installed": {},
+}
+MEASURED = ("align", "distill")
+
+
+def steps_per_second(steps: int) -> dict[str, float]:
+    """Measure the stages of recipes/hybrid_tiny.py in this process."""
+    import hybrid_distill  # noqa: F401, I001  before torch, as the command line does
+    from hybrid_distill.build import build_student
+    from hybrid_distill.data import DataConfig, open_rows
+    from hybrid_distill.distill.config import AlignConfig, DistillConfig
+    from hybrid_distill.distill.stages import make_stage
+    from hybrid_distill.plan import HeadPlan
+    from hybrid_distill.teacher import load_teacher
+    import torch
+
+    teacher, tokenizer = load_teacher("tiny")
+    student, _ = build_student(teacher, HeadPlan.random(teacher, 6, 0), d_state=16, init="teacher")
+    rows = open_rows(DataConfig(sources=("tiny",), seq_len=256), tokenizer)
+    speed = {}
+    for config in (AlignConfig(steps=1, batch_size=8, target="head"), DistillConfig(steps=1, batch_size=8)):
+        stage = make_stage(config, student, teacher, vocab_size=len(tokenizer))
+        optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-4)
+        begun = 0.0
+        for step in range(steps + 2):
+            if step == 2:
+                begun = time.perf_counter()
+            stage(rows.batch(step, 8)).total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        speed[config.name] = round(steps / (time.perf_counter() - begun), 2)
+    return speed
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Keep one core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(steps: int, settings: dict[str, str]) -> dict[str, float]:
+    """`steps_per_second` of a fresh process under these variables."""
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | settings
+    command = [sys.executable, __file__, "--here", "--steps", str(steps)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return json.loads(answer.splitlines()[-1])
+
+
+def main() -> None:
+    """Print each row as it is measured, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="steps timed of each stage")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(steps_per_second(options.steps)))
+        return
+    results: dict[str, dict[str, dict[str, float]]] = {"idle": {}, "beside a busy process": {}}
+    for name, settings in SETTINGS.items():
+        results["idle"][name] = measure(options.steps, settings)
+        with busy_process():
+            results["beside a busy process"][name] = measure(options.steps, settings)
+        print(name, {load: rows[name] for load, rows in results.items()}, flush=True)
+    slower = {
+        f"{load}, {stage}": round(max(row[stage] for row in rows.values()) / rows["as installed"][stage], 2)
+        for load, rows in results.items()
+        for stage in MEASURED
+    }
+    from provenance import device_name, versions
+
+    record = {
+        "what": "steps a second on the embedded teacher; how many times slower than the best row the installed one is",
+        "device": device_name(threads=os.cpu_count()),
+        "versions": versions(("torch", "transformers")),
+        "date": datetime.date.today().isoformat(),
+        "results": results,
+        "times_slower_than_best": slower,
+    }
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    print(slower)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""kill -9 in the middle of a save: whoever reads finds what was there before, or what is there now."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from students import tiny_student
+from test_checkpoint import killed
+from test_pipeline import weights
+from training import small_run
+
+from hybrid_distill import io
+from hybrid_distill.distill.loop import _cut_metrics
+from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
+from hybrid_distill.io import replacing, write_json
+from hybrid_distill.locking import LOCK
+from hybrid_distill.pipeline import run
+from hybrid_distill.plan import HeadPlan
+
+SHAPE = HeadPlan(60, 80, 40, ())
+PLANS = [HeadPlan.random(SHAPE, 2000, seed) for seed in range(2)]
+METRICS = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 3000))
+
+
+def save_plan(path: Path, n: int) -> None:
+    PLANS[n % 2].save(path)
+
+
+def cut_metrics(path: Path, n: int) -> None:
+    _cut_metrics(path, 2998 - n % 2)
+
+
+def save_config(path: Path, n: int) -> None:
+    write_json(path, {"n": n, "long": ["x"] * 20000})
+
+
+def is_whole_plan(path: Path) -> bool:
+    return HeadPlan.load(path) in PLANS
+
+
+def is_whole_metrics(path: Path) -> bool:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()][:2997] == list(range(1, 2998))
+
+
+def is_whole_config(path: Path) -> bool:
+    return len(json.loads(path.read_text())["long"]) == 20000
+
+
+@pytest.mark.parametrize(
+    ("save", "is_whole"),
+    [(save_plan, is_whole_plan), (cut_metrics, is_whole_metrics), (save_config, is_whole_config)],
+)
+def test_killed_at_random_in_a_save(
+    tmp_path: Path, save: Callable[[Path, int], None], is_whole: Callable[[Path], bool]
+) -> None:
+    path, draw = tmp_path / "file", random.Random(0)
+    path.write_text(METRICS)
+    save(path, 0)
+    for _ in range(20):
+        if (child := os.fork()) == 0:
+            try:
+                for n in range(10**6):
+                    save(path, n)
+            finally:
+                os._exit(1)
+        time.sleep(draw.uniform(0.005, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert is_whole(path)
+    save(path, 1)
+    assert [left.name for left in tmp_path.iterdir()] == ["file"], "the next save clears away what a kill has left"
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_json(path, {"n": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"n": object()})
+    with pytest.raises(OSError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError(28, "No space left on device")
+    assert json.loads(path.read_text()) == {"n": 1} and [left.name for left in tmp_path.iterdir()] == ["file"]
+
+
+def die_at_call(n: int, place: Any, name: str) -> None:
+    """From now on, the ``n``-th call of a function is kill -9."""
+    plain, calls = getattr(place, name), []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args, **kwargs)
+
+    setattr(place, name, counting)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    """Each start dies in another save: before its file takes its place, or before it is synced."""
+    settings: dict[str, Any] = {"stages": ("distill",)}
+    whole, out = run(small_run(tmp_path / "whole", **settings)), tmp_path / "killed"
+    saves = [(1, (Path, "replace")), (2, (Path, "replace")), (4, (io, "sync")), (5, (Path, "replace"))]
+    for n, (place, name) in saves:
+        killed(lambda n=n, place=place, name=name: (die_at_call(n, place, name), run(small_run(out, **settings))))
+        assert (out / LOCK).exists()
+    run(small_run(out, **settings))
+    assert weights(out) == weights(whole) != {}
+    assert {left.relative_to(out) for left in out.rglob("*")} == {left.relative_to(whole) for left in whole.rglob("*")}
+    assert (out / "plan.json").read_text() == (whole / "plan.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "n"),
+    [(checkpoint, "save_file", 1), (checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2)]
+    + [(shutil, "rmtree", 3), (shutil, "rmtree", 4)],
+)
+def test_a_killed_export_leaves_the_one_before_and_no_other(tmp_path: Path, place: Any, name: str, n: int) -> None:
+    """While it is written, before and between the two renames, before what was replaced is deleted."""
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+
+    def export(license: str) -> None:
+        export_checkpoint(student, None, path, plan=plan, gate=False, license=license)
+
+    export("first")
+    killed(lambda: (die_at_call(n, place, name), export("second")))
+    assert path.exists() == ((name, n) != ("rename", 2))
+    export("third")
+    assert "license: third" in (path / "README.md").read_text()
+    assert [left.name for left in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
+    """The error that safetensors itself raises, without a stand-in."""
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False, license="first")
+    path.rename(tmp_path / ".export.old.tmp")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(ExportError, match=r"cannot write .*export \(.*too large.* is untouched: make room"):
+            export_checkpoint(student, None, path, plan=plan, gate=False, license="second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "license: first" in (path / "README.md").read_text()
+    assert [left.name for left in tmp_path.iterdir()] == ["export"]

@@ -1,0 +1,62 @@
+"""No number gets in that cannot be meant: every numeric field of a run and of a scoring is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from training import small_run
+
+from hybrid_distill.comma_lists import numbers
+from hybrid_distill.limits import SHARE, Limits
+from hybrid_distill.score import ScoreJob
+
+OPTIONAL = {"min_accuracy": 0.5, "batch_size": 1, "stated_pairs": 4, "prefilter": 1, "segment_len": 1}
+
+
+def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, Any]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "seed":  # any whole number
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from numeric_fields(value, f"{prefix}{field.name}.")
+        elif isinstance(value, tuple) and value and all(isinstance(v, int | float) for v in value):
+            yield config, field.name, f"{prefix}{field.name}", value
+        elif field.name in OPTIONAL or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield config, field.name, f"{prefix}{field.name}", OPTIONAL.get(field.name, value)
+
+
+FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]
+
+
+def test_fields_are_found() -> None:
+    names = {name for _, _, name, _ in FIELDS}
+    assert len(names) > 70 and {"align.betas", "distill.temperature", "gpu_memory"} < names
+
+
+@pytest.mark.parametrize(("config", "field", "name", "value"), FIELDS, ids=[name for _, _, name, _ in FIELDS])
+def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, name: str, value: Any) -> None:
+    for bad in (math.nan, math.inf, -math.inf, -1 if isinstance(value, int) else -1.0):
+        with pytest.raises(ValueError, match=rf"{field.replace('_', '.')} is "):
+            dataclasses.replace(config, **{field: (bad,) * len(value) if isinstance(value, tuple) else bad})
+
+
+@pytest.mark.parametrize("text", ["nan", "1,inf", "-inf"])
+def test_a_list_holds_finite_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--weights is '{text}'"):
+        numbers("weights", text, number=float)
+
+
+def test_limits_say_what_they_are() -> None:
+    SHARE.check("share", 0)
+    SHARE.check("share", 1.0)
+    with pytest.raises(ValueError, match=r"share is 1\.5; it must be a number from 0 to 1\."):
+        SHARE.check("share", 1.5)
+    with pytest.raises(ValueError, match=r"x is 0; it must be a number between 0 and 1\."):
+        Limits(0, 1, without_ends=True).check("x", 0)
+    with pytest.raises(ValueError, match=r"n is 1\.0; it must be a whole number of at least 1\."):
+        Limits(1, whole=True).check("n", 1.0)
