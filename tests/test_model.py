@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hybrid_distill.build import build_student
-from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, packed_inputs
+from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, configuration_hybrid, packed_inputs
 from hybrid_distill.model.mixer import SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import ablate_heads, trace_mixers
@@ -626,7 +626,7 @@ def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyMo
     assert "rope_theta" not in config.backbone  # 5.0 to 5.10 would take it for all layers
     assert config.backbone_config().rope_parameters == config.backbone["rope_parameters"]
     with monkeypatch.context() as older:
-        older.setattr(transformers, "__version__", "4.57.6")
+        older.setattr(configuration_hybrid.transformers, "__version__", "4.57.6")
         config = config_with(family_model, backbone=olmo3)
     assert config.backbone["rope_theta"] == 500.0
     assert config.backbone["rope_scaling"] == {name: value for name, value in yarn.items() if name != "rope_theta"}

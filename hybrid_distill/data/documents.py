@@ -267,7 +267,7 @@ def open_hub(source: str, revision: str | None = None) -> Any:
 
     repo, config, split = _hub_name(source)
     try:
-        if reason := hub_error():
+        if not Path(repo).exists() and (reason := hub_error()):  # a folder here needs no hub
             raise ConnectionError(reason)
         return load_dataset(repo, config, split=split, streaming=True, revision=revision)
     except Exception as error:
