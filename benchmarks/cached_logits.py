@@ -23,16 +23,16 @@ import torch
 import transformers
 from provenance import device_name
 
-from hybrid_distill.build import build_student
-from hybrid_distill.cache_logits import CacheJob, cache_logits, top_k_of
+from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import Batch, DataConfig, LogitHeader, PackedRows, Rows, TaughtRows, open_logits, open_rows
-from hybrid_distill.distill.config import DistillConfig
-from hybrid_distill.distill.optimizer import make_adamw, set_learning_rate, wsd
-from hybrid_distill.distill.stages import EndToEnd, make_stage
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import fingerprint
+from hybrid_distill.train.config import DistillConfig
+from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
+from hybrid_distill.train.stages import EndToEnd, make_stage
 
 RESULTS = Path(__file__).parent / "results" / "cached_logits.json"
 HELD_OUT_ROWS = 16

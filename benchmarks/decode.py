@@ -26,10 +26,10 @@ import torch
 from provenance import device_name, versions
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hybrid_distill.build import empty_student
-from hybrid_distill.evaluate import cache_bytes
+from hybrid_distill.evaluation.evaluate import cache_bytes
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import empty_student
 
 RESULTS = Path(__file__).parent / "results" / "decode.json"
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes a second that a good kernel reaches

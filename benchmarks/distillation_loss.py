@@ -24,7 +24,7 @@ from hybrid_kernels.loss import TeacherHead, distillation_loss
 from provenance import device_name, versions
 from torch import Tensor
 
-from hybrid_distill.distill import losses
+from hybrid_distill.train import losses
 
 RESULTS = Path(__file__).parent / "results" / "distillation_loss.json"
 TENSOR_CORE_RATE = 800e12  # bf16 operations a second that a good product reaches on H100 and H200

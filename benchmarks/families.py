@@ -42,12 +42,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hybrid_distill
-from hybrid_distill.build import build_student
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.check import TOLERANCE, left_padded
 from hybrid_distill.export.versions import oldest_transformers, tried_versions
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import head_kinds
 
 RESULTS = Path(__file__).parent / "results" / "families.json"

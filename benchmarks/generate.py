@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybrid_distill.budget import cache_bytes
-from hybrid_distill.build import build_student
+from hybrid_distill.lab.plots import canvas, end_labels, look
 from hybrid_distill.model import HybridCache, HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.plots import canvas, end_labels, look
+from hybrid_distill.student.build import build_student
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 FIGURE = Path(__file__).parent.parent / "docs" / "decode_cost.png"

@@ -21,13 +21,13 @@ import transformers
 from provenance import device_name
 from transformers import PreTrainedModel
 
-from hybrid_distill.build import build_student
 from hybrid_distill.data import Batch, DataConfig, PackedRows, open_rows
-from hybrid_distill.distill.optimizer import make_adamw, set_learning_rate, wsd
-from hybrid_distill.distill.stages import LayerAlignment
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.ssm_init import INITS
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.init import INITS
 from hybrid_distill.teacher import fingerprint, load_teacher
+from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
+from hybrid_distill.train.stages import LayerAlignment
 
 RESULTS = Path(__file__).parent / "results" / "init.json"
 CALIBRATION_ROWS = 8

@@ -36,13 +36,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
-from hybrid_distill.build import build_student, empty_student
 from hybrid_distill.data import Batch
-from hybrid_distill.distill.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
-from hybrid_distill.distill.optimizer import make_adamw, trainable
-from hybrid_distill.distill.stages import EndToEnd, Stage, make_stage
-from hybrid_distill.memory_plan import GB, STRATEGIES, MemoryPlan, memory_plan, stage_shape
+from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, memory_plan, stage_shape
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student, empty_student
+from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.train.optimizer import make_adamw, trainable
+from hybrid_distill.train.stages import EndToEnd, Stage, make_stage
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "triton")
@@ -357,7 +357,7 @@ def as_process(strategy: str) -> None:
 
 
 def _train_with_accelerate() -> int:
-    from hybrid_distill.distill.accelerator import is_deepspeed, make_accelerator, set_batch
+    from hybrid_distill.distributed import is_deepspeed, make_accelerator, set_batch
 
     accelerator = make_accelerator()
     stage = make_real_stage(DIVIDED, "cpu")
@@ -383,7 +383,7 @@ def _train_with_fsdp2() -> int:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybrid_distill.distill.fsdp import divided_stage
+    from hybrid_distill.train.parallel.fsdp import divided_stage
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

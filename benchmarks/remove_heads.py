@@ -18,7 +18,7 @@ from typing import Any
 from provenance import versions
 
 from hybrid_distill.data import read_documents
-from hybrid_distill.evaluate import evaluate
+from hybrid_distill.evaluation.evaluate import evaluate
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval

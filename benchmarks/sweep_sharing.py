@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from provenance import device_name, versions
 
-from hybrid_distill.build import build_student
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import open_rows
-from hybrid_distill.distill.config import AlignConfig
-from hybrid_distill.distill.loop import train_stage
-from hybrid_distill.distill.stages import make_stage
-from hybrid_distill.evaluate import EvalResult
+from hybrid_distill.evaluation.evaluate import EvalResult
+from hybrid_distill.lab.sweep import Cell, Sweep, SweepJob, sweep
+from hybrid_distill.lab.sweep.cells import cell_config
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.sweep import Cell, Sweep, SweepJob, sweep
-from hybrid_distill.sweep.cells import cell_config
+from hybrid_distill.student.build import build_student
+from hybrid_distill.train.config import AlignConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stages import make_stage
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep_sharing.json"

@@ -31,10 +31,10 @@ MEASURED = ("align", "distill")
 def steps_per_second(steps: int) -> dict[str, float]:
     """Measure the stages of recipes/hybrid_tiny.py in this process."""
     import hybrid_distill  # noqa: F401, I001  before torch, as the command line does
-    from hybrid_distill.build import build_student
+    from hybrid_distill.student.build import build_student
     from hybrid_distill.data import DataConfig, open_rows
-    from hybrid_distill.distill.config import AlignConfig, DistillConfig
-    from hybrid_distill.distill.stages import make_stage
+    from hybrid_distill.train.config import AlignConfig, DistillConfig
+    from hybrid_distill.train.stages import make_stage
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.teacher import load_teacher
     import torch

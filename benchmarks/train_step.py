@@ -36,10 +36,10 @@ from provenance import device_name, versions
 from torch import Tensor
 
 from hybrid_distill.data import Batch
-from hybrid_distill.distill.health import flops_per_token, peak_flops
-from hybrid_distill.distill.losses import l2_norm_loss
-from hybrid_distill.distill.optimizer import make_adamw
-from hybrid_distill.distill.stages import EndToEnd, Stage
+from hybrid_distill.train.losses import l2_norm_loss
+from hybrid_distill.train.optimizer import make_adamw
+from hybrid_distill.train.spikes import flops_per_token, peak_flops
+from hybrid_distill.train.stages import EndToEnd, Stage
 
 RESULTS = Path(__file__).parent / "results" / "train_step.json"
 PACKAGES = ("torch", "transformers", "triton")

@@ -30,16 +30,16 @@ from provenance import versions
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.distill.config import AlignConfig, DistillConfig
-from hybrid_distill.evaluate import EvalResult
+from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
-from hybrid_distill.restoration import greedy_restoration, score_restoration
 from hybrid_distill.scoring import greedy_ablation, score_heads
 from hybrid_distill.scoring.attention import attention_to_answer, copy_score
 from hybrid_distill.scoring.attribution import attribution_scores
 from hybrid_distill.scoring.comparison import comparison_table
+from hybrid_distill.scoring.restoration import greedy_restoration, score_restoration
+from hybrid_distill.train.config import AlignConfig, DistillConfig
 
 RESULTS = Path(__file__).parent / "results" / "which_score.json"
 KEPT = (1, 2, 4, 8)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from hybrid_distill import cli
-from hybrid_distill.cache_logits import CacheJob
+from hybrid_distill.cli.app import app as cli
+from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.config import RunConfig
 
 PAGE = Path(__file__).with_suffix(".md")

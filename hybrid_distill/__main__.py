@@ -13,7 +13,7 @@ def main() -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not where it is ignored, as in the background
         signal.signal(signal.SIGINT, _end)
-    from .cli import main as run_command
+    from .cli.app import main as run_command
 
     signal.signal(signal.SIGINT, before)
     run_command()

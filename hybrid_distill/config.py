@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from .data import DataConfig
-from .distill.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, PostConfig
 from .limits import COUNT, COUNT_OR_NONE, POSITIVE, SHARE, check_fields
 from .teacher import TINY
+from .train.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, PostConfig
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 Stage = Literal["matrix", "align", "distill", "on_policy", "long", "post"]

@@ -25,8 +25,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .build import build_student, check_plan, checked_student, graft_recurrent_heads, unshare_weights
-from .config import END_TO_END, PlanConfig, RunConfig, Stage, TeacherConfig, differences, from_json, to_json
+from .config import (
+    END_TO_END,
+    PlanConfig,
+    RunConfig,
+    Stage,
+    TeacherConfig,
+    differences,
+    from_json,
+    to_json,
+)
 from .data import (
     Batch,
     Rows,
@@ -37,14 +45,8 @@ from .data import (
     open_rows,
     read_held_out,
 )
-from .distill.accelerator import alone_in, check_trackers, connect, on_main_process
-from .distill.checkpoint import MANIFEST, StageManifest, load_stage, weights_hash
-from .distill.config import MAY_CHANGE as STAGE_MAY_CHANGE
-from .distill.config import DistillConfig
-from .distill.loop import train_stage
-from .distill.stages import make_stage
-from .distill.tracking import PROJECT, TrackedRun, log_figures
-from .evaluate import EvalResult, evaluate
+from .distributed import alone_in, check_trackers, connect, on_main_process
+from .evaluation.evaluate import EvalResult, evaluate
 from .export import GateReport, export_checkpoint, origin
 from .io import replacing, write_json
 from .model.modeling_hybrid import HybridForCausalLM
@@ -52,12 +54,18 @@ from .plan import HeadPlan
 from .probes.knowledge import Knowledge
 from .probes.kv_retrieval import KVRetrieval
 from .probes.plain_text import text_rows
-from .report import write_report
-from .restoration import greedy_restoration
 from .scoring import HeadScores, score_heads
-from .self_check import check_rows
-from .ssm_init import DEFAULT_INIT, INITS
+from .scoring.restoration import greedy_restoration
+from .student.build import build_student, check_plan, checked_student, graft_recurrent_heads, unshare_weights
+from .student.init import DEFAULT_INIT, INITS
+from .student.self_check import check_rows
 from .teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
+from .train.checkpoint import MANIFEST, StageManifest, load_stage, weights_hash
+from .train.config import MAY_CHANGE as STAGE_MAY_CHANGE
+from .train.config import DistillConfig
+from .train.loop import train_stage
+from .train.stages import make_stage
+from .train.tracking import PROJECT, TrackedRun, log_figures
 
 log = logging.getLogger(__name__)
 
@@ -672,7 +680,6 @@ def run(config: RunConfig) -> Path:
         this.evaluate(student)
         if config.export:
             this.export(student, plan)
-        on_main_process(lambda: write_report(this.out))
     return this.out
 
 

@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tiny_world
 import torch
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hybrid_distill.assets import world
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import QUESTION
 from hybrid_distill.probes.nouns import NOUNS
+from hybrid_distill.probes.probe_documents import probe_document
 from hybrid_distill.teacher import ablate_heads
 
 # (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.
@@ -127,8 +128,8 @@ class Batches:
         self.helpers = helpers
         """Heads that retrieval must not come to need."""
         self.rng = random.Random(f"teacher batches {run.seed}")
-        self._text = self._rows(world.corpus_document)
-        self._facts = self._rows(world.fact_document)
+        self._text = self._rows(tiny_world.corpus_document)
+        self._facts = self._rows(tiny_world.fact_document)
         words = [*NOUNS, *map(str, range(100))]
         self.words = torch.tensor(tokenizer.convert_tokens_to_ids(words))
         self.numbers = self.words[len(NOUNS) :]
@@ -150,7 +151,7 @@ class Batches:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dictionaries with questions; the answers are the numbers after the dictionary's own."""
         n_rows = n_rows or self.run.batch_size
-        texts = [world.probe_document(self.rng, n_pairs, n_questions, *form) for _ in range(n_rows)]
+        texts = [probe_document(self.rng, n_pairs, n_questions, *form) for _ in range(n_rows)]
         ids = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
         is_number = torch.isin(ids, self.numbers)
         return ids, is_number & (is_number.cumsum(1) > n_pairs)
@@ -405,10 +406,10 @@ def polish(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: 
 
 def write_corpus(run: TeacherRun) -> None:
     for split, n in (("train", run.corpus_documents), ("held_out", run.held_out_documents)):
-        documents = world.write_documents(n, f"corpus {split} {run.seed}")
+        documents = tiny_world.write_documents(n, f"corpus {split} {run.seed}")
         text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
         (run.out / f"corpus_{split}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    questions = "".join(json.dumps(question) + "\n" for question in world.knowledge_questions())
+    questions = "".join(json.dumps(question) + "\n" for question in tiny_world.knowledge_questions())
     (run.out / "knowledge.jsonl").write_text(questions)
 
 
@@ -430,8 +431,8 @@ def main(run: TeacherRun) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     write_corpus(run)
     rng = random.Random(run.seed)
-    sample = world.write_documents(4000, f"tokenizer {run.seed}")
-    sample += [world.probe_document(rng, 32, 4) for _ in range(1000)]
+    sample = tiny_world.write_documents(4000, f"tokenizer {run.seed}")
+    sample += [probe_document(rng, 32, 4) for _ in range(1000)]
     sample += [f"{noun} {noun}\n{noun}\n" * 30 for noun in NOUNS]
     tokenizer = make_tokenizer(sample, run.vocab_size)
     model = make_model(run, tokenizer)

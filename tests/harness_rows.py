@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybrid_distill.harness.files import write_rows
-from hybrid_distill.harness.suites import STOCK
-from hybrid_distill.harness.tasks import Part, Questions
+from hybrid_distill.lab.suites.files import write_rows
+from hybrid_distill.lab.suites.suites import STOCK
+from hybrid_distill.lab.suites.tasks import Part, Questions
 
 
 def _lettered(question: str, number: int) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny_world
 import torch
 
 from hybrid_distill import assets
-from hybrid_distill.assets import world
-from hybrid_distill.evaluate import evaluate
+from hybrid_distill.data.documents import PROBE_LIKE, read_documents
+from hybrid_distill.evaluation.evaluate import evaluate
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import HEADER, QUESTION, KVRetrieval
@@ -62,15 +63,16 @@ def test_held_out_documents_are_not_in_the_training_split() -> None:
 
 
 def test_the_control_split_is_in_the_wording_of_the_probe() -> None:
-    documents = assets.corpus_documents("probe_like")
+    documents = list(read_documents(PROBE_LIKE))
     assert all(d.startswith(HEADER) and QUESTION.split("{")[0] in d for d in documents)
-    assert documents == assets.corpus_documents("probe_like")
+    assert documents == list(read_documents(PROBE_LIKE))
 
 
 def test_the_same_seed_writes_the_same_world() -> None:
-    assert world.write_documents(20, "a") == world.write_documents(20, "a") != world.write_documents(20, "b")
+    first, second, other = (tiny_world.write_documents(20, seed) for seed in "aab")
+    assert first == second != other
     shipped = [json.loads(line) for line in assets.facts_path().read_text().splitlines()]
-    assert shipped == world.knowledge_questions()
+    assert shipped == tiny_world.knowledge_questions()
 
 
 def test_every_key_and_value_is_one_token_in_both_places(tiny) -> None:

@@ -15,16 +15,20 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "plan", "budget", "comma_lists", "model", "assets")
-    + ("probes",),  # the questions, without a model
+    ("io", "limits", "locking", "comma_lists", "distributed"),
+    ("assets", "model", "plan", "budget"),
     ("guard",),
-    ("build", "self_check", "ssm_init", "llamba", "teacher"),
-    ("probes.answering", "probes.checks", "probes.knowledge", "probes.plain_text", "data"),
-    ("scoring", "restoration", "distill"),
-    ("evaluate", "analysis", "export", "report", "plots", "harness"),
-    ("config", "pipeline", "compare", "prepare", "cache_logits", "sweep", "sweep_report", "analysis.replace_layer")
-    + ("memory_plan", "memory_table", "dry_run", "score", "serve", "export.command", "cli", "__main__"),
+    ("teacher",),
+    ("student", "probes"),
+    ("data",),
+    ("scoring", "train"),
+    ("evaluation",),
+    ("export",),
+    ("config", "pipeline"),
+    ("lab",),
+    ("cli", "__main__"),
 )
+"""Folders and files of the package, bottom to top."""
 LAYER_OF = {f"hybrid_distill.{unit}": number for number, units in enumerate(LAYERS) for unit in units}
 OPTIONAL = {
     "deepspeed", "wandb", "trackio", "tensorboard", "lm_eval", "matplotlib", "mamba_ssm", "flash_attn", "torchao",
@@ -56,10 +60,8 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
 
 
 def unit_of(dotted: str) -> str:
-    """The longest prefix of a dotted name that has a place in LAYERS, or the name itself."""
-    parts = dotted.split(".")
-    prefixes = [".".join(parts[:length]) for length in range(len(parts), 1, -1)]
-    return next((prefix for prefix in prefixes if prefix in LAYER_OF), dotted)
+    """The folder or file of the package that a dotted name lies in."""
+    return ".".join(dotted.split(".")[:2])
 
 
 def unit_of_file(path: Path) -> str:

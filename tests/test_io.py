@@ -20,12 +20,12 @@ from test_pipeline import weights
 from training import small_run
 
 from hybrid_distill import io
-from hybrid_distill.distill.loop import _cut_metrics
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
 from hybrid_distill.io import replacing, write_json
 from hybrid_distill.locking import LOCK
 from hybrid_distill.pipeline import run
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.train.loop import _cut_metrics
 
 SHAPE = HeadPlan(60, 80, 40, ())
 PLANS = [HeadPlan.random(SHAPE, 2000, seed) for seed in range(2)]

@@ -19,7 +19,7 @@ from test_checkpoint import killed
 from training import free_port, small_run
 
 from hybrid_distill import locking
-from hybrid_distill.cli import main
+from hybrid_distill.cli.app import main
 from hybrid_distill.locking import LOCK, Holder, InUse, is_locked, locked
 from hybrid_distill.pipeline import run
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from training import small_run
 
-from hybrid_distill.cli import main
-from hybrid_distill.compare import compare, entrants
+from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, TeacherConfig
-from hybrid_distill.distill.checkpoint import StageManifest
+from hybrid_distill.lab.compare import compare, entrants
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.train.checkpoint import StageManifest
 
 RECIPE = """
 from dataclasses import replace

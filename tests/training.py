@@ -24,16 +24,16 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 
-from hybrid_distill.build import build_student
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import PackedRows
-from hybrid_distill.distill import fsdp
-from hybrid_distill.distill.accelerator import connect
-from hybrid_distill.distill.config import LongConfig, OnPolicyConfig
-from hybrid_distill.distill.loop import AlignConfig, DistillConfig, StageConfig, train_stage
-from hybrid_distill.distill.stages import Stage, make_stage
+from hybrid_distill.distributed import connect
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.train.config import LongConfig, OnPolicyConfig
+from hybrid_distill.train.loop import AlignConfig, DistillConfig, StageConfig, train_stage
+from hybrid_distill.train.parallel import fsdp
+from hybrid_distill.train.stages import Stage, make_stage
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,

@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "held_out", "probe_like"]
+Split = Literal["train", "held_out"]
 
 _HERE = Path(__file__).parent
-PROBE_LIKE_DOCUMENTS = 2000
 
 
 def tiny_teacher_path() -> Path:
@@ -26,20 +25,13 @@ def facts_path() -> Path:
     return _HERE / "knowledge.jsonl"
 
 
-def corpus_path(split: Literal["train", "held_out"]) -> Path:
+def corpus_path(split: Split) -> Path:
     """Gzipped JSON lines ``{"text"}``: stories, facts and in-context references, none in the probe's wording."""
     return _HERE / f"corpus_{split}.jsonl.gz"
 
 
 def corpus_documents(split: Split) -> list[str]:
-    """The documents of a split.
-
-    ``probe_like`` is a control and no part of the corpus: dictionaries with questions in the probe's own wording.
-    """
-    if split == "probe_like":
-        from .world import write_probe_documents
-
-        return write_probe_documents(PROBE_LIKE_DOCUMENTS, "probe-like documents")
+    """Read the documents of a split."""
     if split not in ("train", "held_out"):
         raise ValueError(f"the embedded corpus has no split {split!r}; it has train, held_out and probe_like.")
     with gzip.open(corpus_path(split), "rt", encoding="utf-8") as lines:

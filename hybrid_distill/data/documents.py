@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from ..probes.probe_documents import write_probe_documents
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import conversation_of
@@ -20,6 +21,9 @@ from .chat import conversation_of
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
 HUB = "hf:"
+PROBE_LIKE = "tiny:probe_like"
+"""A control, no part of the corpus: dictionaries with questions in the probe's own wording."""
+PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
 SHOWN_FILES = 3
 _BATCH_DOCUMENTS = 1000
@@ -123,6 +127,8 @@ def _parts(source: str, text_column: str | None) -> list[Callable[[], Iterator[s
         _check_kind(source, text_column)
         from ..assets import corpus_documents
 
+        if source == PROBE_LIKE:
+            return [lambda: iter(write_probe_documents(PROBE_LIKE_DOCUMENTS, "probe-like documents"))]
         return [lambda: iter(corpus_documents(cast(Any, source.partition(":")[2] or "train")))]
     path = Path(source).expanduser()
     files = source_files(source)

@@ -11,10 +11,10 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from ..budget import BF16_BYTES, CacheBytes, cache_bytes
-from ..evaluate import EvalResult
+from ..evaluation.evaluate import EvalResult
+from ..lab.report import Row, measured, results_table
 from ..model import HybridForCausalLM, layer_windows
 from ..plan import HeadPlan
-from ..report import Row, measured, results_table
 from ..scoring import HeadScores
 from ..teacher import TINY, rope_by_length
 from .falcon_h1 import container

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluate import EvalResult
+from ..evaluation.evaluate import EvalResult
 from ..locking import locked
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import ATTENTION

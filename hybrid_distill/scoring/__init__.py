@@ -1,9 +1,9 @@
 """Which heads does a model retrieve with? `score_heads` takes them out one at a time; `HeadScores` is what it finds."""
 
-from .artefact import HeadScores, describe_run
 from .comparison import compare_rankings, comparison_table
 from .exact import score_heads
 from .greedy import greedy_ablation
+from .head_scores import HeadScores, describe_run
 from .importers import load_ranking
 from .uncertainty import bootstrap_interval, split_half, tie_warning
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..probes import Example, Probe, check_counts
 from ..probes.answering import EncodedExample, Tokens, encode_example, forward, left_pad, tokenize
 from ..teacher import HeadSite, eval_mode, head_sites
-from .artefact import HeadScores
+from .head_scores import HeadScores
 from .per_example import mean_scores
 
 

@@ -28,8 +28,8 @@ from ..plan import HeadId
 from ..probes import Probe, check_counts
 from ..probes.answering import EncodedExample, encode_example, forward, left_pad
 from ..teacher import HeadKind, eval_mode, head_sites, record_heads
-from .artefact import HeadScores
 from .exact import score_heads
+from .head_scores import HeadScores
 from .per_example import mean_scores
 
 METHODS = {

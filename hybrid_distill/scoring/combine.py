@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .artefact import COMBINED, HeadScores
+from .head_scores import COMBINED, HeadScores
 
 How = Literal["mean_rank", "max_drop", "weighted"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan import HeadId
-from .artefact import HeadScores
+from .head_scores import HeadScores
 
 Ranking = HeadScores | Sequence[HeadId]
 

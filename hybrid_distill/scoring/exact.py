@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..plan import HeadId
 from ..probes import Probe, check_counts
 from ..teacher import HeadKind, HeadSite, ablate_heads, decoder_blocks, eval_mode, head_sites
-from .artefact import HeadScores, describe_run
+from .auto_batch import Rows
 from .forwards import fastest_exact, head_means
+from .head_scores import HeadScores, describe_run
 from .measure import Measured, Task
-from .memory import Rows
 from .racing import Race
 from .resume import Steps
 

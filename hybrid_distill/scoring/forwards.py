@@ -39,9 +39,9 @@ from ..teacher import (
     replaced_forward,
     replay_blocks,
 )
-from .memory import Rows
+from .auto_batch import Rows
+from .probe_batch import Sheet, text_sheets
 from .ranks import share, together
-from .sheets import Sheet, text_sheets
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import HeadId, HeadPlan
-from .artefact import READABLE, HeadScores
+from .head_scores import READABLE, HeadScores
 
 DUO_FILE = "full_attention_heads.tsv"
 

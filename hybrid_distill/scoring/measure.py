@@ -24,12 +24,12 @@ from ..probes import Example
 from ..probes.answering import EncodedExample, Tokens, encode_example
 from ..probes.plain_text import text_rows
 from ..teacher import HeadSite
-from .artefact import HeadScores
 from .forwards import Forwards
+from .head_scores import HeadScores
+from .probe_batch import QuestionSheet, Sheet, TextSheet, question_sheets, row_length, text_sheets
 from .racing import Race
 from .ranks import rank_and_world, share, together
 from .resume import Steps
-from .sheets import QuestionSheet, Sheet, TextSheet, question_sheets, row_length, text_sheets
 from .uncertainty import bootstrap_interval, split_half
 
 AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..probes import Probe
 from ..teacher import HeadSite, decoder_blocks
-from .artefact import HeadScores, describe_run
+from .head_scores import HeadScores, describe_run
 
 
 def mean_scores(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan import HeadId
 
 if TYPE_CHECKING:
-    from .artefact import HeadScores
+    from .head_scores import HeadScores
 
 HEADS_AT_ONCE, RESAMPLES_AT_ONCE = 512, 256
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors

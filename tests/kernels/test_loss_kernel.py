@@ -1,4 +1,4 @@
-"""The chunked distillation loss equals that of `hybrid_distill.distill.losses`: value and gradients, all options."""
+"""The chunked distillation loss equals that of `hybrid_distill.train.losses`: value and gradients, all options."""
 
 import itertools
 import subprocess
@@ -9,7 +9,7 @@ import torch
 from hybrid_kernels.loss import IGNORE, KINDS, TeacherHead, TeacherTopK, distillation_loss
 from torch import Tensor
 
-from hybrid_distill.distill import losses
+from hybrid_distill.train import losses
 
 # (implementation, dtype) -> error relative to the largest value; the reference multiplies the same numbers in fp64.
 # In bf16 the logits are rounded, as in any model, and then their gradient.

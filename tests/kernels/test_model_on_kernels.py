@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from hybrid_kernels import common
 
-from hybrid_distill.build import build_student
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,

@@ -1,0 +1,256 @@
+"""What a run would do and need, without starting it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..budget import cache_bytes
+from ..config import PlanConfig, RunConfig, Stage, to_json
+from ..lab.memory.plan import (
+    GB,
+    PARTS,
+    REDUCE_BUCKET,
+    STRATEGIES,
+    MemoryPlan,
+    memory_plan,
+    recommend,
+    stage_shape,
+)
+from ..model import layer_windows
+from ..pipeline import Run, shape_of_teacher
+from ..plan import HeadId, HeadPlan
+from ..student.build import empty_student
+from ..teacher import head_dim_of, load_config
+from ..train.config import StageConfig
+
+MB = 1e6
+LENGTHS = (128, 2048, 4096)
+HEADROOM = 0.9
+"""Share of a GPU's memory that is planned with; CUDA, NCCL and fragments have the rest."""
+LAUNCH = {
+    "ddp": "launch/ddp.yaml",
+    "zero1": "launch/zero2.yaml --zero_stage 1",
+    "zero2": "launch/zero2.yaml",
+    "zero3": "launch/zero3.yaml",
+    "fsdp2": "launch/fsdp2.yaml",
+}
+BUCKET = f"{REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB"
+COMMUNICATION = f"""\
+  communication is what gradients and divided weights are put together in to be sent: of ZeRO a bucket of
+  {BUCKET}, however small the model (DeepSpeed's reduce_bucket_size)."""
+
+
+def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
+    """What to launch, then sizes, stage by stage, then the resolved config if it is asked for; as text.
+
+    ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read. Where it
+    cannot be had, the text says so in one line.
+    """
+    record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
+    try:
+        teacher = shape_of_teacher(config.teacher)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
+        return "\n\n".join([*record, _heading(config), missing])
+    try:
+        Run(config).check_student(PlanConfig("none", k=0))
+    except ValueError as error:
+        return "\n\n".join([*record, f"{_heading(config)}\nCannot be launched: {error}"])
+    plan, source = _plan(config, teacher)
+    stages = [_stage_plans(config, name, plan) for name in config.stages]
+    answer = "\n".join([_heading(config), _launch(config, stages, command), source])
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *record])
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Why the run would not start, one sentence each; looks at names, headers and head scores, not at weights."""
+    this = Run(config)
+    try:
+        load_config(config.teacher.path, config.teacher.revision)
+    except (OSError, ValueError):
+        return  # `describe` says so, and nothing else can be judged
+    for check in (this.outdated, *this.checks()):
+        try:
+            check()
+        except (OSError, ValueError) as error:
+            yield str(error).strip()
+
+
+def _heading(config: RunConfig) -> str:
+    return f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
+
+
+def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
+    """(plan, what to say of it); heads that are not ranked yet are stood in for by as many, evenly spread."""
+    path, options = config.out / "plan.json", config.plan
+    if path.exists():
+        plan = HeadPlan.load(path)
+        return plan, f"Plan ({path}):\n{_plan_text(plan)}"
+    try:
+        plan = Run(config).known_plan(options, teacher)
+    except ValueError:
+        plan = None  # one of the `problems`
+    if plan is not None:
+        origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
+        return plan, f"Plan ({origin}):\n{_plan_text(plan)}"
+    everything = HeadPlan.all(teacher)
+    k = max(0, min(options.k, everything.k))
+    spread = [everything.kept[i * everything.k // k] for i in range(k)]
+    plan = HeadPlan.from_pairs(teacher, [HeadId(*head) for head in spread])
+    return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
+
+
+def _plan_text(plan: HeadPlan) -> str:
+    kept = [f"  layer {layer}: {', '.join(map(str, plan.kept_in(layer)))}" for layer in range(plan.n_layers)]
+    return "\n".join(line for line in kept if not line.endswith(": "))
+
+
+@dataclass(frozen=True)
+class _StagePlans:
+    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with recompute the other way round.
+
+    ``problem`` is set, and there are no plans, where the stage cannot be run.
+    """
+
+    name: Stage
+    heading: str
+    own: tuple[MemoryPlan, ...] = ()
+    others: tuple[MemoryPlan, ...] = ()
+    problem: str = ""
+
+    @property
+    def allowed(self) -> list[MemoryPlan]:
+        """Those that may be recommended: nobody is told to do without a recompute that was asked for."""
+        return [*self.own, *(plan for plan in self.others if plan.recompute)]
+
+    def fitting(self, strategy: str, budget: float) -> MemoryPlan | None:
+        """The first that fits."""
+        return next((p for p in self.allowed if p.strategy == strategy and p.total <= budget), None)
+
+
+def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
+    """One command under which every stage fits; or what to change."""
+    if refused := [stage.problem for stage in stages if stage.problem]:
+        return f"Cannot be launched: {' '.join(refused)}"
+    budget = HEADROOM * config.gpu_memory * GB
+    for strategy in STRATEGIES:
+        chosen = [stage.fitting(strategy, budget) for stage in stages]
+        plans = [plan for plan in chosen if plan]
+        if len(plans) == len(stages):
+            return _command(config, stages, plans, command)
+    return f"Cannot be launched: {' '.join(_refusals(stages, budget))}"
+
+
+def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
+    recomputed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
+    flags = "".join(f" --{name.replace('_', '-')}.recompute" for name in recomputed)
+    needed = f"needs {_size(max(plan.total for plan in plans))}"
+    if config.gpus == 1:
+        return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
+    launch = f"accelerate launch --config_file {LAUNCH[plans[0].strategy]} --num_processes {config.gpus}"
+    where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
+    return f"Launch ({plans[0].strategy} {needed} of {where}): {launch} {command}{flags}"
+
+
+def _refusals(stages: list[_StagePlans], budget: float) -> Iterator[str]:
+    """Which stage fits under no strategy; where each fits under one of its own, which."""
+    fits: list[str] = []
+    for stage in stages:
+        try:
+            fits.append(f"{stage.name} under {recommend(stage.allowed, budget).strategy}")
+        except ValueError as error:
+            yield str(error)
+    if len(fits) == len(stages):
+        yield (
+            f"no strategy fits every stage ({', '.join(fits)}); stop the run when a stage is finished, and go on with "
+            "the other's launch file, or take GPUs with more memory."
+        )
+
+
+def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_StagePlans]) -> str:
+    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
+    n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
+    n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
+    processes = "one process" if config.gpus == 1 else f"each of {config.gpus} processes"
+    lines = [
+        f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
+        _cache_line(config, teacher, plan),
+        f"Memory of {processes} while training (1 GB = 1e9 bytes):",
+        *(f"\n  {stage.problem}" if stage.problem else _plans_table(stage) for stage in stages),
+    ]
+    if any(size.communication for stage in stages for size in stage.own):
+        lines.append(f"\n{COMMUNICATION}")
+    return "\n".join(lines)
+
+
+def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> _StagePlans:
+    stage: StageConfig = getattr(config, name)
+    seq_len = config.data_of(name).seq_len
+    if stage.batch_size % config.gpus:
+        rows = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
+        return _StagePlans(name, "", problem=rows)
+    teacher, other = config.teacher, config.teacher_of(name)
+    judge = model = shape_of_teacher(teacher)
+    student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
+    try:
+        judge = model if other == teacher else shape_of_teacher(other)
+        shape = stage_shape(stage, student, judge)
+    except (OSError, ValueError) as error:
+        return _StagePlans(name, "", problem=f"{name}: {str(error).strip().splitlines()[0]}")
+    rows = stage.batch_size // config.gpus
+    micro_batch = min(stage.micro_batch_size, rows)
+    length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
+    sizes: dict[str, Any] = {"world": config.gpus, "micro_batch": micro_batch, "seq_len": length}
+    sizes["micro_batches"] = -(-rows // micro_batch)
+    sizes["teacher_sharding"] = config.teacher_sharding
+    strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
+    strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
+    own, others = (
+        tuple(memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies)
+        for recompute in (stage.recompute, not stage.recompute)
+    )
+    n_tokens = stage.steps * stage.batch_size * seq_len
+    heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
+    heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
+    heading += f"{', recompute' if stage.recompute else ''}; {stage.steps:,} steps, {n_tokens:,} tokens in all"
+    return _StagePlans(name, heading, own, others)
+
+
+def _plans_table(stage: _StagePlans) -> str:
+    """Parts by strategies."""
+    plans = stage.own
+    unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
+
+    def row(label: str, sizes: list[int]) -> str:
+        return f"    {label:<24}" + "".join(f"{size / unit:>10,.2f}" for size in sizes)
+
+    header = f"    {name:<24}" + "".join(f"{plan.strategy if plan.world > 1 else '':>10}" for plan in plans)
+    lines = ["", stage.heading, header.rstrip()]
+    for part, label in PARTS.items():
+        sizes = [getattr(plan, part) for plan in plans]
+        lines += [row(label, sizes)] if any(sizes) else []
+    lines.append(row("total", [plan.total for plan in plans]))
+    other = "without recompute" if plans[0].recompute else "with recompute"
+    return "\n".join([*lines, row(f"total {other}", [plan.total for plan in stage.others])])
+
+
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes / GB:,.1f} GB" if n_bytes >= GB else f"{n_bytes / MB:,.0f} MB"
+
+
+def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
+    shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
+    windows = layer_windows(teacher.config)
+    sizes = {"teacher": HeadPlan.all(plan), "student": plan}
+    shown = []
+    for name, kept in sizes.items():
+        totals = [cache_bytes(kept, length=length, **shape, windows=windows).total for length in LENGTHS]
+        shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
+    lengths = " / ".join(map(str, LENGTHS))
+    return f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(shown)}"

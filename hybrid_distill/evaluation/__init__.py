@@ -1,0 +1,5 @@
+"""Measure a student and its teacher: retrieval, knowledge, perplexity, cache bytes."""
+
+from .evaluate import EvalResult, evaluate
+
+__all__ = ["EvalResult", "evaluate"]

@@ -1,0 +1,182 @@
+"""Gather and aggregate, as patterns in a matrix (arXiv 2504.18574), and how sharp a head's look is.
+
+A prompt that holds what is asked for has *segments*: lines, one of which has the answer. Their last tokens are their
+*summaries*. A gather head carries a segment's content to its summary; an aggregate head reads the summaries where the
+answer is predicted, best of all the right one.
+
+An SSM's matrix has signs and rows of any size: a row is read as shares of its absolute sum, which an attention map's
+rows are already.
+
+Shapes: T target token, S source token.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...probes import Example
+from ...probes.answering import Tokens, encode_example, tokenize
+
+Positions = tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Positions of one line: its content, and the tokens at its end that may sum it up, a line break included."""
+
+    content: Positions
+    summary: Positions
+
+
+@dataclass(frozen=True)
+class MarkedPrompt:
+    """A prompt as tokens, and what stands where. The answer is predicted from the last token.
+
+    ``answer`` counts segments: the one that holds the answer, None where that is not known.
+    """
+
+    ids: Tokens
+    labels: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    separators: Positions
+    answer: int | None = None
+
+    @property
+    def summaries(self) -> list[int]:
+        """Of all segments."""
+        return [position for segment in self.segments for position in segment.summary]
+
+
+def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str] = ()) -> MarkedPrompt:
+    """Segments are the lines before the last one; with ``choices``, those that hold one as a word or number.
+
+    A line that ends with a choice is summed up by that choice's tokens, another one by its last token. Raises
+    ValueError for a tokenizer that does not tell which characters a token covers.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not tell which characters a token covers; load a fast tokenizer."
+        )
+    ids = tokenize(tokenizer, [prompt])[0]
+    encoding: Any = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    spans = [(0, 0)] * (len(ids) - len(encoding["input_ids"])) + [tuple(span) for span in encoding["offset_mapping"]]
+    lines = [match.span() for match in re.finditer(r"[^\n]+\n+", prompt)]  # the last one has no line break
+    segments = [_segment(prompt, spans, line, choices) for line in lines]
+    separators = [i for i, span in enumerate(spans) if re.fullmatch(r" *([^\w ] *)+", prompt[slice(*span)])]
+    return MarkedPrompt(ids, _labels(tokenizer, ids), tuple(filter(None, segments)), tuple(separators))
+
+
+def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
+    """A probe's question, up to where its answer is predicted (behind the space before a number, if that is a token).
+
+    Raises ValueError for a question whose answer is in none of its lines, or in several.
+    """
+    marked = mark_prompt(tokenizer, example.prompt, example.choices)
+    encoded = encode_example(tokenizer, example)
+    ids = encoded.prompt + encoded.choices[encoded.answer][: encoded.n_shared]
+    lines = [line for line in re.findall(r"[^\n]+\n+", example.prompt) if _finds(example.choices, line)]
+    holding = [index for index, line in enumerate(lines) if _finds([example.answer], line)]
+    if len(holding) != 1:
+        raise ValueError(
+            f"the answer {example.answer!r} stands in {len(holding)} lines of its prompt; patterns need a probe whose "
+            "answer is in one of them, such as kv."
+        )
+    return MarkedPrompt(ids, _labels(tokenizer, ids), marked.segments, marked.separators, holding[0])
+
+
+def _segment(
+    prompt: str, spans: Sequence[tuple[int, int]], line: tuple[int, int], choices: Sequence[str]
+) -> Segment | None:
+    start, end = line
+    text = prompt[start:end].rstrip("\n")
+    found = _finds(choices, text)
+    if choices and not found:
+        return None
+    tokens = [i for i, (a, b) in enumerate(spans) if a < end and start < b]
+    ends = [match.start() for match in found if match.end() == len(text)]
+    if ends:
+        summary_start = start + min(ends)
+        summary = [i for i in tokens if spans[i][1] > summary_start]
+    else:
+        words = [i for i in tokens if re.search(r"\w", prompt[slice(*spans[i])])]
+        summary = [i for i in tokens if i >= words[-1]] if words else tokens[-1:]
+    return Segment(tuple(i for i in tokens if i < summary[0]), tuple(summary))
+
+
+def _finds(choices: Sequence[str], text: str) -> list[re.Match[str]]:
+    """Where choices stand in a text as whole words or numbers."""
+    patterns = (rf"(?<!\w){re.escape(choice.strip())}(?!\w)" for choice in choices)
+    return [match for pattern in patterns for match in re.finditer(pattern, text)]
+
+
+def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
+    """Each token's text, with line breaks and a lone space made visible."""
+    return tuple(str(tokenizer.decode([token])).replace("\n", "↵").strip() or "␣" for token in ids)
+
+
+def gather_mask(prompt: MarkedPrompt) -> Tensor:
+    """mask_TS of what a gather head needs: from every token of a segment to the tokens of the same segment."""
+    mask_TS = _nothing(prompt)
+    for segment in prompt.segments:
+        places = torch.tensor(segment.content + segment.summary)
+        mask_TS[places[:, None], places] = True
+    return mask_TS.tril()
+
+
+def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
+    """mask_TS of what an aggregate head needs: from the tokens behind the last segment to all summaries."""
+    mask_TS = _nothing(prompt)
+    mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
+    return mask_TS
+
+
+def _nothing(prompt: MarkedPrompt) -> Tensor:
+    return torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
+
+
+class Sharpness(NamedTuple):
+    """What one matrix does on one prompt: shares 0 to 1, the entropy in bits. NaN where the prompt has no such place.
+
+    ``entropy``, ``answer`` and ``separators`` are of the last row, where the answer is predicted: how spread it is (2
+    to this power is a number of tokens), and what falls on the answer's summary and on punctuation and line breaks.
+    ``aggregate`` is what of it falls on any summary; ``gather`` what the best row of each summary takes from its own
+    segment's content, on average over segments.
+    """
+
+    entropy: float
+    answer: float
+    separators: float
+    gather: float
+    aggregate: float
+
+
+def sharpness(matrix_TS: Tensor, prompt: MarkedPrompt) -> Sharpness:
+    """Measure one head's matrix on a prompt."""
+    share_TS = row_shares(matrix_TS)
+    last_S = share_TS[-1]
+    gathered = [
+        share_TS[list(segment.summary)][:, list(segment.content)].sum(1).max().item()
+        for segment in prompt.segments
+        if segment.content
+    ]
+    answer = () if prompt.answer is None else prompt.segments[prompt.answer].summary
+    return Sharpness(
+        entropy=abs((last_S * last_S.clamp(min=1e-30).log2()).sum().item()),
+        answer=last_S[list(answer)].sum().item() if answer else math.nan,
+        separators=last_S[list(prompt.separators)].sum().item(),
+        gather=sum(gathered) / len(gathered) if gathered else math.nan,
+        aggregate=last_S[prompt.summaries].sum().item() if prompt.segments else math.nan,
+    )
+
+
+def row_shares(matrix_TS: Tensor) -> Tensor:
+    """Absolute values, each row divided by its sum (in float64); a row of zeros stays one."""
+    size_TS = matrix_TS.double().abs()
+    return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -1,0 +1,113 @@
+"""Students that differ in the heads they keep, side by side: the method's claim in one table.
+
+Heads are scored once and recurrent heads are aligned once, against the teacher's own heads one by one, so that every
+student starts from the same recurrent heads and differs in its plan alone::
+
+    scores.json  teacher/  aligned/  <student>/...  compare.json  report.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..config import PlanConfig, RunConfig
+from ..data.documents import PROBE_LIKE
+from ..distributed import alone_in, on_main_process
+from ..io import write_json
+from ..pipeline import Run, run_beside
+from .report import write_report
+
+EXPORTED = "top"
+"""The student that a comparison exports."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One student of a comparison."""
+
+    name: str
+    label: str
+    plan: PlanConfig
+    probe_like: bool = False
+    """Distil on the probe's own questions too: a control, not the method."""
+
+
+def entrants(
+    k: int, *, random_seeds: Sequence[int] = (0,), restoration: bool = False, probe_like: bool = False
+) -> list[Entrant]:
+    """No head, k random heads for each seed, the top k by ablation and, if asked for, by restoration.
+
+    With ``probe_like`` each of them once more, on other data.
+    """
+    plain = [Entrant("none", "0 heads", PlanConfig("none", k=0))]
+    plain += [
+        Entrant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
+        for seed in random_seeds
+    ]
+    plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
+    if restoration:
+        plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
+    if not probe_like:
+        return plain
+    mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
+    return plain + mixed
+
+
+def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
+    """Run every student in a folder of its own below ``base.out`` and write the report; finished work is kept.
+
+    Raises what `pipeline.run` raises.
+    """
+    shared = Run(base)
+    out = shared.out
+    with alone_in(out):
+        for student in students:
+            shared.check_student(student.plan)
+        shared.prepare()
+        shared.scores()
+        shared.evaluate_teacher()
+        aligned = shared.aligned.last_stage()
+        for student in students:
+            _run_student(shared, student, aligned)
+        record = {
+            "students": [
+                {
+                    "name": s.name,
+                    "label": s.label,
+                    "dir": s.name,
+                    "selection": s.plan.selection,
+                    "k": s.plan.k,
+                    **({"data": "probe questions mixed in"} if s.probe_like else {}),
+                }
+                for s in students
+            ],
+            "teacher": "teacher/evaluation.json",
+            "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
+        }
+        on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
+    return out
+
+
+def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
+    base, plan, data = shared.config, student.plan, shared.config.data
+    if plan.selection == "restoration":
+        shared.restoration_plan(plan.k)
+        plan = replace(plan, selection="file", file=shared.restoration_path(plan.k))
+    if student.probe_like:
+        data = replace(data, sources=(*data.sources, PROBE_LIKE))
+    config = replace(
+        base,
+        name=student.name,
+        out=shared.out / student.name,
+        plan=plan,
+        scoring=replace(base.scoring, file=shared.out / "scores.json"),
+        student=replace(base.student, aligned=aligned),
+        stages=("distill",),
+        data=data,
+    )
+    with alone_in(config.out):
+        run, trained, kept = run_beside(shared, config)
+        if config.export and student.name == EXPORTED:
+            run.export(trained, kept)

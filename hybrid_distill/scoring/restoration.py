@@ -1,0 +1,191 @@
+"""Rank heads by what they bring back: one attention head at a time, put into a student that has none.
+
+Single ablation asks what the teacher loses without a head, and so overlooks heads that stand in for one another, and
+overrates those that a recurrent head imitates well. Restoration asks what an aligned, fully recurrent student gains
+with the head: the head-level form of replacing one layer of an aligned SSM (arXiv 2504.18574). Heads that work in
+pairs show only together, so `greedy_restoration` goes on from the best head found so far.
+
+Shapes: L layer, H query head, E example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..model.layout import CACHE_NAMES
+from ..model.mixer import ROW_ARGUMENTS
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..plan import HeadId
+from ..probes import Probe
+from ..probes.answering import ChoiceResult, answer_choices
+from ..teacher import AttentionSite, attention_sites, replaced_forward
+from . import HeadScores, describe_run
+
+
+@contextmanager
+def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
+    """While active, these heads of the student do what the teacher's heads do with the student's own inputs.
+
+    For forwards without a cache. Raises ValueError for a head that does not exist, and for a forward with a cache.
+    """
+    by_layer: dict[int, list[int]] = {}
+    ours, theirs = attention_sites(student), attention_sites(teacher)
+    for layer, head in heads:
+        if not (0 <= layer < len(ours) and 0 <= head < ours[layer].n_heads):
+            raise ValueError(
+                f"head {HeadId(layer, head)} does not exist: layers 0..{len(ours) - 1}, heads 0..{ours[0].n_heads - 1}."
+            )
+        by_layer.setdefault(layer, []).append(head)
+    with ExitStack() as hooks:
+        for layer, restored in by_layer.items():
+            for handle in _install(ours[layer], theirs[layer], restored):
+                hooks.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
+    """While active, the teacher's attention runs in the place of these layers' mixers, output projection included.
+
+    With a cache too, which then holds the keys and values of all heads of such a layer: make it and use it within.
+    Raises ValueError for a layer that does not exist.
+    """
+    mixers, theirs = student.mixers(), attention_sites(teacher)
+    with ExitStack() as hooks:
+        for layer in set(layers):
+            if not 0 <= layer < len(mixers):
+                raise ValueError(f"layer {layer} does not exist: layers 0..{len(mixers) - 1}.")
+            hooks.enter_context(replaced_forward(mixers[layer], _attention_of(theirs[layer])))
+        yield
+
+
+def _attention_of(teacher: AttentionSite) -> Any:
+    """A mixer's forward that is the teacher's attention."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
+        output = teacher.module(hidden_states, *args, **passed)
+        if (cache := _cache_in(kwargs)) is not None:
+            cache.layer(teacher.layer).advance(hidden_states.shape[1])
+        return output
+
+    return forward
+
+
+def _cache_in(kwargs: Mapping[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+
+
+def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> list[Any]:
+    """Hooks that run the teacher's attention before the student's mixer and swap heads in before its o_proj."""
+    found: list[Tensor] = []
+
+    def run_teacher(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
+            found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
+
+        if _cache_in(kwargs) is not None:
+            raise ValueError("restored heads have no cache; call the student with use_cache=False.")
+        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
+        handle = teacher.o_proj.register_forward_pre_hook(note)
+        try:
+            teacher.module(*args, **passed)
+        finally:
+            handle.remove()
+
+    def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        y_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
+        y_BLHP[:, :, heads] = found[0][:, :, heads]
+        return (y_BLHP.flatten(-2), *args[1:])
+
+    return [
+        student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
+        student.o_proj.register_forward_pre_hook(swap),
+    ]
+
+
+def score_restoration(
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    *,
+    restored: Iterable[HeadId] = (),
+    n_examples: int = 128,
+    batch_size: int = 32,
+    progress: bool = True,
+) -> HeadScores:
+    """What each attention head adds to an aligned, fully recurrent student that has the ``restored`` heads already.
+
+    ``accuracy_drop_LH`` is the accuracy gained with the head (lost without it), ``logprob_drop_LH`` the answer's
+    log-probability, each with paired standard errors; heads already restored get 0. There is no control
+    drop. Values of several tokens, which need a cache, raise ValueError.
+    """
+    start, examples = list(restored), probe.examples(n_examples)
+    site = attention_sites(student)[0]
+
+    def measure(heads: list[HeadId]) -> ChoiceResult:
+        with restore_heads(student, teacher, heads):
+            return answer_choices(student, tokenizer, examples, batch_size=batch_size)
+
+    baseline = measure(start)
+    shape = (student.config.num_hidden_layers, site.n_heads)
+    tables = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
+    accuracy_LH, logprob_LH, accuracy_se_LH, logprob_se_LH = tables
+    heads = [HeadId(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
+    for head in tqdm([h for h in heads if h not in start], desc="restoring heads", disable=not progress):
+        result = measure([*start, head])
+        gained_E = result.correct_E.double() - baseline.correct_E.double()
+        likelier_E = result.answer_logprob_E - baseline.answer_logprob_E
+        accuracy_LH[head], accuracy_se_LH[head] = gained_E.mean(), _standard_error(gained_E)
+        logprob_LH[head], logprob_se_LH[head] = likelier_E.mean(), _standard_error(likelier_E)
+    return HeadScores(
+        site.n_kv_heads,
+        accuracy_drop_LH=accuracy_LH,
+        logprob_drop_LH=logprob_LH,
+        control_drop_LH=None,
+        accuracy_se_LH=accuracy_se_LH,
+        logprob_se_LH=logprob_se_LH,
+        control_se_LH=None,
+        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in start]},
+        provenance={
+            "method": "single-head restoration",
+            "probe": probe.describe(),
+            "n_examples": n_examples,
+            **describe_run(teacher),
+        },
+    )
+
+
+def greedy_restoration(
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    k: int,
+    **options: Any,
+) -> list[HeadId]:
+    """``k`` heads, each the one that adds most to the student with all before it; options of `score_restoration`.
+
+    What is added is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
+    """
+    chosen: list[HeadId] = []
+    while len(chosen) < k:
+        scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
+        gain_LH = scores.logprob_drop_LH.clone()
+        for head in chosen:
+            gain_LH[head] = -math.inf
+        chosen.append(HeadId(*divmod(int(gain_LH.argmax()), scores.n_heads)))
+    return chosen
+
+
+def _standard_error(difference_E: Tensor) -> Tensor:
+    return difference_E.std(correction=min(1, len(difference_E) - 1)) / math.sqrt(len(difference_E))

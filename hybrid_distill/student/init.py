@@ -1,0 +1,399 @@
+"""How recurrent heads start: from the teacher's own weights, or at random. Compared in benchmarks/init.py.
+
+A head that starts well is near its attention head before the first step: softmax attention is a decaying
+average of the values, bent towards what the head looks for,
+
+    softmax(s)_ij  ~  (average + content s_ij) (1 - a) a^(i - j)  +  skip [i = j]
+
+with s_ij = q_i . k_j / sqrt(P) through the best factors of W_q^T W_k. One state dimension is a constant
+feature, for the average; a sum over the past is not an average, hence 1 - a. The convolution's taps stand for
+heads that look back one, two or three tokens. Without calibration data the numbers are guesses; with it they
+are fitted to each head by least squares, in closed form.
+
+Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model width, K conv width, F
+factors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..model import HybridConfig
+from ..model.layout import HEAD_NORMS, Part, head_norm, is_over_all_heads
+from ..model.mixer import OPEN_GATE, spread_half_lives
+from ..model.ssd import causal_conv, raw_decay, ssd_scan
+from ..teacher import AttentionSite
+
+Started = dict[str, tuple[Tensor, tuple[str, ...]]]
+
+NOISE = 0.02  # for B where C is 0: had both no value, neither would have a gradient
+FLOOR = 0.05  # least share of the average, for the same reason
+HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # tokens, tried by the fit
+RIDGE = 1e-4  # relative; the fit's features may be nearly the same
+
+
+@dataclass(frozen=True)
+class SSMInit:
+    """One way to start recurrent heads."""
+
+    values: bool = True  # x from the teacher's v; else at random
+    factors: bool = True  # B and C from q and k; else at random
+    average: bool = True  # a constant feature, scaled to an average; else B and C as they are
+    content: float = 0.0  # spread of the content part, in standard deviations over white inputs
+    skip: float = 0.0  # D
+    half_lives: tuple[float, float] = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer
+    fitted: bool = False  # per head from calibration data: half-life, average, content, skip and conv taps
+
+
+INITS: dict[str, SSMInit] = {
+    "teacher": SSMInit(content=0.1),
+    "fitted": SSMInit(fitted=True),
+    "values": SSMInit(factors=False),
+    "svd": SSMInit(average=False, skip=1.0),
+    "random": SSMInit(values=False, factors=False, average=False, skip=1.0),
+}
+
+
+DEFAULT_INIT = "teacher"  # the best that needs no text to be fitted to
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What went into a layer's attention, and what its heads made of it, on calibration data."""
+
+    hidden_BLD: Tensor
+    heads_BLHP: Tensor
+    seq_idx_BL: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Coefficients:
+    """The numbers of the module docstring, one per head, and the convolution of the values."""
+
+    half_life_R: Tensor
+    average_R: Tensor
+    content_R: Tensor
+    skip_R: Tensor
+    taps_RK: Tensor
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """C u_i . B u_j stands for the scores of each head, with about unit spread; F rows a head."""
+
+    b_weight_RFD: Tensor
+    b_bias_RF: Tensor
+    c_weight_RFD: Tensor
+    c_bias_RF: Tensor
+
+
+def init_ssm(
+    init: SSMInit,
+    site: AttentionSite,
+    heads: tuple[int, ...],
+    config: HybridConfig,
+    generator: torch.Generator,
+    trace: LayerTrace | None = None,
+) -> Started:
+    """Tensors of the `SSMHeads` that replace ``heads``, each with the names of its sources in the attention.
+
+    fp32, on the teacher's device. A fitted init needs a ``trace``, the others take no notice of it.
+    """
+    x_weight, x_bias = _values(init, site, heads, generator)
+    factors = _factors(init, site, heads, config.d_state - init.average, generator, trace)
+    if init.fitted:
+        assert trace is not None
+        chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+    else:
+        chosen = _guess(init, len(heads), config.conv_width, x_weight.device)
+    b_weight, b_bias, c_weight, c_bias = _projections(init, factors, chosen)
+    a_bias = raw_decay(chosen.half_life_R)
+    if config.recurrence == "mamba2":
+        step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
+        x_weight, x_bias = _before_silu(x_weight, x_bias)
+        b_weight, b_bias = _before_silu(b_weight / step_C.unsqueeze(1), b_bias / step_C)
+        c_weight, c_bias = _before_silu(c_weight, c_bias)
+    conv = torch.zeros(2 * b_bias.numel() + x_bias.numel(), config.conv_width, device=x_weight.device)
+    conv[:, -1] = 1.0
+    conv[: x_bias.numel()] = chosen.taps_RK.repeat_interleave(site.head_dim, dim=0)
+    assert site.layout is not None
+    layout, norms = site.layout, (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
+    from_v = _names(site, layout.value) if init.values else ()
+    from_qk = _names(site, layout.query, layout.key, *norms) if init.factors else ()
+    return {
+        "x_proj.weight": (x_weight, from_v),
+        "x_proj.bias": (x_bias, from_v),
+        "b_proj.weight": (b_weight, from_qk),
+        "b_proj.bias": (b_bias, from_qk),
+        "c_proj.weight": (c_weight, from_qk),
+        "c_proj.bias": (c_bias, from_qk),
+        "z_proj.weight": (torch.zeros_like(x_weight), ()),
+        "z_proj.bias": (torch.full_like(x_bias, OPEN_GATE), ()),
+        "a_proj.weight": (x_weight.new_zeros(len(heads), x_weight.shape[1]), ()),
+        "a_proj.bias": (a_bias, ()),
+        "conv_weight": (conv, ()),
+        "D": (chosen.skip_R, ()),
+    }
+
+
+def _guess(init: SSMInit, n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
+    """The same for every head, but for half-lives that cover the useful range."""
+    taps = torch.zeros(n_heads, conv_width, device=device)
+    taps[:, -1] = 1.0
+    ones = torch.ones(n_heads, device=device)
+    half_lives = spread_half_lives(n_heads, *init.half_lives).to(device)
+    return _Coefficients(half_lives, ones, init.content * ones, init.skip * ones, taps)
+
+
+def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
+    """Weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
+    b_weight, b_bias = factors.b_weight_RFD, factors.b_bias_RF
+    c_weight, c_bias = factors.c_weight_RFD, factors.c_bias_RF
+    if init.average:
+        new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
+        average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
+        content_R = chosen.content_R * new_R
+        b_scale, c_scale = content_R.abs().sqrt(), content_R.sign() * content_R.abs().sqrt()
+        b_weight, b_bias = b_weight * b_scale[:, None, None], b_bias * b_scale[:, None]
+        c_weight, c_bias = c_weight * c_scale[:, None, None], c_bias * c_scale[:, None]
+        b_weight, c_weight = (nn.functional.pad(weight, (0, 0, 1, 0)) for weight in (b_weight, c_weight))
+        b_bias = torch.cat([average_R.abs().sqrt()[:, None], b_bias], dim=1)
+        c_bias = torch.cat([(average_R.sign() * average_R.abs().sqrt())[:, None], c_bias], dim=1)
+    return b_weight.flatten(0, 1), b_bias.flatten(), c_weight.flatten(0, 1), c_bias.flatten()
+
+
+def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose SiLU is about what the rows were: twice as large where they depend on the input, since its slope at 0
+    is one half, and inverted where they are a positive constant.
+    """
+    inverse_C = bias_C.clone()
+    for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
+        inverse_C = bias_C / inverse_C.sigmoid()
+    is_constant_C = (weight_CD == 0).all(dim=1) & (bias_C > 0)
+    return 2 * weight_CD, torch.where(is_constant_C, inverse_C, 2 * bias_C)
+
+
+def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
+    return tuple(name for name in site.module.state_dict() if name.partition(".")[0] in modules)
+
+
+def _projection(site: AttentionSite, part: Part) -> nn.Linear:
+    return cast(nn.Linear, site.module.get_submodule(getattr(site.layout, part)))
+
+
+def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
+    """Weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
+    assert site.layout is not None
+    projection, head_dim = _projection(site, part), site.head_dim
+    block = site.layout.block(part, head, site.n_heads, site.n_kv_heads)
+    rows = slice(block * head_dim, (block + 1) * head_dim)
+    weight = projection.weight[rows].float()
+    return weight, weight.new_zeros(head_dim) if projection.bias is None else projection.bias[rows].float()
+
+
+def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
+    """Small noise, drawn on the CPU: the same on every device."""
+    return torch.randn(*shape, generator=generator).to(like.device) * NOISE
+
+
+def _values(
+    init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """x_proj: each head reads the values of its KV group."""
+    weight = _projection(site, "value").weight
+    if not init.values:
+        n_rows = len(heads) * site.head_dim
+        return _normal(generator, n_rows, weight.shape[1], like=weight), torch.zeros(
+            n_rows, device=weight.device
+        )
+    group_size = site.n_heads // site.n_kv_heads
+    per_head = [_rows(site, "value", head // group_size) for head in heads]
+    return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
+
+
+def _factors(
+    init: SSMInit,
+    site: AttentionSite,
+    heads: tuple[int, ...],
+    n_factors: int,
+    generator: torch.Generator,
+    trace: LayerTrace | None,
+) -> _Factors:
+    if not init.factors:
+        weight = _projection(site, "query").weight
+        shape = (len(heads), n_factors, weight.shape[1])
+        b, c = (_normal(generator, *shape, like=weight) for _ in range(2))
+        zeros = torch.zeros(shape[:2], device=weight.device)
+        return _Factors(b, zeros, c, zeros)
+    inputs = _input_statistics(site, trace if init.fitted else None)
+    per_head = [_score_factors(site, head, n_factors, inputs, generator, init.average) for head in heads]
+    return _Factors(*(torch.stack(column) for column in zip(*per_head)))
+
+
+def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [D] of the layer's inputs, and square roots [D, D] of their second moment and their covariance.
+
+    Without data: white noise behind the layer's input norm, whose gains tell how much each channel varies.
+    """
+    if trace is None:
+        norm = getattr(site.block, "input_layernorm", None)
+        width = _projection(site, "query").in_features
+        gains_D = getattr(norm, "weight", torch.ones(width)).float().abs().clamp_min(1e-3)
+        return torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D)
+    hidden = trace.hidden_BLD.flatten(0, 1).double()
+    mean_D = hidden.mean(0)
+    moment_DD = hidden.mT @ hidden / len(hidden)
+    roots = []
+    for matrix_DD in (moment_DD, moment_DD - torch.outer(mean_D, mean_D)):
+        jitter = RIDGE * matrix_DD.diagonal().mean() + 1e-12
+        roots.append(torch.linalg.cholesky(matrix_DD + jitter * torch.eye(len(mean_D), device=hidden.device)))
+    return mean_D.float(), roots[0].float(), roots[1].float()
+
+
+def _score_factors(
+    site: AttentionSite,
+    head: int,
+    n_factors: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    generator: torch.Generator,
+    unit_spread: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
+
+    Best in the mean square over the layer's inputs; keys are taken relative to their mean, which no softmax
+    sees. Beyond the rank of the scores B is small noise and C is zero.
+    """
+    mean_D, root_q_DD, root_k_DD = inputs
+    group = head // (site.n_heads // site.n_kv_heads)
+    wq_PD, bq_P = _head_projection(site, "query", head, root_q_DD)
+    wk_PD, _ = _head_projection(site, "key", group, root_k_DD)
+    # A thin QR of each side leaves an SVD of P x P instead of D x D.
+    rq_PP, rk_PP = (torch.linalg.qr((w @ root).T).R for w, root in ((wq_PD, root_q_DD), (wk_PD, root_k_DD)))
+    u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
+    rank = min(n_factors, len(s_P))
+    if unit_spread:
+        s_P = s_P / s_P.norm().clamp_min(1e-6)
+    else:
+        s_P = s_P * float(getattr(site.module, "scaling", site.head_dim**-0.5))
+    root_F1 = s_P[:rank, None].sqrt()
+    to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
+    to_b_FP = root_F1 * (vh_PP[:rank] @ torch.linalg.pinv(rk_PP).T)
+    missing = (0, 0, 0, n_factors - rank)
+    b_weight, c_weight = (nn.functional.pad(w, missing) for w in (to_b_FP @ wk_PD, to_c_FP @ wq_PD))
+    b_bias, c_bias = (
+        nn.functional.pad(b, missing[2:]) for b in (-to_b_FP @ (wk_PD @ mean_D), to_c_FP @ bq_P)
+    )
+    b_weight[rank:] = _normal(generator, n_factors - rank, b_weight.shape[1], like=b_weight)
+    return b_weight, b_bias, c_weight, c_bias
+
+
+def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
+    """One head's query or key projection; a norm behind it is replaced by its usual effect."""
+    weight_PD, bias_P = _rows(site, part, head)
+    norm = head_norm(site.module, part)
+    if norm is None:
+        return weight_PD, bias_P
+    normed_CD, normed_bias_C, places = weight_PD, bias_P, slice(None)
+    if is_over_all_heads(norm, site.head_dim):
+        n_heads = site.n_heads if part == "query" else site.n_kv_heads
+        rows = [_rows(site, part, other) for other in range(n_heads)]
+        normed_CD, normed_bias_C = (torch.cat(column) for column in zip(*rows, strict=True))
+        places = slice(head * site.head_dim, (head + 1) * site.head_dim)
+    usual_rms = ((normed_CD @ root_DD).square().sum() / len(normed_CD) + normed_bias_C.square().mean()).sqrt()
+    gain = 1 / usual_rms.clamp_min(1e-6)
+    if (weight := getattr(norm, "weight", None)) is not None:
+        gain = gain * weight.float()[places, None]
+    return weight_PD * gain, bias_P * gain.flatten()
+
+
+class _Best:
+    """Keeps, for every head, what was found with the least error."""
+
+    def __init__(self, found_RG: Tensor) -> None:
+        self.found_RG = found_RG
+        self.error_R = torch.full_like(found_RG[:, 0], math.inf, dtype=torch.float64)
+
+    def offer(self, found_RG: Tensor, error_R: Tensor) -> None:
+        better_R = error_R < self.error_R
+        self.found_RG = torch.where(better_R[:, None], found_RG, self.found_RG)
+        self.error_R = torch.where(better_R, error_R, self.error_R)
+
+
+def _fit(
+    site: AttentionSite,
+    heads: tuple[int, ...],
+    x_weight: Tensor,
+    x_bias: Tensor,
+    factors: _Factors,
+    conv_width: int,
+    trace: LayerTrace,
+) -> _Coefficients:
+    """Coefficients nearest to the heads' outputs: per head, with its values as they are or convolved."""
+    hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
+    target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
+    values_BLRP = (hidden @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
+    b_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.b_weight_RFD) + factors.b_bias_RF
+    c_BLRF = torch.einsum("bld,rfd->blrf", hidden, factors.c_weight_RFD) + factors.c_bias_RF
+    identity_RK = torch.zeros(len(heads), conv_width, device=hidden.device)
+    identity_RK[:, -1] = 1.0
+
+    best = _Best(hidden.new_zeros(len(heads), 4 + conv_width))
+    for taps_RK in (identity_RK, _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx)):
+        x = _convolved(values_BLRP, taps_RK, seq_idx)
+        for half_life in HALF_LIVES:
+            content = _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
+            features = torch.stack([_average(x, half_life, seq_idx), content, x])
+            weights_R3, error_R = _least_squares(features, target_BLRP)
+            half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
+            best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
+    half_life_R, average_R, content_R, skip_R = best.found_RG[:, :4].unbind(1)
+    return _Coefficients(half_life_R, average_R, content_R, skip_R, best.found_RG[:, 4:])
+
+
+def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) -> Tensor:
+    weight_CK = taps_RK.repeat_interleave(values_BLRP.shape[-1], dim=0)
+    return causal_conv(values_BLRP.flatten(-2), weight_CK, seq_idx_BL=seq_idx_BL)[0].view_as(values_BLRP)
+
+
+def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BLRF: Tensor) -> Tensor:
+    """Decaying average of x, each value weighted by C_i . B_j if they are given."""
+    a = 0.5 ** (1.0 / half_life)
+    b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
+    log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
+    return ssd_scan(x_BLRP, log_a_BLR, b * (1.0 - a), c, seq_idx_BL=seq_idx_BL)[0]
+
+
+def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
+    """Per head, weights [R, G] of the features nearest to the target, and the squared error [R]."""
+    features = features_GBLRP.movedim(3, 0).flatten(2)  # [R, G, B * L * P]
+    target = target_BLRP.movedim(2, 0).reshape(len(features), -1, 1)
+    gram = (features @ features.mT).double()
+    moment = (features @ target).double()
+    jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
+    weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
+    explained = (weights.mT @ (2 * moment - gram @ weights)).flatten()
+    return weights.squeeze(-1).float(), target.double().square().sum((-2, -1)) - explained
+
+
+def _fit_taps(
+    values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None
+) -> Tensor:
+    """Convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
+    width = identity_RK.shape[1]
+    taps = [identity_RK.roll(-back, 1) for back in reversed(range(width))]
+    looking_back = [_convolved(values_BLRP, taps_RK, seq_idx_BL) for taps_RK in taps]
+    best = _Best(identity_RK)
+    for half_life in HALF_LIVES:
+        average = _average(values_BLRP, half_life, seq_idx_BL)
+        weights_RG, error_R = _least_squares(torch.stack([*looking_back, average]), target_BLRP)
+        taps_RK = weights_RG[:, :width]
+        total_R1 = taps_RK.sum(1, keepdim=True)
+        # Taps that cancel out would leave nothing of the average.
+        cancels_R = total_R1.squeeze(1).abs() < 0.3 * taps_RK.abs().sum(1)
+        best.offer(taps_RK / total_R1, error_R.masked_fill(cancels_R, math.inf))
+    return best.found_RG

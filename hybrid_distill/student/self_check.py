@@ -1,0 +1,156 @@
+"""Check a model on a few random tokens: a document is the same packed, padded and from a cache as it is alone.
+
+A decoder that lets documents of a row see one another, or counts padding as text, would train and evaluate without an
+error; each family of models has code of its own for this, and each version of transformers another.
+
+Shapes: L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, __version__
+
+from ..model import HybridForCausalLM, packed_inputs
+from ..model.modeling_hybrid import LIMITED
+from ..teacher import SUPPORTED, decoder_blocks, eval_mode, rope_by_length, text_config
+
+BESIDE = 5
+"""Tokens of another document, or of padding, before the one that is looked at."""
+PIECES = (5, 1, 1, 4)
+"""Pieces in which the document is read into a cache."""
+WINDOW = 4
+"""Longest window and chunk during the check: the document has to be longer."""
+MARGIN = 16
+"""How many times what one more rounding after every layer changes may two ways to compute the same logits differ."""
+TF32_EPS = 2**-10
+"""Relative rounding of products on a GPU, where float32 may be computed in TF32."""
+
+_checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def check_rows(model: PreTrainedModel) -> None:
+    """Compare a document packed behind another, padded and read into a cache with the document alone.
+
+    A model is checked once with each attention implementation. The differences allowed are relative to what rounding
+    does to this model's logits in its dtype (`MARGIN`). Raises ValueError, naming the class, the way that failed and
+    the difference, for a model that computes something else in one of these ways.
+    """
+    implementation = str(model.config._attn_implementation)
+    if _checked.get(model) == implementation:
+        return
+    generator = torch.Generator().manual_seed(0)
+    ids_1L = torch.randint(text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator)
+    with eval_mode(model), _short_windows(model):
+        _compare(model, ids_1L.to(model.device), generator)
+    _checked[model] = implementation
+
+
+def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator) -> None:
+    document_1L = ids_1L[:, BESIDE:]
+    ways: dict[str, Any] = {"padded on the left": lambda: _padded(model, ids_1L)}
+    if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
+        ways["packed behind another document"] = lambda: _packed(model, ids_1L)
+    rope = rope_by_length(_backbone(model).config)
+    if rope is None or sum(PIECES) <= rope[1]:
+        ways["from a cache"] = lambda: _cached(model, document_1L)
+    with _refusal(model, "alone"):
+        alone_LV = _logits(model, document_1L)
+        with _rounded_once_more(model, generator):
+            limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
+    for way, logits in ways.items():
+        with _refusal(model, way):
+            difference = _size(logits() - alone_LV)
+            if not difference <= limit:
+                raise ValueError(f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)")
+
+
+@contextmanager
+def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
+    """Name the model and the way in which it fails: a family's code may do anything with arguments new to it."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        is_student = isinstance(model, HybridForCausalLM)
+        name = f"a student made from {type(_backbone(model)).__name__}" if is_student else type(model).__name__
+        raise ValueError(
+            f"{name} does not compute a document {way} with transformers {__version__}: {reason}. "
+            f"Expected the same logits in every way; take a teacher of another family ({SUPPORTED}) or another version "
+            "of transformers, or remove from its config.json windows that its attention does not have (sliding_window)."
+        ) from error
+
+
+def _backbone(model: PreTrainedModel) -> Any:
+    return model.model if isinstance(model, HybridForCausalLM) else model
+
+
+def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: Any) -> Tensor:
+    return model(input_ids=ids_1L, **{"use_cache": False, **inputs}).logits[0].float()
+
+
+def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
+    mask_1L = torch.ones_like(ids_1L)
+    mask_1L[:, :BESIDE] = 0
+    positions_1L = (mask_1L.cumsum(-1) - 1).clamp(min=0)
+    return _logits(model, ids_1L, attention_mask=mask_1L, position_ids=positions_1L)[BESIDE:]
+
+
+def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
+    seq_idx_1L = torch.ones_like(ids_1L)
+    seq_idx_1L[:, :BESIDE] = 0
+    if isinstance(model, HybridForCausalLM):
+        return _logits(model, ids_1L, seq_idx=seq_idx_1L)[BESIDE:]
+    return _logits(model, ids_1L, **packed_inputs(seq_idx_1L, model.dtype, model.config))[BESIDE:]
+
+
+def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
+    cache, logits = None, []
+    for piece_1L in document_1L.split(PIECES, dim=1):
+        output: Any = model(input_ids=piece_1L, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0].float())
+    return torch.cat(logits)
+
+
+def _size(difference_LV: Tensor) -> float:
+    """Root mean square over the vocabulary, of the token where it is largest."""
+    return difference_LV.square().mean(-1).sqrt().max().item()
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Let windows and chunks end within the document: masks and caches read them from the config at every forward."""
+    config = text_config(_backbone(model))
+    sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
+    longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
+    try:
+        for field in longer:
+            setattr(config, field, WINDOW)
+        yield
+    finally:
+        for field, size in longer.items():
+            setattr(config, field, size)
+
+
+@contextmanager
+def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
+    """Change what every decoder layer returns by about as much as rounding it once does."""
+    eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        hidden_BLD = output[0] if isinstance(output, tuple) else output
+        change_BLD = torch.rand(hidden_BLD.shape, generator=generator).to(hidden_BLD.device)
+        changed_BLD = (hidden_BLD * (1 + eps * (2 * change_BLD - 1))).to(hidden_BLD.dtype)
+        return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
+
+    with ExitStack() as hooks:
+        for _, block in decoder_blocks(model):
+            hooks.callback(block.register_forward_hook(change).remove)
+        yield

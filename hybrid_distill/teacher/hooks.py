@@ -1,0 +1,252 @@
+"""Record, ablate and replay what flows through the heads and layers of a decoder.
+
+Shapes: B batch, L length, H head, P head dim, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..plan import HeadId
+from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_blocks, head_sites
+
+
+@contextmanager
+def ablate_heads(
+    model: nn.Module,
+    heads: Iterable[HeadId],
+    values: Mapping[HeadId, Tensor] | None = None,
+    *,
+    kind: HeadKind | None = None,
+) -> Iterator[None]:
+    """Zero the named heads' slices of the output projection's input while the context is open.
+
+    A head named in ``values`` gets that vector [P] there, at every token, instead of zeros (mean ablation).
+    ``kind`` is that of `head_sites`. The model is as before afterwards, also after an exception; contexts may
+    be nested. Raises ValueError for a head that does not exist, and in a forward that goes round the
+    projection.
+    """
+    sites = head_sites(model, kind)
+    vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
+    heads_of: dict[int, list[int]] = {}
+    for head_id in (HeadId(*head) for head in heads):
+        check_exists(model, sites, head_id)
+        heads_of.setdefault(head_id.layer, []).append(head_id.head)
+    with ExitStack() as hooks:
+        for site in sites:
+            if which := heads_of.get(site.layer):
+                replaced = {head: vectors.get(HeadId(site.layer, head)) for head in which}
+                hooks.enter_context(_at_heads(site, _replacing(replaced)))
+        yield
+
+
+@contextmanager
+def ablate_heads_by_row(
+    model: nn.Module,
+    layer: int,
+    heads: Sequence[int | None],
+    values: Tensor | None = None,
+    *,
+    kind: HeadKind | None = None,
+) -> Iterator[None]:
+    """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
+
+    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, G being ``len(heads)``; None
+    ablates nothing there. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros.
+    Raises ValueError as `ablate_heads` does, and in a forward whose rows do not form G equal groups.
+    """
+    sites = head_sites(model, kind)
+    for head in heads:
+        check_exists(model, sites, HeadId(layer, 0 if head is None else head))
+    with ExitStack() as hooks:
+        if heads:
+            site = next(site for site in sites if site.layer == layer)
+            hooks.enter_context(_at_heads(site, _replacing_by_row(heads, values)))
+        yield
+
+
+@contextmanager
+def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the heads x_BLHP of a layer as its output projection reads them, per forward."""
+    sites = head_sites(model, kind)
+    check_exists(model, sites, HeadId(layer, 0))
+    recorded: list[Tensor] = []
+    with _at_heads(next(site for site in sites if site.layer == layer), recorded.append):
+        yield recorded
+
+
+@contextmanager
+def _at_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand ``edit`` a copy x_BLHP of the heads of this layer; what it changes there, the projection reads."""
+    in_layer, reached = not site.shared, False
+
+    def enter_layer(module: nn.Module, args: Any) -> None:
+        nonlocal in_layer
+        in_layer = True
+
+    def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal in_layer
+        in_layer = not site.shared  # what is shared runs for other layers as well
+
+    def start(module: nn.Module, args: Any) -> None:
+        nonlocal reached
+        reached = False
+
+    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        nonlocal reached
+        reached = True
+        if not in_layer:
+            return None
+        heads_BLHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
+        edit(heads_BLHP)
+        return (heads_BLHP.flatten(-2), *args[1:])
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if not reached:
+            raise ValueError(
+                f"{site.name} did not call its output projection, so its heads were left as they are: "
+                "a fused kernel for training did its work; call model.eval() first."
+            )
+
+    with ExitStack() as hooks:
+        for handle in (
+            site.block.register_forward_pre_hook(enter_layer),
+            site.module.register_forward_pre_hook(start),
+            site.o_proj.register_forward_pre_hook(edited),
+            site.module.register_forward_hook(check),
+            site.block.register_forward_hook(leave_layer, always_call=True),
+        ):
+            hooks.callback(handle.remove)
+        yield
+
+
+def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
+    zeroed = [head for head, value_P in values.items() if value_P is None]
+
+    def edit(heads_BLHP: Tensor) -> None:
+        heads_BLHP[..., zeroed, :] = 0
+        for head, value_P in values.items():
+            if value_P is not None:
+                heads_BLHP[..., head, :] = value_P.to(heads_BLHP)
+
+    return edit
+
+
+def _replacing_by_row(heads: Sequence[int | None], values: Tensor | None) -> Callable[[Tensor], None]:
+    def edit(heads_BLHP: Tensor) -> None:
+        n_rows, _, _, _ = heads_BLHP.shape
+        if n_rows % len(heads):
+            raise ValueError(
+                f"a batch of {n_rows} rows cannot hold {len(heads)} ablations evenly; repeat the batch once per head."
+            )
+        head_of = [head for head in heads for _ in range(n_rows // len(heads))]
+        rows = [row for row, head in enumerate(head_of) if head is not None]
+        which = [head for head in head_of if head is not None]
+        heads_BLHP[rows, :, which] = 0 if values is None else values[which].unsqueeze(1).to(heads_BLHP)
+
+    return edit
+
+
+@dataclass
+class MixerCall:
+    """One layer's mixer in the latest forward: how it was called, its heads before ``o_proj``, its output.
+
+    Reading a field before a forward has run raises AttributeError.
+    """
+
+    hidden_BLD: Tensor = field(init=False)
+    args: tuple[Any, ...] = field(init=False)
+    kwargs: dict[str, Any] = field(init=False)
+    heads_BLHP: Tensor = field(init=False)
+    out_BLD: Tensor = field(init=False)
+
+
+@contextmanager
+def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
+    """Yield one `MixerCall` per layer; every forward inside the context fills them anew.
+
+    Tensors are the model's own, neither copied nor detached: for targets, forward under ``torch.no_grad``.
+    """
+    sites = attention_sites(model)
+    calls = [MixerCall() for _ in sites]
+    with ExitStack() as hooks:
+        for site, call in zip(sites, calls, strict=True):
+            before, heads, after = _recorders(call, site.head_dim)
+            for handle in (
+                site.module.register_forward_pre_hook(before, with_kwargs=True),
+                site.o_proj.register_forward_pre_hook(heads),
+                site.module.register_forward_hook(after),
+            ):
+                hooks.callback(handle.remove)
+        yield calls
+
+
+def _recorders(call: MixerCall, head_dim: int) -> tuple[Any, Any, Any]:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.args, call.kwargs = args, kwargs
+        call.hidden_BLD = args[0] if args else kwargs["hidden_states"]
+
+    def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        call.heads_BLHP = args[0].unflatten(-1, (-1, head_dim))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        call.out_BLD = output[0] if isinstance(output, tuple) else output
+
+    return before, heads, after
+
+
+@contextmanager
+def record_block(model: nn.Module, layer: int) -> Iterator[list[Any]]:
+    """Yield a list that receives what decoder layer ``layer`` returns, one entry per forward."""
+    outputs: list[Any] = []
+    block = decoder_blocks(model)[layer][1]
+    handle = block.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
+    """Let layers 0..``layer`` hand out ``output`` (from `record_block`) instead of running.
+
+    A forward on the same input then computes the layers above only, with the same result. Not for use with a
+    cache: the skipped layers would leave theirs empty.
+    """
+    with ExitStack() as restore:
+        for _, block in decoder_blocks(model)[: layer + 1]:
+            restore.enter_context(replaced_forward(block, lambda *args, **kwargs: output))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Run ``forward`` in the place of a module's own, which comes back afterwards; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluate without dropout and without gradients; the model's mode is restored afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

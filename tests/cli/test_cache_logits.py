@@ -1,0 +1,423 @@
+"""The teacher's logits on disk: what is there is what the teacher says, and training from it is training from it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_family_model
+from torch import nn
+from training import SMALL, small_config, small_models, small_rows, word_texts, word_tokenizer
+
+from hybrid_distill import pipeline
+from hybrid_distill.cli.app import cache_logits as command
+from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
+from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
+from hybrid_distill.data import DataConfig, LogitFolder, LogitHeader, PackedRows, TaughtRows, open_logits, open_rows
+from hybrid_distill.data.logits import pack, record_dtype, row_ids_of, unpack
+from hybrid_distill.lab.memory.plan import stage_shape
+from hybrid_distill.pipeline import Run
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.teacher import fingerprint
+from hybrid_distill.train.config import AlignConfig, DistillConfig, OnPolicyConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stages import make_stage
+
+WORDS = 99
+"""Of the tokenizer; the model has two more logits, as padded vocabularies do."""
+SEQ_LEN = 16
+SHARP = {"initializer_range": 0.3}
+"""A model that is as sure of some next tokens as trained ones are."""
+ROUNDING = 2e-4
+"""Nats a token by which a loss may differ because log-probabilities are stored in float16."""
+CURVE = 2e-3
+"""The same for the losses of 12 steps, relative: AdamW's first steps make much of small gradients."""
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    make_family_model("llama", **SMALL, **SHARP).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """About 50 rows, the last of them padded."""
+    monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in word_texts(91)))
+    return str(path)
+
+
+@pytest.fixture
+def job(teacher_folder: Path, text: str, tmp_path: Path) -> CacheJob:
+    """The first 24 rows, in files of 5."""
+    run = RunConfig(
+        out=tmp_path / "run",
+        teacher=TeacherConfig(str(teacher_folder)),
+        plan=PlanConfig("random", k=2),
+        student=StudentConfig(d_state=4, init="teacher"),
+        data=DataConfig(sources=(text,), seq_len=SEQ_LEN),
+        align=AlignConfig(steps=2, batch_size=8, micro_batch_size=4),
+        distill=DistillConfig(steps=3, batch_size=8, micro_batch_size=4, teacher_logits=tmp_path / "logits"),
+    )
+    return CacheJob(run, top_k=6, shard_tokens=5 * SEQ_LEN, check_rows=4)
+
+
+def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
+    return replace(job, run=replace(job.run, **{part: replace(getattr(job.run, part), **changes)}))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What the shards and the list of rows hold."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def header_for(**changes: Any) -> LogitHeader:
+    made: dict[str, Any] = dict(
+        format="", teacher="", teacher_fingerprint="", dtype="float32", precision="fp32", tokenizer_fingerprint="",
+        vocabulary_size=128_256, temperature=1.0, top_k=64, seq_len=2048, text_fingerprint="", order="", places=1,
+        rows=1, shard_rows=1,
+    )  # fmt: skip
+    return LogitHeader(**{**made, **changes})
+
+
+def test_a_token_of_128k_words_takes_less_than_300_bytes() -> None:
+    assert record_dtype(header_for()).itemsize / 2048 == 64 * 4 + 2 + 2
+
+
+@pytest.mark.parametrize("n_words", [300, 65_536, 65_537, 200_000])
+def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> None:
+    logits = 3 * torch.randn(2, 5, n_words)
+    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = 15.0  # at the edges of 16 bits
+    log_probs = logits.log_softmax(-1)
+    top, ids = log_probs.topk(20)
+    log_tail = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    header = header_for(vocabulary_size=n_words, top_k=20, seq_len=5)
+    found_ids, found = unpack(pack(ids, top, log_tail, mask, header))
+    expected_ids, order = ids.sort(-1)
+    assert torch.equal(found_ids[mask], expected_ids[mask]) and found_ids[~mask].eq(0).all()
+    torch.testing.assert_close(found[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4)
+    tail = 1.0 - found.double().exp().sum(-1)
+    torch.testing.assert_close(tail[mask].float(), log_tail.exp()[mask], rtol=5e-3, atol=1e-6)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJob, temperature: float) -> None:
+    """With rows in a part of the data, padding in the last, and two logits that are no words."""
+    job = changed(job, "distill", temperature=temperature, steps=9)
+    line = cache_logits(job)
+    run = Run(job.run)
+    rows = open_rows(job.run.data, run.tokenizer)
+    assert isinstance(rows, PackedRows)
+    batch = TaughtRows(rows, open_logits(job.folder)).batch(1, 36)
+    assert batch["seq_idx"].max() > 0 and not batch["mask"].all()
+    for row, seq_idx in enumerate(batch["seq_idx"]):
+        for number in seq_idx[batch["mask"][row]].unique():
+            own = (seq_idx == number) & batch["mask"][row]
+            with torch.no_grad():
+                logits = run.teacher(batch["input_ids"][row, own][None]).logits[0, :, :WORDS]
+            top, ids = (logits / temperature).log_softmax(-1).topk(6)
+            ids, order = ids.sort(-1)
+            assert torch.equal(batch["teacher_ids_BLK"][row, own], ids)
+            found = batch["teacher_log_probs_BLK"][row, own]
+            torch.testing.assert_close(found, top.gather(-1, order), rtol=2**-10, atol=1e-3)
+    header = LogitHeader.load(job.folder / "logits.json")
+    assert header.measured["tokens"] == 4 * SEQ_LEN and header.measured["rounding"] < ROUNDING
+    first = TaughtRows(rows, open_logits(job.folder)).batch(0, 4)
+    covered = first["teacher_log_probs_BLK"].exp().sum(-1).mean().item()
+    assert header.measured["covered"] == pytest.approx(covered, abs=1e-4)
+    assert f"cover {header.measured['covered']:.2%} of" in line
+
+
+def live_rows(teacher: Any, k: int, temperature: float) -> Any:
+    """Rows with the teacher's top k as computed, not rounded."""
+
+    class Live(PackedRows):
+        def batch(self, *place: int) -> Any:
+            batch = super().batch(*place)
+            known = top_k_of(teacher, batch, k, vocab_size=WORDS, temperature=temperature)
+            return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
+
+    rows = small_rows()
+    return Live(rows.sources, seq_len=SEQ_LEN)
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "jsd", "temperature": 2.0, "hard_weight": 0.3}], ids=str)
+def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_path: Path, options: Any) -> None:
+    """12 steps; with every word stored, it is also that of the whole teacher."""
+    config = small_config("distill", **options)
+    assert isinstance(config, DistillConfig)
+    cached = replace(config, teacher_logits=job.folder)
+    job = replace(job, top_k=WORDS, run=replace(job.run, distill=cached))
+    cache_logits(job)
+    small = replace(job, top_k=6, run=replace(job.run, distill=replace(cached, teacher_logits=tmp_path / "six")))
+    cache_logits(small)
+    teacher = small_models(**SHARP)[1]
+
+    def curve(name: str, rows: Any, config: DistillConfig, with_teacher: bool) -> list[float]:
+        student, teacher = small_models(**SHARP)
+        stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
+        train_stage(stage, rows, config, tmp_path / name, progress=False)
+        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    def from_disk(name: str, folder: Path) -> list[float]:
+        return curve(name, TaughtRows(small_rows(), open_logits(folder)), cached, False)
+
+    def assert_same(found: list[float], expected: list[float]) -> None:
+        assert found[0] == pytest.approx(expected[0], abs=ROUNDING)
+        np.testing.assert_allclose(found, expected, rtol=CURVE)
+
+    whole = curve("whole", small_rows(), config, True)
+    assert_same(from_disk("all words", job.folder), whole)
+    found = from_disk("six words", small.folder)
+    assert_same(found, curve("live", live_rows(teacher, 6, config.temperature), cached, False))
+    assert whole[0] - found[0] > 10 * ROUNDING, "six words of 99 should make a difference"
+    unfused = curve("unfused", TaughtRows(small_rows(), open_logits(small.folder)), replace(cached, fused=False), False)
+    np.testing.assert_allclose(unfused, found, rtol=1e-4)
+
+
+def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
+    job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_logits(job)
+    whole = contents(job.folder)
+    assert list(whole) == [f"logits-0000{n}.bin" for n in range(5)] + ["rows.bin"]
+    killed = changed(job, "distill", teacher_logits=tmp_path / "killed")
+    plain = command.top_k_of
+
+    def one_with_a_kill(calls_left: int) -> None:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls_left
+            calls_left -= 1
+            if not calls_left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(command, "top_k_of", counted)
+        cache_logits(killed)
+
+    process = multiprocessing.get_context("fork").Process(target=one_with_a_kill, args=(6,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(killed.folder.glob("logits-*.bin"))) == 2 and list(killed.folder.glob("*.tmp"))
+    with pytest.raises(ValueError, match=r"are not finished: rows 10 to 23 of 24 are missing; .* goes on with them"):
+        open_logits(killed.folder)
+
+    n_calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(command, "top_k_of", counted)
+    cache_logits(killed)
+    assert n_calls == 2 + 2 + 1, "files that were whole are made again, or not all others are"
+    assert contents(killed.folder) == whole and not list(killed.folder.glob("*.tmp"))
+    cache_logits(killed)
+    assert n_calls == 5, "a finished folder is made again"
+
+
+def test_more_than_an_epoch_is_every_row_once() -> None:
+    rows = small_rows()
+    assert row_ids_of(rows, 10**6).tolist() == list(range(rows.n_rows)) == row_ids_of(rows, rows.n_rows).tolist()
+    sources = [rows.sources[0]] * 2
+    weighted = PackedRows(sources, seq_len=SEQ_LEN, weights=(3, 1))
+    assert set(row_ids_of(weighted, 100)) == set(weighted.row_ids(0, 100).tolist())
+    batch, place = weighted.batch(3, 4), weighted.row_ids(12, 4)
+    assert torch.equal(batch["input_ids"], weighted.read(place)["input_ids"])
+    assert weighted.row_ids(0, 100).max() >= rows.n_rows, "rows of the second source have numbers of their own"
+
+
+def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
+    job = changed(job, "distill", steps=10)
+    cache_logits(job)
+    run = Run(job.run)
+    other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
+    logits = open_logits(job.folder)
+    logits.check(other, run.tokenizer, fingerprint(run.teacher), vocab_size=WORDS, places=10**6, temperature=1.0)
+    batch = TaughtRows(other, logits).batch(0, 8)
+    known = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
+    assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]])
+
+
+def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
+    """What the error must say, and a run that must be refused."""
+    other_teacher, other_tokenizer = tmp_path / "other_teacher", tmp_path / "other_tokenizer"
+    for folder, changes in ((other_teacher, {"seed": 5}), (other_tokenizer, {})):
+        make_family_model("llama", **SMALL, **SHARP, **changes).save_pretrained(folder)
+        tokenizer = word_tokenizer()
+        if folder is other_tokenizer:
+            tokenizer.add_tokens(["w97"])
+        tokenizer.save_pretrained(folder)
+    more_text = tmp_path / "more.jsonl"
+    more_text.write_text(Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n")
+
+    def run(part: str, **changes: Any) -> RunConfig:
+        return changed(job, part, **changes).run
+
+    return {
+        r"another teacher, .* \(\w{16}\); the run's is \w{16}": run("teacher", path=str(other_teacher)),
+        "another tokenizer": run("teacher", path=str(other_tokenizer)),
+        "of rows of 16 tokens, data.seq_len is 8": run("data", seq_len=8),
+        "of another text than data.sources": run("data", sources=(str(more_text),)),
+        "order of another data.seed": run("data", seed=1),
+        "at temperature 1, the stage's is 2": run("distill", temperature=2.0),
+        "first 24 rows, the stage reads 32": run("distill", steps=4),
+        "holds no teacher's logits": run("distill", teacher_logits=tmp_path / "nowhere"),
+    }
+
+
+def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJob, tmp_path: Path) -> None:
+    cache_logits(job)
+    for message, config in refusals(job, tmp_path).items():
+        with pytest.raises(ValueError, match=message):
+            Run(config).prepare()
+        assert not config.out.exists(), message
+    Run(job.run).prepare()
+
+
+def test_other_logits_are_not_written_over(job: CacheJob) -> None:
+    cache_logits(job)
+    with pytest.raises(ValueError, match="made with another top_k; name another folder"):
+        cache_logits(replace(job, top_k=5))
+
+
+def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--top-k is 100, but the vocabulary has 99 tokens"):
+        cache_logits(replace(job, top_k=100))
+    with pytest.raises(ValueError, match="--check-rows is 0"):
+        replace(job, check_rows=0)
+    with pytest.raises(ValueError, match=r"name one with --distill.teacher-logits DIR"):
+        cache_logits(changed(job, "distill", teacher_logits=None))
+    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* on no disk"):
+        OnPolicyConfig(teacher_logits=job.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
+    with pytest.raises(ValueError, match=r"0.000 GB free and the logits need 0.000 GB more; make room"):
+        cache_logits(job)
+
+
+def test_a_dry_run_says_how_much_it_would_write(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    cache_logits(replace(job, run=replace(job.run, dry_run=True)))
+    assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
+    assert not job.folder.exists()
+
+
+def test_a_truncated_file_is_refused_by_name_and_size(job: CacheJob) -> None:
+    cache_logits(job)
+    path = job.folder / "logits-00002.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    size = 5 * SEQ_LEN * (6 * 4 + 2)
+    with pytest.raises(ValueError, match=rf"logits-00002.bin has {size - 1} bytes where the header says {size}"):
+        open_logits(job.folder)
+
+
+def parameter_bytes() -> int:
+    """Of all parameters that are alive, each storage once."""
+    gc.collect()
+    alive = [item for item in gc.get_objects() if issubclass(type(item), nn.Parameter) and item.device.type == "cpu"]
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
+
+
+def test_while_it_trains_from_disk_there_is_one_model_in_memory(
+    job: CacheJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an alignment, which needs the teacher, in the same process."""
+    cache_logits(job)
+    before = parameter_bytes()
+    seen: dict[str, int] = {}
+    plain = pipeline.train_stage
+
+    def spied(stage: Any, rows: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        read = rows.batch
+
+        def batch(*place: int) -> Any:
+            seen[config.name] = parameter_bytes() - before
+            return read(*place)
+
+        monkeypatch.setattr(rows, "batch", batch)
+        return plain(stage, rows, config, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "train_stage", spied)
+    run = Run(job.run)
+    run.prepare()
+    plan = HeadPlan.random(run.teacher, 2, seed=0)
+    student = run.train(plan)
+    own = sum(p.numel() * p.element_size() for p in student.parameters())
+    assert seen["distill"] == own
+    assert seen["align"] > own
+    assert fingerprint(run.teacher) == open_logits(job.folder).header.teacher_fingerprint, "loaded again, untrained"
+
+
+def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None:
+    cache_logits(job)
+    owner = Run(job.run)
+    before = fingerprint(owner.teacher)
+    run = Run(job.run, owner.teacher_and_tokenizer)
+    run.prepare()
+    run.train(HeadPlan.random(run.teacher, 2, seed=0))
+    assert run.teacher is owner.teacher and fingerprint(owner.teacher) == before
+
+
+def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_path: Path) -> None:
+    """Of the rows that are checked, read one by one, the loss of all of them together."""
+    job = changed(job, "distill", hard_weight=0.3)
+    first = replace(job.run, stages=("align",), distill=replace(job.run.distill, teacher_logits=None))
+    run = Run(first)
+    run.prepare()
+    student = run.train(run.plan())
+    cache_logits(replace(job, student_run=first.out))
+    rows = open_rows(job.run.data_of("distill"), run.tokenizer)
+    whole = make_stage(first.distill, student, run.teacher, vocab_size=WORDS)(rows.batch(0, job.check_rows))
+    found = LogitHeader.load(job.folder / "logits.json").measured["student"]
+    assert found["teacher_loss"] == pytest.approx(whole.total.item(), rel=1e-5)
+    assert found["difference"] == pytest.approx(found["top_k_loss"] - found["teacher_loss"])
+    # "Any other token" as one outcome can only hide a difference.
+    assert -found["teacher_loss"] < found["difference"] < 0
+
+
+def test_a_memory_plan_counts_no_teacher(job: CacheJob) -> None:
+    student, teacher = small_models()
+    assert stage_shape(job.run.distill, student, teacher).teacher_bytes == 0
+
+
+@pytest.mark.launched
+def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path) -> None:
+    cache_logits(job)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from pathlib import Path\n"
+        "from hybrid_distill.config import *\n"
+        "from hybrid_distill.data import DataConfig\n"
+        "from hybrid_distill.train.config import *\n"
+        f"def config():\n    from pathlib import PosixPath\n    return {job.run!r}\n"
+    )
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "hybrid_distill"]
+    flags = ["--distill.teacher-logits", tmp_path / "two", "--top-k", "6", "--shard-tokens", str(5 * SEQ_LEN)]
+    done = subprocess.run(
+        [sys.executable, *launch, "cache-logits", recipe, *flags], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "two") == contents(job.folder)
+    assert isinstance(open_logits(tmp_path / "two"), LogitFolder)
+    assert done.stdout.count("they cover") == 1

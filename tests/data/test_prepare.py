@@ -1,0 +1,335 @@
+"""A token folder: the same bytes however it was made, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from training import word_texts as texts
+from training import word_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_distill import data
+from hybrid_distill.cli.app import main
+from hybrid_distill.cli.app import prepare_data as prepare
+from hybrid_distill.cli.prepare_data import PrepareJob
+from hybrid_distill.data import DataConfig, PackedRows, TokenHeader, check_sources, documents, folder, open_rows, tokens
+from hybrid_distill.locking import locked
+
+EOS = 1
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
+    """Also what `prepare` loads, by any name."""
+    tokenizer = word_tokenizer()
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: tokenizer)
+    return tokenizer
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[str, ...]:
+    """The 120 documents of ``texts(120)`` in order: files, a stream, and what `datasets` saved."""
+    for part in range(3):
+        write_jsonl(tmp_path / "files" / f"{part}.jsonl", texts(20, 20 * part))
+        write_jsonl(tmp_path / "stream" / f"{part}.jsonl", texts(10, 60 + 10 * part))
+    datasets.Dataset.from_dict({"text": texts(30, 90)}).save_to_disk(tmp_path / "saved")
+    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "saved")
+
+
+def write_jsonl(path: Path, documents: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def ids_of(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return [i for text in documents for i in [*tokenizer(text)["input_ids"], EOS]]
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Every file of a token folder, without the date."""
+    found: dict[str, Any] = {file.name: file.read_bytes() for file in path.iterdir()}
+    header = json.loads(found[folder.HEADER])
+    assert header.pop("created")
+    return {**found, folder.HEADER: header}
+
+
+def test_the_header_says_what_the_files_hold(tokenizer, sources, tmp_path):
+    prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300))
+    expected = ids_of(texts(120), tokenizer)
+    header = json.loads((tmp_path / "out" / "tokens.json").read_text())
+    files = sorted((tmp_path / "out").glob("ids-*.bin"))
+    content = b"".join(file.read_bytes() for file in files)
+    assert np.frombuffer(content, "<u2").tolist() == expected
+    assert header["sha256"] == hashlib.sha256(content).hexdigest()
+    assert (header["tokens"], header["documents"]) == (len(expected), 120)
+    assert [shard["tokens"] for shard in header["shards"]] == [file.stat().st_size // 2 for file in files]
+    assert min(shard["tokens"] for shard in header["shards"][:-1]) >= 300 and len(files) > 2
+    assert [source["documents"] for source in header["sources"]] == [60, 30, 30]
+    assert sum(source["tokens"] for source in header["sources"]) == len(expected)
+    assert (header["tokenizer"], header["vocabulary_size"], header["eos_id"]) == ("mine", 99, EOS)
+    starts = np.fromfile(tmp_path / "out" / "starts-00001.bin", "<i8")
+    ids = np.fromfile(files[1], "<u2")
+    assert starts[0] == 0 and (ids[starts[1:] - 1] == EOS).all() and len(starts) == (ids == EOS).sum()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_ids_that_need_four_bytes_get_them(tokenizer, tmp_path, dtype):
+    write_jsonl(tmp_path / "a" / "a.jsonl", ["w1 w2"])
+    tokenizer.add_tokens([f"x{i}" for i in range(2**16 - 99 + (dtype == "uint32"))])
+    header = folder.write_tokens(tmp_path / "out", [str(tmp_path / "a")], tokenizer)
+    assert header.dtype == dtype
+    assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [3, 4, EOS]
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tokenizer, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
+    for workers in (1, 2, 3):
+        prepare.prepare(PrepareJob("mine", sources, tmp_path / str(workers), workers=workers, shard_tokens=300))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def killed_at_batch(number: int, job: PrepareJob) -> None:
+    """Do a job in a process that is killed when it has written ``number`` batches."""
+
+    def work() -> None:
+        add, calls = folder._Writer.add, iter(range(number))
+
+        def counted(self: Any, *args: Any) -> int:
+            if next(calls, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return add(self, *args)
+
+        pytest.MonkeyPatch().setattr(folder._Writer, "add", counted)
+        prepare.prepare(job)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("max_tokens", [None, 900])
+@pytest.mark.parametrize("killed_at", [1, 7, 11])
+def test_going_on_after_a_kill_gives_the_bytes_of_one_go(
+    tokenizer, sources, tmp_path, monkeypatch, killed_at, max_tokens
+):
+    monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
+    job = PrepareJob("mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens)
+    killed_at_batch(killed_at, job)
+    kept = {path: path.stat().st_mtime_ns for path in job.out.glob("*.bin") if (job.out / folder.PARTIAL).exists()}
+    whole = len(json.loads((job.out / folder.PARTIAL).read_text())["shards"]) if kept else 0
+    assert whole == {1: 0, 7: 2, 11: 3}[killed_at]
+    with (job.out / f"ids-{whole:05d}.bin").open("ab") as torn:
+        torn.write(b"half a write")
+    prepare.prepare(job)
+    prepare.prepare(replace(job, out=tmp_path / "one go"))
+    assert contents(job.out) == contents(tmp_path / "one go")
+    for path, time in kept.items():
+        assert int(path.stem[-5:]) >= whole or path.stat().st_mtime_ns == time, f"{path.name} was made again"
+
+
+def test_a_whole_folder_is_left_as_it_is(tokenizer, sources, tmp_path, monkeypatch):
+    job = PrepareJob("mine", sources, tmp_path / "out")
+    first = prepare.prepare(job)
+    monkeypatch.setattr(folder, "encoder", pytest.fail)
+    assert prepare.prepare(job).split("(")[0] == first.split("(")[0]
+
+
+def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, tmp_path):
+    ends = np.cumsum([len(ids_of([text], tokenizer)) for text in texts(120)])
+    for limit in (int(ends[40]), int(ends[40]) + 1, int(ends[41]) - 1):
+        header = folder.write_tokens(tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100)
+        assert (header.tokens, header.documents) == (ends[40], 41)
+    with pytest.raises(ValueError, match="max_tokens is 1, but the first document has 2 tokens"):
+        folder.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
+
+
+def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
+    prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300))
+    expected = PackedRows.from_texts(texts(120), tokenizer, seq_len=16)
+    monkeypatch.setattr(tokens, "encode_documents", pytest.fail)
+    config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
+    rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert isinstance(rows, PackedRows) and rows.fingerprint == expected.fingerprint
+    for step in range(expected.rows_per_epoch):
+        assert torch.equal(rows.batch(step, 2)["input_ids"], expected.batch(step, 2)["input_ids"])
+        assert torch.equal(rows.batch(step, 2)["seq_idx"], expected.batch(step, 2)["seq_idx"])
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_datasets_saved_is_a_source_of_a_run(tokenizer, sources, tmp_path):
+    rows = open_rows(DataConfig(sources=sources[2:], seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
+    expected = PackedRows.from_texts(texts(30, 90), tokenizer, seq_len=16)
+    assert torch.equal(rows.batch(1, 3)["input_ids"], expected.batch(1, 3)["input_ids"])
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})})
+    splits.save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match="holds the splits train; name the folder of one"):
+        check_sources(DataConfig(sources=(str(tmp_path / "splits"),)), tokenizer)
+
+
+def test_another_tokenizers_tokens_are_refused(tokenizer, sources, tmp_path):
+    other = word_tokenizer()
+    other.add_tokens(["w1 w2"])
+    folder.write_tokens(tmp_path / "mine", sources[2:], tokenizer, name="mine")
+    folder.write_tokens(tmp_path / "others", sources[2:], other, name="others")
+    own, foreign = str(tmp_path / "mine"), str(tmp_path / "others")
+    prints = [data.tokenizer_fingerprint(t)[:12] for t in (tokenizer, other)]
+    check_sources(DataConfig(sources=(own, "tiny")), tokenizer)
+    tokenizer.name_or_path = "the/teacher"
+    for act in (check_sources, open_rows):
+        with pytest.raises(ValueError, match=f"with others \\({prints[1]}\\)") as refused:
+            act(DataConfig(sources=(foreign, "tiny")), tokenizer)
+        assert f"the/teacher ({prints[0]})" in str(refused.value)
+        assert "prepare-data --tokenizer the/teacher" in str(refused.value)
+        with pytest.raises(ValueError, match=r"mixes tokens of different tokenizers: .*with mine .*with others"):
+            act(DataConfig(sources=(own, foreign)), tokenizer)
+
+
+def test_damage_is_named(tokenizer, sources, tmp_path):
+    job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
+    prepare.prepare(job)
+    damaged = job.out / "ids-00001.bin"
+    whole = damaged.read_bytes()
+    for act in (lambda: data.open_tokens(job.out, tokenizer), lambda: prepare.prepare(job)):
+        damaged.write_bytes(whole[:-2])
+        with pytest.raises(ValueError, match=rf"ids-00001.bin has {len(whole) - 2} bytes where the header says"):
+            act()
+        damaged.unlink()
+        with pytest.raises(ValueError, match=r"ids-00001.bin has 0 bytes"):
+            act()
+        damaged.write_bytes(whole)
+        act()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "hybrid-distill/tokens/99"}, "its format is 'hybrid-distill/tokens/99'"),
+        ({"tokens": 7}, "are not 7"),
+        ({"dtype": "float"}, "'float' is no type"),
+        ({"shards": None}, "is not the header of a token folder"),
+    ],
+)
+def test_a_header_edited_by_hand_is_refused(tokenizer, sources, tmp_path, change, said):
+    folder.write_tokens(tmp_path / "out", sources[:1], tokenizer)
+    path = tmp_path / "out" / folder.HEADER
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=said):
+        check_sources(DataConfig(sources=(str(tmp_path / "out"),)), tokenizer)
+
+
+def test_an_unfinished_folder_is_no_source(tokenizer, sources, tmp_path):
+    job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
+    killed_at_batch(2, job)
+    assert (job.out / folder.PARTIAL).exists()
+    with pytest.raises(ValueError, match="is not finished; run the `hybrid-distill prepare-data` that began it"):
+        check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_tokens": 50}, "another max_tokens"),
+        ({"shard_tokens": 50}, "another shard_tokens"),
+        ({"sources": ("tiny",)}, "another sources"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_path, finished, change, said):
+    job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
+    prepare.prepare(job) if finished else killed_at_batch(2, job)
+    before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
+    with pytest.raises(ValueError, match=said):
+        prepare.prepare(replace(job, **change))
+    assert before == {path: path.read_bytes() for path in job.out.glob("[!.]*")}
+
+
+def test_a_source_that_changed_is_not_gone_on_with(tokenizer, sources, tmp_path):
+    job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
+    killed_at_batch(2, job)
+    write_jsonl(tmp_path / "files" / "2.jsonl", ["w1"])
+    with pytest.raises(ValueError, match="a file of theirs has changed"):
+        prepare.prepare(job)
+
+
+def test_two_preparations_of_one_folder(tokenizer, sources, tmp_path):
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+        prepare.prepare(PrepareJob("mine", sources, tmp_path / "out"))
+
+
+def test_a_worker_that_dies_ends_the_command(tokenizer, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr("hybrid_distill.data.workers.encode", lambda *_: os._exit(1))
+    with pytest.raises(OSError, match=r"one of 2 worker processes died, .* fewer --workers"):
+        prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", workers=2))
+
+
+def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
+    for number in range(3):
+        write_jsonl(tmp_path / "files" / f"{number}.jsonl", texts(10, 10 * number))
+    batches = list(documents.document_batches(str(tmp_path / "files"), "text", max_characters=100))
+    assert [text for batch, _ in batches for text in batch] == texts(30) and len(batches) > 6
+    read, opened = documents._read_file, []
+    monkeypatch.setattr(documents, "_read_file", lambda path, column: opened.append(path.name) or read(path, column))
+    for number, (_, place) in enumerate(batches):
+        rest = documents.document_batches(str(tmp_path / "files"), "text", json.loads(json.dumps(place)), 100)
+        assert [batch for batch, _ in rest] == [batch for batch, _ in batches[number + 1 :]]
+    assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl") == len(batches)
+
+
+def test_a_long_txt_file_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_TXT_CHARACTERS", 20)
+    lines = [f"line {number} of some\n" for number in range(5)]
+    (tmp_path / "a.txt").write_text("".join(lines) + "<|endoftext|>\nshort")
+    pieces = list(data.read_documents(str(tmp_path / "a.txt")))
+    assert pieces == ["".join(lines[:2]), "".join(lines[2:4]), lines[4], "short"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sources": ()}, "--sources is empty"),
+        ({"workers": 0}, "--workers is 0"),
+        ({"max_tokens": 0}, "--max-tokens is 0"),
+        ({"shard_tokens": -1}, "--shard-tokens is -1"),
+    ],
+)
+def test_a_job_out_of_range(change, said):
+    with pytest.raises(ValueError, match=said):
+        PrepareJob(**{"tokenizer": "tiny", "sources": ("tiny",), "out": Path("x"), **change})
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "held out"
+    flags = ["--tokenizer", "tiny", "--sources", "tiny:held_out", "--out", str(out)]
+    main(["prepare-data", *flags, "--max-tokens", "5000", "--shard-tokens", "2000", "--workers", "2"])
+    line = capsys.readouterr().out.strip()
+    header = TokenHeader.load(out / folder.HEADER)
+    assert "\n" not in line and f"{header.tokens:,} tokens of {header.documents:,} documents" in line
+    assert 4000 < header.tokens <= 5000 and header.tokenizer == "tiny"
+    new = ["--out", str(tmp_path / "new")]
+    for wrong, said in [(["--tokenizer", "no/such/folder"], "no/such/folder"), (["--sources", "no.txt"], "no.txt")]:
+        with pytest.raises(SystemExit) as exit_:
+            main(["prepare-data", *flags, *wrong, *new])
+        assert exit_.value.code == 2 and said in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", "b.md", "c.csv", "d.rst", "e.html", ".hidden"):
+        (tmp_path / "text" / name).write_text(name)
+    with caplog.at_level("INFO"):
+        assert list(data.read_documents(str(tmp_path / "text"))) == ["a.txt"]
+    assert "text: b.md, c.csv, d.rst and 1 more left out; only .txt" in caplog.text

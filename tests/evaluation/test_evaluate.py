@@ -1,0 +1,238 @@
+"""Evaluation: retrieval, knowledge, text, agreement with the teacher, memory."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from planted import AGGREGATE, KEYS, planted_teacher, word_tokenizer
+from transformers import DynamicCache
+
+from hybrid_distill.evaluation.evaluate import (
+    EvalResult,
+    _model_cache_bytes,
+    agreement,
+    cache_bytes,
+    compare_on_text,
+    evaluate,
+)
+from hybrid_distill.export.card import model_card
+from hybrid_distill.model import layer_windows
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.plain_text import text_batches
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import ablate_heads, attention_sites
+
+WORDS = "one two three four five six seven eight nine ten".split()
+TEXTS = [" ".join(WORDS), "ten nine eight", "one", "four four five five six"]
+LLAMA_1B = {"n_layers": 16, "n_heads": 32, "n_kv_heads": 8}
+LENGTHS = (128, 2048, 4096)
+# Families, and settings that make what their caches hold end with a window: in all layers, in some, in chunks.
+WINDOWS = {
+    "llama": {},
+    "qwen3": {},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 6},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6},
+    "gemma3": {"sliding_window": 6, "sliding_window_pattern": 3},
+    "llama4": {"attention_chunk_size": 6},
+}
+
+
+@pytest.fixture
+def model(family_model):
+    return family_model("llama", vocab_size=len(WORDS) + 1, num_hidden_layers=2)
+
+
+@pytest.fixture
+def tokenizer():
+    return word_tokenizer([" ".join(WORDS)])
+
+
+def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
+    sizes = [cache_bytes(plan, length=n, head_dim=64, d_state=d_state, state_bytes=2).total for n in LENGTHS]
+    return [round(size / 1e6, 1) for size in sizes]
+
+
+def test_the_published_table_of_cache_memory() -> None:
+    nothing = HeadPlan(**LLAMA_1B, kept=())
+    assert megabytes(HeadPlan.all(nothing), d_state=0) == [4.2, 67.1, 134.2], "Llama-3.2-1B"
+    # Twenty kept heads, each of a KV group of its own.
+    pairs = [(layer, 4 * group) for layer in range(5) for group in (0, 2, 4, 6)]
+    assert megabytes(HeadPlan.from_pairs(nothing, pairs), d_state=8) == [1.2, 11.0, 21.5], "Hybrid-Llamba"
+
+
+def test_kept_heads_of_one_group_share_their_cache() -> None:
+    nothing = HeadPlan(**LLAMA_1B, kept=())
+    shared, apart = (HeadPlan.from_pairs(nothing, [(0, 0), (0, head)]) for head in (1, 4))
+    options = {"length": 100, "head_dim": 64, "d_state": 16}
+    assert 2 * cache_bytes(shared, **options).kv == cache_bytes(apart, **options).kv
+    doubled = cache_bytes(shared, **options, batch=2)
+    assert doubled.total == 2 * cache_bytes(shared, **options).total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
+def test_cache_bytes_are_those_a_real_teachers_cache_holds(family_model, family, length: int) -> None:
+    """At once and token by token, shorter and longer than the window of layers that have one."""
+    model = family_model(family, **WINDOWS[family])
+    plan, head_dim = HeadPlan.all(model), attention_sites(model)[0].head_dim
+    windows = layer_windows(model.config)
+    size = cache_bytes(plan, length=length, head_dim=head_dim, d_state=8, bytes_per_element=4, batch=2, windows=windows)
+    for n_steps in (0, length - 1):
+        cache, ids = DynamicCache(config=model.config), torch.randint(3, 100, (2, length))
+        for piece in ids.split([length - n_steps, *[1] * n_steps], dim=1):
+            model(piece, past_key_values=cache, use_cache=True)
+        held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+        assert (size.kv, size.ssm, size.conv) == (held, 0, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [[], [(0, 1)], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
+@pytest.mark.parametrize(("length", "family"), [(40, family) for family in WINDOWS] + [(5, "llama"), (5, "gemma3")])
+def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, family, length: int) -> None:
+    teacher = family_model(family, **WINDOWS[family])
+    plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
+    student, _ = build_student(teacher, plan, d_state=12, conv_width=3)
+    sizes = {"head_dim": attention_sites(teacher)[0].head_dim, "d_state": 12, "bytes_per_element": 4, "batch": 2}
+    for window in (WINDOWS[family].get("sliding_window"), 1):
+        student.model.config.sliding_window = window  # 1: transformers' own caches do not get along with that
+        cache = student.eval().new_cache()
+        for n_tokens in (length - 1, 1):
+            student(torch.randint(3, 100, (2, n_tokens)), past_key_values=cache, use_cache=True)
+        windows = layer_windows(student.model.config)
+        size = cache_bytes(plan, length=length, conv_width=3, windows=windows, **sizes)
+        assert dataclasses.asdict(size) == cache.nbytes()
+
+
+def test_every_place_counts_windows(family_model) -> None:
+    """1 of 3 layers sees everything: 4 KV heads of 8 in bfloat16, 2048 tokens there and 5 in the others."""
+    teacher = family_model("gemma3", **WINDOWS["gemma3"])
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    held = 2 * 4 * 8 * 2 * (2048 + 5 + 5)
+    assert held == 263_424
+    for model in (teacher, student):
+        assert _model_cache_bytes(model)["cache_bytes"][2048] == held
+    assert "| 2,048 | 0.263 | 0.263 | 0.263 |" in model_card(student, HeadPlan.all(teacher), None, None, license="mit",
+        base_model="x")  # fmt: skip
+
+
+@torch.no_grad()
+def test_perplexity_and_agreement_by_hand(model, family_model, tokenizer) -> None:
+    teacher = family_model("llama", vocab_size=len(WORDS) + 1, num_hidden_layers=2, seed=1)
+    batches = list(text_batches(model, tokenizer, TEXTS, max_tokens=6, batch_size=2))
+    result = compare_on_text(model, teacher, batches)
+    losses, same, divergences = [], [], []
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"][:6]
+        ours, theirs = (m(torch.tensor([ids])).logits[0].double().log_softmax(-1) for m in (model, teacher))
+        for t in range(len(ids) - 1):
+            losses.append(-ours[t, ids[t + 1]])
+            same.append(ours[t].argmax() == theirs[t].argmax())
+            divergences.append(sum(theirs[t].exp() * (theirs[t] - ours[t])))
+    assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
+    assert result["perplexity"] == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
+    assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
+    assert result["kl_to_teacher"] == pytest.approx(torch.stack(divergences).mean().item(), rel=1e-4)
+
+
+def test_vocabularies_padded_differently_are_compared_on_what_they_share() -> None:
+    ours = torch.randn(2, 3, 10)
+    padding = torch.full((2, 3, 6), 50.0)
+    for longer, shorter in ((torch.cat([ours, padding], -1), ours), (ours, torch.cat([ours, padding], -1))):
+        same_BT, kl_BT = agreement(longer, shorter)
+        assert same_BT.all()
+        torch.testing.assert_close(kl_BT, torch.zeros(2, 3))
+
+
+def test_texts_without_a_next_token_are_refused(model, tokenizer) -> None:
+    with pytest.raises(ValueError, match="none of the 2 texts has two tokens"):
+        list(text_batches(model, tokenizer, ["one", "two"], max_tokens=8, batch_size=2))
+    assert list(text_batches(model, tokenizer, [], max_tokens=8, batch_size=2)) == []
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return planted_teacher()
+
+
+@pytest.fixture
+def facts(tmp_path) -> Knowledge:
+    path = tmp_path / "facts.jsonl"
+    question = {"prompt": f"{KEYS[0]} :", "answer": " 7", "choices": [" 7", " 8"]}
+    path.write_text(json.dumps(question) + "\n")
+    return Knowledge(path)
+
+
+def test_teacher_and_student_are_measured_alike(planted, facts, tmp_path) -> None:
+    """With every head kept the student is the teacher, in every column of the table."""
+    teacher, tokenizer = planted
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    options = {
+        "teacher": teacher,
+        "n_pairs": (2, 6),
+        "n_examples": 8,
+        "keys": KEYS,
+        "held_out_texts": [" ".join(KEYS[:6])],
+        "knowledge": facts,
+        "batch_size": 5,
+    }
+    student.train()
+    theirs, ours = (evaluate(model, tokenizer, **options) for model in (teacher, student))
+    assert student.training
+    assert dataclasses.replace(ours, provenance={}) == dataclasses.replace(theirs, provenance={})
+    assert ours.top1_agreement == 1 and ours.kl_to_teacher == 0
+    assert set(ours.kv_choice) == set(ours.kv_generation) == {2, 6} and ours.kv_choice[6] > 0.8
+    assert (ours.n_examples, ours.n_knowledge, ours.knowledge_chance) == (8, 1, 0.5)
+    ours.save(tmp_path / "evaluation.json")
+    assert EvalResult.load(tmp_path / "evaluation.json") == ours
+
+
+def test_losing_the_circuit_shows_in_retrieval_and_in_memory(planted) -> None:
+    teacher, tokenizer = planted
+    kept = HeadPlan.from_pairs(teacher, [AGGREGATE])
+    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
+    options = {"n_pairs": (8,), "n_examples": 16, "keys": KEYS}
+    lost, whole = (evaluate(model, tokenizer, **options) for model in (student, teacher))
+    assert lost.kv_choice[8] < 0.5 < 0.9 < whole.kv_choice[8]
+    assert lost.kv_generation[8] < 0.5 < 0.9 < whole.kv_generation[8]
+    for name in ("knowledge", "perplexity", "top1_agreement", "kl_to_teacher"):
+        assert getattr(lost, name) is None, "not measured"
+    expected = cache_bytes(HeadPlan.none(kept), length=128, head_dim=128, d_state=8)
+    assert lost.cache_bytes[128] == lost.cache_bytes[4096] == expected.total
+    assert lost.conv_state_bytes == expected.conv
+
+
+@torch.no_grad()
+def test_the_probe_reads_students_as_it_reads_teachers(planted) -> None:
+    """Digits and left padding through a hybrid's cache give the same with every batch size."""
+    teacher, _ = planted
+    tokenizer = word_tokenizer([" ".join(KEYS), "0 1 2 3 4 5 6 7 8 9"], r"\n|:|'|\p{N}")
+    plan = HeadPlan.from_pairs(teacher, [AGGREGATE, HeadId(1, 0)])
+    student, _ = build_student(teacher, plan, d_state=8)
+    student.eval()
+    examples = [KVRetrieval(n, seed=n, keys=KEYS).examples(1)[0] for n in (2, 12, 5)]
+    alone, together = (answer_choices(student, tokenizer, examples, batch_size=b) for b in (1, 3))
+    for one, other in zip(alone.logprob_EC, together.logprob_EC, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+    one, other = (answer_generation(student, tokenizer, examples, batch_size=b).tolist() for b in (1, 3))
+    assert one == other
+    with ablate_heads(student, [HeadId(0, 0)]):
+        ablated = answer_choices(student, tokenizer, examples)
+    assert ablated.answer_logprob_E.tolist() != together.answer_logprob_E.tolist()
+
+
+@pytest.mark.parametrize("change", [{"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}])
+def test_a_record_that_is_no_evaluation_is_refused(planted, tmp_path, change: dict[str, object]) -> None:
+    teacher, tokenizer = planted
+    record = evaluate(teacher, tokenizer, n_pairs=(), held_out_texts=["apple anchor arrow"]).to_dict()
+    assert EvalResult.from_dict(record).to_dict() == record
+    with pytest.raises(ValueError, match="no evaluation"):
+        EvalResult.from_dict({**record, **change})
+    (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
+    with pytest.raises(ValueError, match="cannot be read as an evaluation"):
+        EvalResult.load(tmp_path / "torn.json")

@@ -1,0 +1,495 @@
+"""An exported student is the student: without this package, from the cache, in a batch. Or it is none."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import make_family_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from students import byte_tokenizer, rope_that_depends_on_the_length, tiny_student
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+from hybrid_distill.cli.export import ExportJob, export_student
+from hybrid_distill.evaluation.evaluate import EvalResult
+from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
+from hybrid_distill.export.check import Check, imports, left_padded, run_checks, table
+from hybrid_distill.export.checkpoint import write_configuration
+from hybrid_distill.export.gate import write_record
+from hybrid_distill.export.versions import oldest_transformers
+from hybrid_distill.model import HybridForCausalLM, configuration_hybrid
+from hybrid_distill.model.configuration_hybrid import check_version
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+
+FAMILIES = ("llama", "qwen2", "olmo3", "phi3", "gpt_neox")
+EXACT, ONE_PROCESS_TO_ANOTHER = 0.0, 1e-5
+
+LOAD_ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hybrid_distill", "hybrid_kernels"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Forbidden())
+torch.set_num_threads(1)
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    ids, mask = torch.load(f"{folder}.prompts", weights_only=True)
+    logits = model(input_ids=ids[:1]).logits
+    tokens = model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=12, max_new_tokens=12)
+    torch.save((logits, tokens, model.model.config._attn_implementation), f"{folder}.answers")
+"""
+
+
+def evaluation(**values) -> EvalResult:
+    measured = {
+        "kv_choice": {16: 0.9},
+        "kv_generation": {4: 1.0, 16: 0.875},
+        "n_examples": 128,
+        "knowledge": 0.5,
+        "knowledge_chance": 0.25,
+        "n_knowledge": 100,
+        "perplexity": 12.5,
+        "top1_agreement": 0.8,
+        "kl_to_teacher": 0.1,
+        "n_text_tokens": 1000,
+        "cache_bytes": {128: 1000, 2048: 16000, 4096: 32000},
+        "conv_state_bytes": 300,
+    }
+    return EvalResult(**{**measured, **values})
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Each family's student, its export (in several files), and the report of the gate."""
+    torch.set_num_threads(1)
+    made = {}
+    for family in FAMILIES:
+        student, plan = tiny_student(family)
+        path = tmp_path_factory.mktemp(family) / "export"
+        results = {"teacher": evaluation(top1_agreement=None), "student": evaluation()}
+        report = export_checkpoint(
+            student,
+            byte_tokenizer(),
+            path,
+            plan=plan,
+            results=results,
+            max_shard_size="100KB",
+            license="apache-2.0",
+        )
+        made[family] = (student, path, report)
+    return made
+
+
+@pytest.fixture
+def copied(exports, tmp_path, monkeypatch):
+    """An export to damage, and the failed checks of a folder by name."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = tmp_path / "damaged"
+    shutil.copytree(exports["llama"][1], path)
+
+    def failed() -> dict[str, Check]:
+        return {check.name: check for check in run_checks(path, path / "gate") if not check.ok}
+
+    return path, failed
+
+
+SDPA_FOR_SOFT_CAPS = """
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+Gemma2PreTrainedModel._supports_sdpa = True
+"""  # as transformers had it until 5.22: sdpa, which drops the cap, is the default
+
+
+@pytest.fixture(scope="module")
+def soft_capped(tmp_path_factory):
+    """A Gemma 2 student whose capped scores matter, and its export."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "attn_logit_softcapping": 0.5,
+             "query_pre_attn_scalar": 1}  # fmt: skip
+    torch.manual_seed(0)
+    teacher = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 0), (1, 2)])
+    student, _ = build_student(teacher, plan, d_state=4)
+    path = tmp_path_factory.mktemp("gemma2") / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    return student, path, None
+
+
+@pytest.mark.launched
+def test_loads_and_generates_the_same_in_a_process_without_this_package(exports, soft_capped):
+    exports = {**exports, "gemma2": soft_capped}
+    generator = torch.Generator().manual_seed(3)
+    ids_BL, mask_BL = left_padded([torch.randint(5, 261, (n,), generator=generator) for n in (31, 3, 18)])
+    for _, path, _ in exports.values():
+        torch.save((ids_BL, mask_BL), f"{path}.prompts")
+    folders = [str(path) for _, path, _ in exports.values()]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    cwd = Path(folders[0]).parent
+    subprocess.run(
+        [sys.executable, "-c", SDPA_FOR_SOFT_CAPS + LOAD_ALONE, *folders],
+        check=True,
+        cwd=cwd,
+        env={**environment, "HF_MODULES_CACHE": str(cwd / "modules")},
+    )
+    for student, path, _ in exports.values():
+        logits, tokens, attention = torch.load(f"{path}.answers", weights_only=True)
+        assert attention == student.model.config._attn_implementation
+        expected = student(input_ids=ids_BL[:1]).logits
+        assert (logits - expected).abs().max() <= ONE_PROCESS_TO_ANOTHER * expected.abs().max()
+        options = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12}
+        assert torch.equal(tokens, student.generate(ids_BL, attention_mask=mask_BL, **options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_process_same_bits(exports, family):
+    student, path, _ = exports[family]
+    reloaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
+    ids_BL = torch.randint(5, 261, (2, 33))
+    difference = reloaded(input_ids=ids_BL).logits - student(input_ids=ids_BL).logits
+    assert difference.abs().max() <= EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate_measured_everything(exports, family):
+    _, _, report = exports[family]
+    names = " ".join(check.name for check in report.checks)
+    for part in (
+        "pickled",
+        "imports",
+        "on disk",
+        "after loading",
+        "reloaded",
+        "cached decode",
+        "padded",
+        "tokenizer",
+    ):
+        assert part in names
+    assert report.ok and "FAILED" not in report.table()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_stored_once_and_none_is_empty(exports, family):
+    student, path, _ = exports[family]
+    stored = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            assert not stored.keys() & set(names)
+            stored |= {name: tensors.get_tensor(name) for name in names}
+    tied = {"lm_head.weight"} if family == "qwen2" else set()
+    assert stored.keys() == student.state_dict().keys() - tied
+    assert all(tensor.numel() > 0 for tensor in stored.values())
+    assert len(list(path.glob("model-*.safetensors"))) > 1, "this test is about sharded exports"
+
+
+def test_no_pickle_and_only_torch_and_transformers_are_imported(exports):
+    _, path, _ = exports["llama"]
+    kinds = {file.suffix for file in path.rglob("*") if file.is_file()}
+    assert kinds == {".safetensors", ".json", ".py", ".md"}
+    for file in path.glob("*.py"):
+        others = {name for name in imports(file) if not name.startswith(".")} - sys.stdlib_module_names
+        assert others <= {"torch", "transformers"}, file.name
+
+
+def test_tokenizer_files_suit_transformers_4(exports):
+    _, path, _ = exports["llama"]
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(config.get("extra_special_tokens"), list)
+    text = "a <tool> of tokens </s>"
+    assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == byte_tokenizer()(text)["input_ids"]
+
+
+def test_licence_and_name_come_from_the_teachers_own_card(tmp_path):
+    teacher = tmp_path / "Some-1B"
+    teacher.mkdir()
+    assert origin(str(teacher)) == ("unknown", "Some-1B")
+    (teacher / "README.md").write_text("---\nlicense: llama3.2\n---\n# Some\n")
+    assert origin(str(teacher)) == ("llama3.2", "Some-1B")
+    assert origin("tiny") == ("apache-2.0", "")
+
+
+def test_card_says_what_was_kept_measured_and_allowed(exports):
+    _, path, _ = exports["llama"]
+    card = (path / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    assert "| 1 | 2, 3, 7 | 1, 3 | 5 |" in card
+    assert "87.5 ± 3.0" in card
+    assert "trust_remote_code=True" in card and "## Limitations" in card
+    assert HeadPlan.load(path / "plan.json").k == 4
+
+
+def test_no_path_of_this_machine_is_exported(exports):
+    _, path, _ = exports["llama"]
+    for file in path.rglob("*"):
+        if file.suffix in (".json", ".md"):
+            assert str(Path.home()) not in file.read_text() and str(path.parent) not in file.read_text(), (
+                file.name
+            )
+
+
+def test_gate_sees_a_changed_tensor(copied):
+    path, failed = copied
+    file = next(path.glob("model-00001*.safetensors"))
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[0] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+    checks = failed()
+    assert f"{name} has changed" in checks["63 tensors on disk: wrong"].detail
+    assert f"{name} is not what was exported" in checks["63 tensors after loading: wrong"].detail
+
+
+def test_gate_sees_a_tensor_that_is_not_a_number(copied):
+    path, failed = copied
+    file = next(path.glob("model-00001*.safetensors"))
+    tensors = load_file(file)
+    tensors[sorted(tensors)[0]].fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "reloaded = exported model, logits" in failed()
+
+
+def test_gate_sees_a_dropped_tensor(copied):
+    path, failed = copied
+    index_file = path / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    name = next(name for name in index["weight_map"] if name.endswith("ssm.D"))
+    file = path / index["weight_map"].pop(name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    index_file.write_text(json.dumps(index))
+    checks = failed()
+    assert f"{name} is missing" in checks["63 tensors on disk: wrong"].detail
+    assert f"missing_keys: {name}" in checks["63 tensors after loading: wrong"].detail
+
+
+def test_gate_sees_a_foreign_import_and_a_pickle(copied):
+    path, failed = copied
+    (path / "ssd.py").write_text("import hybrid_distill\n" + (path / "ssd.py").read_text())
+    (path / "pytorch_model.bin").write_bytes(b"")
+    checks = failed()
+    assert checks["imports beyond torch and transformers"].detail == "ssd.py imports hybrid_distill"
+    assert checks["pickled files"].detail == "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_held_against_what_was_exported(kind, tmp_path, monkeypatch):
+    """Prompts of up to 45 tokens, beyond the 16 up to which a cache gives what the forward gives."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    teacher = make_family_model("llama", **rope_that_depends_on_the_length(kind, beyond=16))
+    for layer in teacher.model.layers:  # attention that minds positions
+        layer.self_attn.q_proj.weight.data.mul_(20)
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
+    student, _ = build_student(teacher, plan, d_state=8)
+    path = tmp_path / "export"
+    student(torch.randint(5, 100, (1, 80)))  # frequencies of an earlier, longer row
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    assert f"RoPE ({kind}) depends on the length of the row: beyond 16 tokens" in (path / "README.md").read_text()
+    checks = run_checks(path, path / "gate")
+    assert all(check.ok for check in checks), table(checks)
+    names = [check.name for check in checks]
+    assert "cached decode = exported model's, logits" in names
+
+    record = load_file(path / "gate" / "reference.safetensors")
+    plain = {name: tensor for name, tensor in record.items() if not name.startswith(("cached", "padded"))}
+    save_file(plain, path / "gate" / "reference.safetensors")
+    failed = [check.name for check in run_checks(path, path / "gate") if not check.ok]
+    assert "cached decode = full forward, logits" in failed, "what was recorded says what is right"
+    shifted = {name: tensor + 0.01 if name == "cached_2" else tensor for name, tensor in record.items()}
+    save_file(shifted, path / "gate" / "reference.safetensors")
+    failed = [check.name for check in run_checks(path, path / "gate") if not check.ok]
+    assert failed == ["cached decode = exported model's, logits"]
+
+
+@pytest.mark.launched
+def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
+    path, _ = copied
+    with (path / "ssd.py").open("a") as code:
+        code.write(
+            "\nright = ssd_step\ndef ssd_step(*a):\n    y, state = right(*a)\n    return 0.9 * y, state\n"
+        )
+    with (path / "mixer.py").open("a") as code:
+        code.write("\nright = SSMHeads.forward\nSSMHeads.forward = lambda *a: right(*a[:2], None, *a[3:])\n")
+    with pytest.raises(ValueError, match=r"mixer.py, ssd.py in .* --trust-remote-code"):
+        verify_export(path)
+    said = verify_export(path, trust_remote_code=True).table()
+    failed = [line for line in said.splitlines() if line.startswith("FAILED")]
+    assert "cached decode = full forward" in failed[0] and "left-padded batch = single" in failed[1]
+    assert "ok       reloaded = exported model" in said
+
+
+def test_gate_holds_the_folder_against_the_model_it_is_given(copied, tmp_path):
+    path, _ = copied
+    other, _ = tiny_student("llama")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    write_record(other, tmp_path / "gate", texts=[], tied={})
+    failed = [check.name for check in run_checks(path, tmp_path / "gate") if not check.ok]
+    assert failed[:3] == [
+        "63 tensors on disk: wrong", "63 tensors after loading: wrong", "reloaded = exported model, logits"
+    ]  # fmt: skip
+
+
+def test_failed_gate_leaves_the_earlier_export(exports, copied, monkeypatch):
+    student, _, _ = exports["llama"]
+    path, _ = copied
+    before = (path / "gate" / "reference.json").read_bytes()
+    bad = GateReport((Check("cached decode", 1.0, 0.1),))
+    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: bad)
+    with pytest.raises(ExportError, match=rf"{path} failed the export gate"):
+        export_checkpoint(student, None, path, plan=HeadPlan.load(path / "plan.json"))
+    assert (path / "gate" / "reference.json").read_bytes() == before
+    assert [other.name for other in path.parent.iterdir() if other.name != "modules"] == [path.name]
+
+
+def test_an_export_is_replaced_whole(exports, copied):
+    student, _, _ = exports["llama"]
+    path, _ = copied
+    report = export_checkpoint(student, None, path, plan=HeadPlan.load(path / "plan.json"), gate=False)
+    assert report.checks == ()
+    assert not (path / "tokenizer.json").exists() and (path / "model.safetensors").is_file()
+    assert [other.name for other in path.parent.iterdir() if other.name != "modules"] == [path.name]
+
+
+def test_gate_and_export_leave_the_student_as_it_was(exports, tmp_path):
+    student, plan = tiny_student("llama")
+    student.train()
+    export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
+    assert student.training
+
+
+def test_refuses_a_folder_that_is_no_export(exports, tmp_path):
+    student, path, _ = exports["llama"]
+    plan = HeadPlan.load(path / "plan.json")
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="holds files that are no export"):
+        export_checkpoint(student, None, tmp_path, plan=plan, gate=False)
+    with pytest.raises(ValueError, match="is not a folder"):
+        export_checkpoint(student, None, tmp_path / "thesis.tex", plan=plan, gate=False)
+    with pytest.raises(ValueError, match="is no exported checkpoint"):
+        verify_export(tmp_path)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a run; name its export, .*export\.$"):
+        verify_export(tmp_path)
+    (tmp_path / "export").rename(tmp_path / "top")
+    (tmp_path / "top" / "export").mkdir()
+    (tmp_path / "top" / "config.json").rename(tmp_path / "top" / "export" / "config.json")
+    with pytest.raises(ValueError, match=r"holds runs; name the export of one of them, such as .*top/export\.$"):
+        verify_export(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_refuses_a_plan_that_is_not_the_students(exports, tmp_path):
+    student, path, _ = exports["llama"]
+    plan = HeadPlan.load(path / "plan.json")
+    with pytest.raises(ValueError, match="the plan keeps"):
+        export_checkpoint(student, None, tmp_path / "export", plan=HeadPlan.none(plan), gate=False)
+
+
+def test_refuses_empty_and_secretly_shared_tensors(tmp_path):
+    student, plan = tiny_student("llama")
+    norm = student.model.norm
+    norm.weight = student.model.layers[0].input_layernorm.weight
+    with pytest.raises(ExportError, match="shares its memory with"):
+        export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
+    norm.weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(ExportError, match=r"empty tensors: model\.norm\.weight"):
+        export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_transformers_is_refused_in_one_line(exports, copied, monkeypatch):
+    path, _ = copied
+    assert json.loads((path / "config.json").read_text())["oldest_transformers"] == "4.56.2"
+    assert "`transformers` 4.56.2 or newer" in (path / "README.md").read_text()
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.55.4")
+    for load in (AutoModelForCausalLM.from_pretrained, HybridForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=r"^this .* 4\.56\.2 on, and this is transformers 4\.55\.4; pip .*$"):
+            load(path, trust_remote_code=True)
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.57.0.dev0")
+    assert isinstance(HybridForCausalLM.from_pretrained(path), HybridForCausalLM)
+
+
+def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch):
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.9.1")
+    for oldest in (None, "4.57.6", "5.9", "5.9.1"):
+        check_version(oldest)
+    for newer in ("5.10.4", "5.9.2", "6.0"):
+        with pytest.raises(ValueError, match=r"this is transformers 5\.9\.1"):
+            check_version(newer)
+    for odd in ("newest", "5", 5.2, "5.0.0; import os"):
+        with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
+            check_version(odd)
+
+
+def test_a_family_that_no_other_version_was_tried_for_needs_this_one():
+    assert oldest_transformers("a-model-of-tomorrow") == transformers.__version__
+    assert oldest_transformers("mixtral") == "5.0.0", "4.x leaves its experts unloaded"
+
+
+@pytest.mark.parametrize("max_shard_size", ["100KB", "1GB"])
+def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_shard_size):
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False, max_shard_size=max_shard_size)
+    assert HybridForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map="cpu").dtype == torch.bfloat16
+    file = sorted(path.glob("*.safetensors"))[0]
+    index_file = path / "model.safetensors.index.json"
+    tensors = load_file(file)
+    gone = sorted(tensors)[0]
+    changed = {"model.nobody.asked.weight" if name == gone else name: tensor for name, tensor in tensors.items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    if max_shard_size == "100KB":
+        index = json.loads(index_file.read_text())
+        index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
+        index_file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"\(missing: {gone}; unexpected: model\.nobody\.asked\.weight\); .*"):
+        HybridForCausalLM.from_pretrained(path)
+    _, info = HybridForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {gone} and set(info["unexpected_keys"]) == {"model.nobody.asked.weight"}
+
+
+def test_the_attention_that_was_checked_is_recorded_and_used(soft_capped, tmp_path):
+    _, path, _ = soft_capped
+    assert json.loads((path / "config.json").read_text())["checked_attention"] == "eager"
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, None, path, plan=plan, gate=False)
+    student.model.config._attn_implementation = "flash_attention_2"  # of a GPU: elsewhere there may be none
+    write_configuration(student, path, "remote-code")
+    config = json.loads((path / "config.json").read_text())
+    assert config["checked_attention"] == "sdpa"
+    (path / "config.json").write_text(json.dumps({**config, "checked_attention": "eager"}))
+    loaded = HybridForCausalLM.from_pretrained(path)
+    assert loaded.model.config._attn_implementation == loaded.config._attn_implementation == "eager"
+    asked = HybridForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    assert asked.model.config._attn_implementation == "sdpa"
+    (path / "config.json").write_text(json.dumps({**config, "checked_attention": "somebody/kernels"}))
+    with pytest.raises(ValueError, match="checked_attention is 'somebody/kernels'; it must be one of sdpa, eager"):
+        HybridForCausalLM.from_pretrained(path)
+
+
+def test_an_export_that_was_changed_is_not_exported_again(copied, tmp_path) -> None:
+    path, _ = copied
+    file = sorted(path.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: tensors[name] + 0.5}, file, metadata={"format": "pt"})
+    with pytest.raises(ExportError, match=f"is not as it was exported.*{re.escape(name)} has changed"):
+        export_student(ExportJob(path, tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
+    assert (path / "gate" / "reference.safetensors").stat().st_mode == (path / "config.json").stat().st_mode

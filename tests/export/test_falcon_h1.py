@@ -1,0 +1,186 @@
+"""A student with Mamba-2 heads is a Falcon-H1, whatever heads it keeps; other students are refused, with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_family_model
+from safetensors.torch import load_file, save_file
+from students import tiny_student
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.cli.export import ExportJob, export_student
+from hybrid_distill.config import RunConfig, to_json
+from hybrid_distill.export import export_checkpoint
+from hybrid_distill.export.card import container_cost
+from hybrid_distill.export.check import greedy, left_padded
+from hybrid_distill.export.falcon_h1 import container, obstacles
+from hybrid_distill.model import HybridConfig, HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+
+TOLERANCE = 1e-5  # relative to the largest logit; measured: 2e-7 to 8e-7
+# 8 heads in 4 KV groups, 3 layers: none at all; one; uneven shares of KV heads; a layer that keeps all; all.
+KEPT = {
+    "none": [(), (), ()],
+    "one": [(), (5,), ()],
+    "uneven": [(0, 1, 2), (), (0, 1, 2, 3, 4, 6, 7)],
+    "a whole layer": [(4,), tuple(range(8)), ()],
+    "all": [tuple(range(8))] * 3,
+}
+
+
+def stirred(student: HybridForCausalLM) -> HybridForCausalLM:
+    """Every parameter moved, so that none is still what it started as: biases, taps, D, gates, decays, norms."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return student.eval()
+
+
+def student_keeping(family: str, kept: list[tuple[int, ...]], **options) -> HybridForCausalLM:
+    teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
+    pairs = [(layer, head) for layer, heads in enumerate(kept) for head in heads]
+    plan = HeadPlan.from_pairs(teacher, pairs)
+    return stirred(build_student(teacher, plan, d_state=5, **{"recurrence": "mamba2", **options})[0])
+
+
+def stock_model(student: HybridForCausalLM) -> torch.nn.Module:
+    """What transformers makes of the container's configuration and tensors alone."""
+    stock = container(student)
+    fields = dict(stock.config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    model.load_state_dict(stock.state, strict=True)
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_falcon_h1_computes_what_the_student_computes(family: str, kept: list[tuple[int, ...]]) -> None:
+    student = student_keeping(family, kept)
+    stock = stock_model(student)
+    ids_BL = torch.randint(5, 300, (2, 37), generator=torch.Generator().manual_seed(1))
+    expected = student(ids_BL).logits
+    assert (stock(ids_BL).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    # From its cache and left-padded, where biases in front of the convolution would leak out of the padding.
+    ids_BL, mask_BL = left_padded([ids_BL[0, :3], ids_BL[1, :17]])
+    assert torch.equal(greedy(stock, ids_BL, mask_BL, 8)[0], greedy(student, ids_BL, mask_BL, 8)[0])
+    assert container(student).parameters() == sum(parameter.numel() for parameter in stock.parameters())
+
+
+def test_kept_heads_of_one_group_share_keys_and_values_where_every_layer_lets_them() -> None:
+    shared = container(student_keeping("llama", [(0, 1), (2, 3, 6, 7), ()])).config
+    assert (shared["num_attention_heads"], shared["num_key_value_heads"]) == (4, 2)
+    apart = container(student_keeping("llama", [(0, 2), (4,), ()])).config
+    assert (apart["num_attention_heads"], apart["num_key_value_heads"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("llama", {"recurrence": "discrete"}, "its recurrent heads are discrete"),
+        ("qwen3", {}, "its backbone is qwen3"),
+    ],
+)
+def test_students_that_are_no_falcon_h1_are_refused(family: str, options: dict[str, str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as raised:
+        container(student_keeping(family, KEPT["one"], **options))
+    assert "remote-code" in str(raised.value) and "--student.recurrence mamba2" in str(raised.value)
+
+
+def test_a_window_is_an_obstacle_and_a_student_without_recurrent_heads_has_none() -> None:
+    teacher = make_family_model("mistral", vocab_size=300, sliding_window=6)
+    plan = HeadPlan.from_pairs(teacher, [(0, 1)])
+    assert "see a window" in obstacles(build_student(teacher, plan, d_state=4, recurrence="mamba2")[0])[0]
+    teacher = make_family_model("llama", vocab_size=300)
+    assert obstacles(build_student(teacher, HeadPlan.all(teacher), d_state=4)[0]) == []
+
+
+def test_a_recurrence_that_is_none_is_refused() -> None:
+    backbone = make_family_model("llama").config.to_dict()
+    with pytest.raises(ValueError, match="recurrence is 'mamba3'; it must be one of discrete, mamba2"):
+        HybridConfig(backbone, [[], [], []], recurrence="mamba3")
+    with pytest.raises(ValueError, match="conv_bias is for discrete heads"):
+        HybridConfig(backbone, [[], [], []], recurrence="mamba2", conv_bias=True)
+
+
+@torch.no_grad()
+def test_mamba2_heads_give_one_result_however_they_are_run() -> None:
+    """At once; in segments; from a cache, token by token; packed; as mixing matrices."""
+    student = student_keeping("llama", KEPT["uneven"])
+    ids_BL = torch.randint(5, 300, (1, 23), generator=torch.Generator().manual_seed(1))
+    expected = student(ids_BL).logits
+    out = student(ids_BL[:, :9], use_cache=True)
+    steps = [out.logits]
+    for t in range(9, 23):
+        out = student(ids_BL[:, t : t + 1], past_key_values=out.past_key_values)
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=2e-6)
+    packed = student(torch.cat([ids_BL, ids_BL], dim=1), seq_idx=torch.arange(2).repeat_interleave(23)[None]).logits
+    torch.testing.assert_close(packed, expected.repeat(1, 2, 1), rtol=1e-5, atol=2e-6)
+    heads = student.mixers()[1].ssm
+    hidden_BLD = torch.randn(1, 23, student.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    x_BLRP, *_, gate_BLRP = heads.scan_inputs(hidden_BLD)
+    mixed = torch.einsum("brls,bsrp->blrp", heads.mixing_matrices(hidden_BLD), x_BLRP) * gate_BLRP
+    torch.testing.assert_close(mixed, heads(hidden_BLD), rtol=1e-5, atol=2e-6)
+    student.set_segment_len(5)
+    torch.testing.assert_close(student(ids_BL, use_cache=False).logits, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_its_cost_is_said(tmp_path: Path) -> None:
+    student = student_keeping("llama", [(0, 1), (5,), ()])
+    plan = HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)])
+    said = container_cost(student, plan, length=1000)
+    # 3 layers with one KV head of 8 channels in 16 bit, 8 SSM heads of 8 x 5 in 32 bit
+    n_bytes = 3 * (2 * 1 * 8 * 1000 * 2 + 8 * 8 * 5 * 4)
+    assert f"{container(student).parameters():,}" in said and f"{n_bytes / 1e6:.3f} MB at 1,000 tokens" in said
+
+
+@pytest.mark.launched
+def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> None:
+    student, plan = tiny_student("llama", recurrence="mamba2")
+    export_checkpoint(student, None, tmp_path / "own", plan=plan, form="safetensors", gate=False)
+    job = ExportJob(tmp_path / "own", tmp_path / "stock", "falcon-h1", max_shard_size="100KB")
+    assert export_student(job).ok
+    main(["verify", str(tmp_path / "own"), "--to", str(tmp_path / "checks.json")])
+    assert json.loads((tmp_path / "checks.json").read_text())["ok"]
+
+    assert not list((tmp_path / "stock").glob("*.py")) + list((tmp_path / "own").glob("*.py"))
+    assert len(list((tmp_path / "stock").glob("model-*.safetensors"))) > 1
+    assert "auto_map" not in json.loads((tmp_path / "stock/config.json").read_text())
+    assert "FalconH1ForCausalLM" in (tmp_path / "stock/README.md").read_text()
+    with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'"):
+        export_student(ExportJob(tmp_path / "stock", tmp_path / "back"))
+
+
+def test_of_a_comparison_one_run_must_be_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(to_json(RunConfig(out=tmp_path))))
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no run, it holds some; name one of .*top"):
+        export_student(ExportJob(tmp_path, tmp_path / "export"))
+
+
+@pytest.mark.launched
+def test_the_exit_status_says_whether_every_check_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student, plan = tiny_student("llama", recurrence="mamba2")
+    export_checkpoint(student, None, tmp_path / "stock", plan=plan, form="falcon-h1", gate=False)
+    weights = load_file(tmp_path / "stock/model.safetensors")
+    weights["model.layers.0.mamba.A_log"] += 0.1
+    save_file(weights, tmp_path / "stock/model.safetensors", metadata={"format": "pt"})
+    for folder, status in (("stock", 1), ("nowhere", 2)):
+        with pytest.raises(SystemExit) as end:
+            main(["verify", str(tmp_path / folder)])
+        assert end.value.code == status
+    said = capsys.readouterr()
+    assert "FAILED   reloaded = exported model, logits" in said.out
+    assert "ok       cached decode = full forward, logits" in said.out
+    assert "nowhere is not a folder" in said.err

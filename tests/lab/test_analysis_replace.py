@@ -1,0 +1,160 @@
+"""The teacher's attention put back into a student: what it does there, what it restores, what it leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
+from test_head_sites import make_model
+from training import small_run
+from transformers import PreTrainedModel
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.config import PlanConfig
+from hybrid_distill.lab.analysis.replace_layer import ReplaceLayer, replace_each, shortened
+from hybrid_distill.lab.analysis.tables import Column, Row, Table
+from hybrid_distill.lab.analysis.tasks import Task, accuracy_task
+from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
+from hybrid_distill.pipeline import Run
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring.restoration import restore_heads, restore_layers
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import load_teacher
+
+IDS = torch.arange(2, 40).view(2, 19)
+
+
+def generated(model: Any, use_cache: bool = True) -> torch.Tensor:
+    return model.generate(IDS, use_cache=use_cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+
+def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
+    return build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
+
+
+@torch.no_grad()
+def test_with_every_layer_put_back_the_student_is_the_teacher_and_then_itself_again(family: str, family_model) -> None:
+    teacher = family_model(family)
+    student = recurrent_student(teacher)
+    before, weights = student(IDS).logits, {name: p.clone() for name, p in student.named_parameters()}
+    with restore_layers(student, teacher, range(teacher.config.num_hidden_layers)):
+        assert torch.equal(student(IDS, use_cache=False).logits, teacher(IDS, use_cache=False).logits)
+        assert torch.equal(generated(student), generated(teacher))
+    assert torch.equal(student(IDS).logits, before), "layers were not taken out again"
+    assert all(torch.equal(p, weights[name]) for name, p in student.named_parameters())
+    assert not any("forward" in vars(mixer) for mixer in student.mixers())
+
+
+@torch.no_grad()
+def test_a_layer_put_back_is_all_its_heads_put_back(family_model) -> None:
+    teacher = family_model("llama")
+    student = recurrent_student(teacher)
+    with restore_layers(student, teacher, [1]):
+        found = student(IDS, use_cache=False).logits
+        assert torch.equal(generated(student), generated(student, use_cache=False))
+    with restore_heads(student, teacher, [HeadId(1, head) for head in range(8)]):
+        torch.testing.assert_close(found, student(IDS, use_cache=False).logits, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def half() -> tuple:
+    """A student of the planted teacher that has the gather heads; the aggregate head of layer 2 is recurrent."""
+    teacher, tokenizer = planted_teacher()
+    student = build_student(teacher, HeadPlan.from_pairs(teacher, PLANTED - {AGGREGATE}), d_state=4)[0].eval()
+    examples = KVRetrieval(4, seed=3, keys=KEYS).examples(12)
+    return student, teacher, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]
+
+
+def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
+    table = replace_each(*half, progress=False)
+    found = {row.label: row.values[0] for row in table.rows}
+    assert list(found) == ["none", "layer 0", "layer 1", "layer 2", "layer 3", "teacher"]
+    assert found["layer 2"] == found["teacher"] == 100
+    assert max(found[label] for label in ("none", "layer 0", "layer 1", "layer 3")) < 50
+
+
+def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
+    table = replace_each(*half, by="head", together=2, progress=False)
+    alone, together = table.rows[1:17], table.rows[17]
+    assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
+    assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
+    assert together.label.startswith(f"heads {alone[0].label} + L") and table.rows[-1].label == "teacher"
+
+
+def test_of_a_long_table_the_best_rows_are_shown() -> None:
+    rows = tuple(Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50))
+    short = shortened(Table("a title", "put back", (Column("kv"),), rows))
+    shown = short.rows
+    assert short.title == "a title (24 more in the file)"
+    assert shown == (*rows[:24], rows[48], rows[49])
+
+
+def test_of_a_perplexity_less_is_more(half: tuple) -> None:
+    student, teacher, tokenizer, _ = half
+    values = iter([5.0, 4.0, 1.0, 3.0, 2.0, 9.0, 9.5, 9.5, 1.0])
+    table = replace_each(student, teacher, tokenizer, [Task(Column("p", ""), lambda m, t: next(values))], together=2,
+                         progress=False)  # fmt: skip
+    assert [row.label for row in table.rows][-2:] == ["layers 1 + 0", "teacher"]
+
+
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that aligned every head, for a few steps."""
+    this = Run(small_run(tmp_path_factory.mktemp("run") / "aligned", plan=PlanConfig("none", k=0), stages=("align",)))
+    this.prepare()
+    this.train(this.plan())
+    return this.out
+
+
+def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: Path) -> None:
+    student, _, tokenizer = ReplaceLayer(aligned).load()
+    student.save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    few = ["--tasks", "kv,kv:generate", "--pairs", "3", "--examples", "6"]
+    for source, name in ((aligned, "run"), (tmp_path / "student", "checkpoint")):
+        main(["analyse", "replace-layer", "--student", str(source), *few, "--out", str(tmp_path / name)])
+        assert {p.name for p in (tmp_path / name).iterdir()} == {f"replace-layer.{end}" for end in ("md", "csv", "png")}
+    rows = [list(csv.reader((tmp_path / name / "replace-layer.csv").open())) for name in ("run", "checkpoint")]
+    assert rows[0] == rows[1]
+    assert [row[0] for row in rows[0][1:]] == ["none", *(f"layer {i}" for i in range(6)), "teacher"]
+    assert float(rows[0][-1][1]) > 80 and float(rows[0][-1][4]) > 80, "the teacher, by choice and by generation"
+
+
+def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
+    """Not where its config says that it was made."""
+    shutil.copytree(aligned, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved/stages")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} holds no finished stage"):
+        ReplaceLayer(tmp_path / "moved").load()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--student", "{run}", "--teacher", "tiny"], "is a run, which knows its teacher; leave out --teacher"),
+        (["--student", "{run}", "--together", "0"], "together is 0"),
+        (["--student", "{run}", "--by", "head", "--tasks", "kv:generate"], "restored heads have no cache"),
+        (["--student", "/no/student"], "'/no/student' is not a folder"),
+        (["--student", "{tiny}"], "is a llama model; give a student of this project"),
+        (["--student", "{other}"], "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
+    ],
+)
+def test_bad_input_ends_in_one_line(argv: list[str], message: str, aligned: Path, tmp_path: Path, capsys) -> None:
+    from hybrid_distill.assets import tiny_teacher_path
+
+    make_model("student").save_pretrained(tmp_path / "other")
+    load_teacher("tiny")[1].save_pretrained(tmp_path / "other")
+    places = {"{run}": aligned, "{tiny}": tiny_teacher_path(), "{other}": tmp_path / "other"}
+    with pytest.raises(SystemExit) as exited:
+        few = ["--tasks", "kv", "--pairs", "3", "--examples", "2", "--out", str(tmp_path / "out")]
+        main(["analyse", "replace-layer", *few, *(str(places.get(word, word)) for word in argv)])
+    assert exited.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "out").exists()

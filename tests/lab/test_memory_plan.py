@@ -1,0 +1,327 @@
+"""The memory plan against measured memory on a CPU, against arithmetic, and what a dry run makes of it.
+
+benchmarks/memory_plan.py measures; here its smallest shapes run.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import RECIPES
+from training import small_run
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.cli.dry_run import LAUNCH, describe
+from hybrid_distill.data import DataConfig
+from hybrid_distill.lab.memory.plan import (
+    FP32,
+    GB,
+    KERNEL_CHUNK,
+    KERNEL_LOGITS,
+    STRATEGIES,
+    TORCH_LOGITS,
+    MemoryPlan,
+    StageShape,
+    memory_plan,
+    recommend,
+    stage_shape,
+)
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student, empty_student
+from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, PostConfig, StageConfig
+from hybrid_distill.train.stages import make_stage
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_benchmark() -> Any:
+    """benchmarks/memory_plan.py as a module."""
+    folder = ROOT / "benchmarks"
+    spec = importlib.util.spec_from_file_location("memory_plan_benchmark", folder / "memory_plan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+benchmark = load_benchmark()
+benchmark.SHAPES["small"] = dict(
+    vocab_size=600, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+ALIGN, DISTILL, MATRIX = AlignConfig(), DistillConfig(), MatrixConfig()
+
+
+def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3) -> Any:
+    return benchmark.Case("small", config, dtype, kept=kept, d_state=8, rows=2, length=128)
+
+
+def assert_right(case: Any) -> None:
+    """Every part that is 2 % of the peak or more within 15 %, parameters and optimiser to the byte."""
+    record = benchmark.one_process(case, "cpu")
+    parts = record["parts"]
+    assert not record["misses"], benchmark.show(record)
+    for name in ("trained", "frozen", "gradients", "teacher"):
+        assert parts[name]["predicted"] == parts[name]["measured"], name
+    assert parts["optimizer"]["predicted"] == pytest.approx(parts["optimizer"]["measured"], rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [ALIGN, DISTILL], ids=["align", "distill"])
+def test_the_plan_says_what_a_step_takes(config: StageConfig, precision: str, recompute: bool) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert_right(small_case(replace(config, precision=precision, recompute=recompute), dtype))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(ALIGN, target="layer"),
+        replace(ALIGN, train="mixer"),
+        replace(DISTILL, train="ssm"),
+        replace(DISTILL, train="mixer", precision="bf16", recompute=True),
+        replace(DISTILL, kind="jsd", fused=False),
+        LongConfig(segment_len=32),
+        LongConfig(segment_len=32, train="ssm", precision="bf16"),
+    ],
+    ids=lambda config: " ".join(str(value) for value in vars(config).values() if isinstance(value, str | bool)),
+)
+def test_so_do_the_options_of_a_stage(config: StageConfig) -> None:
+    assert_right(small_case(config))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
+def test_and_the_stage_of_mixing_matrices(recompute: bool) -> None:
+    assert_right(small_case(replace(MATRIX, recompute=recompute), kept=0))
+
+
+def test_every_family(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
+    teacher = family_model(family, num_hidden_layers=2)
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random")
+    shape = stage_shape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))
+    plan = memory_plan(shape, world=1, micro_batch=2, seq_len=128, strategy="ddp", device="cpu")
+    batch = benchmark.make_batch(small_case(DISTILL), 101, "cpu")
+    measured = benchmark.measure(make_stage(DISTILL, student, teacher).train(), batch, "cpu")
+    parts = benchmark.compare(measured, benchmark.predicted(plan))
+    assert not benchmark.misses(parts), parts
+
+
+@pytest.mark.parametrize("config", [ALIGN, DISTILL], ids=["align", "distill"])
+def test_two_ways_to_count_activations_agree(config: StageConfig) -> None:
+    case = small_case(config)
+    stage = benchmark.make_real_stage(case, "cpu")
+    batch = benchmark.make_batch(case, 600, "cpu")
+    saved = benchmark.saved_tensors(stage, batch)
+    assert benchmark.kept_by_forward(stage, batch, "cpu") == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU")
+def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    config = replace(ALIGN, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    case = small_case(config, dtype)._replace(rows=1, length=64)
+    stage = benchmark.make_real_stage(case, "cpu")
+    stage.student.set_ssm_implementation("triton")
+    saved = benchmark.saved_tensors(stage, benchmark.make_batch(case, 600, "cpu"))
+    kernels, plain = (benchmark.predict(case, device).activations for device in ("cuda", "cpu"))
+    assert kernels == pytest.approx(saved, rel=0.15)
+    assert kernels < 0.7 * plain
+
+
+def test_sizes_of_the_kernels_are_theirs() -> None:
+    pytest.importorskip("triton")
+    from hybrid_kernels import loss, ssd
+
+    assert loss.CHUNK_LOGITS == {"triton": KERNEL_LOGITS, "torch": TORCH_LOGITS}
+    for dtype in (torch.bfloat16, torch.float32):
+        assert ssd.tile_for(90, dtype, 64, 64).chunk == KERNEL_CHUNK[dtype.itemsize]
+
+
+@pytest.mark.launched
+def test_two_processes_take_what_the_plan_divides() -> None:
+    pytest.importorskip("deepspeed")
+    record = benchmark.two_processes("zero2")
+    assert not record["misses"], benchmark.show(record)
+
+
+# Shapes of real models, without weights.
+
+LLAMA_1B = LlamaConfig(**benchmark.SHAPES["llama-3.2-1b"])
+LLAMA_8B = LlamaConfig(**benchmark.SHAPES["llama-3.1-8b"])
+
+
+def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 64) -> tuple[Any, PreTrainedModel]:
+    """Student and teacher without values."""
+    with torch.device("meta"):
+        teacher = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return empty_student(teacher, HeadPlan.random(config, kept, seed=0), d_state, 4), teacher
+
+
+def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
+    student, teacher = meta_models(config, torch.bfloat16)
+    shape = stage_shape(stage, student, teacher)
+    assert all(p.is_meta for model in (student, teacher) for p in model.parameters())
+    return shape
+
+
+def big_plan(shape: StageShape, strategy: str = "ddp", **changes: Any) -> MemoryPlan:
+    return memory_plan(shape, **{**dict(world=8, micro_batch=4, seq_len=2048, strategy=strategy), **changes})
+
+
+DISTILL_1B = big_shape(LLAMA_1B, replace(DISTILL, precision="bf16"))
+
+
+def test_what_is_always_there_is_arithmetic() -> None:
+    assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
+    n = DISTILL_1B.trained
+    plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
+    held = {name: (plan.trained, plan.gradients, plan.optimizer) for name, plan in plans.items()}
+    assert held == {
+        "ddp": (4 * n, 4 * n, 8 * n),
+        "zero1": (4 * n + n // 2, 4 * n, n),
+        "zero2": (4 * n + n // 2, n // 2, n),
+        "zero3": (n, n // 2, n),
+        "fsdp2": (n // 2, n // 2, n),
+    }
+    assert len({plan.teacher for plan in plans.values()}) == 1, "every process has a whole teacher"
+
+
+def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
+    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how).teacher for how in ("replicated", "sharded"))
+    layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
+    assert whole == 16 * layer + embedding
+    assert sharded == 16 * layer // 8 + embedding + 2 * layer
+
+
+def test_alignment_holds_one_copy_of_what_it_shares_with_the_teacher() -> None:
+    shape = big_shape(LLAMA_1B, replace(ALIGN, precision="bf16"))
+    mixers = shape.trained * FP32 + shape.frozen_bytes
+    assert mixers < 1.3e9 and big_plan(shape).frozen == shape.frozen_bytes
+    assert big_plan(shape).total < big_plan(DISTILL_1B).total
+
+
+def test_more_rows_more_processes_and_recompute() -> None:
+    one, two = (big_plan(DISTILL_1B, micro_batch=rows) for rows in (1, 2))
+    assert two.activations == pytest.approx(2 * one.activations, rel=1e-6)
+    assert two.trained == one.trained
+    few, many = (big_plan(DISTILL_1B, "zero2", world=world) for world in (8, 64))
+    assert many.optimizer == pytest.approx(few.optimizer / 8) and many.activations == few.activations
+    again = big_plan(DISTILL_1B, recompute=True)
+    assert again.activations < 0.1 * big_plan(DISTILL_1B).activations
+    assert again.total < big_plan(DISTILL_1B).total
+
+
+def test_accumulating_under_ddp_costs_a_second_set_of_gradients() -> None:
+    assert big_plan(DISTILL_1B).communication == 4 * DISTILL_1B.trained
+    assert big_plan(DISTILL_1B, micro_batches=1).communication == 0
+    assert big_plan(DISTILL_1B, world=1).communication == 0
+
+
+def test_the_first_that_fits_in_the_order_of_what_is_sent() -> None:
+    shape = big_shape(LLAMA_8B, replace(DISTILL, precision="bf16", recompute=True))
+    plans = [big_plan(shape, strategy, micro_batch=1) for strategy in reversed(STRATEGIES)]
+    totals = {plan.strategy: plan.total for plan in plans}
+    assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
+    for wanted in ("ddp", "zero1", "zero2", "zero3"):
+        assert recommend(plans, totals[wanted]).strategy == wanted
+    with pytest.raises(ValueError, match="more GPUs") as refusal:
+        recommend(plans, 20 * GB)
+    assert "recompute" not in str(refusal.value) and "micro-batch" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_advice_where_nothing_fits_names_what_is_left_to_try() -> None:
+    with pytest.raises(ValueError, match="smaller than 4, recompute"):
+        recommend([big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES], 10 * GB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "zero4"}, "'zero4'; choose one of ddp"),
+        ({"device": "tpu"}, "'tpu'; choose cuda or cpu"),
+        ({"world": 0}, "world is 0; it must be"),
+        ({"micro_batch": 0}, "micro_batch is 0"),
+    ],
+)
+def test_what_cannot_be_planned(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        big_plan(DISTILL_1B, **changes)
+
+
+# The dry run.
+
+
+def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "hybrid_tiny.py")
+    main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
+    printed = capsys.readouterr().out
+    for words in (*STRATEGIES, "activations", "total with recompute", "loss chunk", "reduce_bucket_size"):
+        assert words in printed
+    assert f"accelerate launch --config_file launch/ddp.yaml --num_processes 8 {recipe} --out" in printed
+
+
+def test_a_dry_run_for_one_gpu() -> None:
+    printed = describe(replace(small_run(), gpus=1), "small.py --seed 1")
+    assert "zero2" not in printed and "communication" not in printed
+    assert "hybrid-distill run small.py --seed 1\n" in printed
+
+
+def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
+    run = replace(small_run(), gpus=2, gpu_memory=0.0001)
+    said = describe(run)
+    assert "Cannot be launched: align fits in 0.0 GB" in said and "distill fits in 0.0 GB" in said
+    assert "with more memory" in said
+    tight = replace(small_run(), gpus=1, stages=("distill",))
+    plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
+    assert again < plain
+    said = describe(replace(tight, gpu_memory=(plain + again) / 2 / 0.9 / 1e3))
+    assert "hybrid-distill run RECIPE.py --distill.recompute\n" in said
+
+
+def test_a_dry_run_says_which_stage_cannot_run() -> None:
+    run = replace(small_run(), gpus=1, stages=("matrix", "align"), plan=replace(small_run().plan, selection="none"))
+    assert "matrix: the matrix stage needs attention maps" in describe(run)
+    assert "distill: 2 rows of a step cannot be shared by 3 GPUs" in describe(replace(small_run(), gpus=3))
+
+
+def test_launch_files_that_are_named_are_there() -> None:
+    for launch in LAUNCH.values():
+        assert (ROOT / launch.split()[0]).is_file()
+
+
+def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path) -> None:
+    wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    stages = {
+        "long": LongConfig(steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128),
+        "post": PostConfig(steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=str(tmp_path / "wide")),
+    }
+    run = replace(small_run(), gpus=1, stages=("distill", "long", "post"), **stages)
+    said = describe(run)
+    assert "distill: micro-batches of 2 x 256 tokens" in said
+    assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
+    assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
+    first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
+    assert first == second and third == pytest.approx(4 * wide_parameters(tmp_path) / 1e6, rel=0.01)
+    gone = describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
+    assert "post: " in gone and str(tmp_path / "gone") in gone.partition("post: ")[2]
+
+
+def wide_parameters(folder: Path) -> int:
+    return AutoModelForCausalLM.from_pretrained(folder / "wide").num_parameters()

@@ -1,0 +1,124 @@
+"""The memory table: the published figures, both ends of what kept heads can share, and a real cache."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from test_scoring import some_scores
+
+from hybrid_distill.cli.app import app as cli
+from hybrid_distill.lab.memory.table import (
+    PUBLISHED,
+    PUBLISHED_LENGTHS,
+    MemoryJob,
+    Published,
+    model_shape,
+    published_bytes,
+    table_rows,
+)
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+
+
+def megabytes(row: Published) -> tuple[float, ...]:
+    return tuple(round(published_bytes(row, length) / 1e6, 1) for length in PUBLISHED_LENGTHS)
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
+def test_the_published_rows(row) -> None:
+    assert megabytes(row) == row.megabytes
+
+
+def test_no_choice_of_whole_layers_gives_the_row_that_is_fitted() -> None:
+    fitted = next(row for row in PUBLISHED if row.name == "Hybrid-Mohawk")
+    for n_attention, n_recurrent in itertools.product(range(17), range(17)):
+        for d_state in (4, 8, 16, 32, 64, 128):
+            whole = fitted._replace(n_kv_heads=8 * n_attention, n_recurrent=32 * n_recurrent, d_state=d_state)
+            assert megabytes(whole) != fitted.megabytes
+
+
+def rows(**options) -> dict[tuple[str, int], list[int]]:
+    job = MemoryJob(**options)
+    shape, head_dim, windows = model_shape(job.model)
+    return {
+        (row.name, row.d_state): [size.total for size in row.sizes]
+        for row in table_rows(job, shape, head_dim, windows, [10])
+    }
+
+
+def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
+    found = rows(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
+    state = 12 * 16 * 3 * 4
+    assert found["4 heads, apart", 3] == [4 * 2 * 16 * 10 * 4 + state]
+    assert found["4 heads, groups together", 3] == [1 * 2 * 16 * 10 * 4 + state]
+    assert found["all heads", 0] == [4 * 2 * 16 * 10 * 4]
+    half = rows(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
+    assert [4 * size for sizes in half.values() for size in sizes] == [s for sizes in found.values() for s in sizes]
+
+
+def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
+    """Of 3 layers with 4 KV heads one sees everything; 4 heads cost most there, and least where windows are."""
+    family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
+    state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
+    found = rows(model=str(tmp_path), heads="4,24", d_state="3")
+    assert found == {
+        ("4 heads, apart", 3): [4 * kv * 10 + state],
+        ("4 heads, groups together", 3): [2 * kv * 5 + state],
+        ("all heads", 0): [4 * kv * (10 + 5 + 5)],
+    }
+
+
+def test_scores_say_which_heads_share(tmp_path) -> None:
+    drops = [[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0]]
+    some_scores(drops, drops).save(tmp_path / "scores.json")
+    found = rows(model="2x4x2x8", heads="2,3", d_state="1", scores=tmp_path / "scores.json")
+    assert found["first 2", 1] == [1 * 2 * 8 * 10 * 2 + 6 * 8 * 4], "both in one group"
+    assert found["first 3", 1] == [2 * 2 * 8 * 10 * 2 + 5 * 8 * 4]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_real_cache_holds_what_the_table_says(family_model, dtype: str) -> None:
+    teacher = family_model("llama")
+    config = teacher.config
+    shape = f"{config.num_hidden_layers}x{config.num_attention_heads}x{config.num_key_value_heads}x8"
+    plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1)])
+    student, _ = build_student(teacher, plan, d_state=4)
+    student.to(getattr(torch, dtype)).eval()
+    cache = student.new_cache()
+    student(torch.randint(3, 100, (1, 10)), past_key_values=cache, use_cache=True)
+    held = cache.nbytes()
+    job = MemoryJob(shape, heads="2", d_state="4", dtype=dtype)
+    table = {row.name: row.sizes[0] for row in table_rows(job, *model_shape(shape), [10])}
+    assert dataclasses.asdict(table["2 heads, groups together"]) == held
+
+
+def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
+    cli.main(["memory", "--model", "tiny", "--heads", "6,all", "--lengths", "4096", "--csv", str(tmp_path / "t.csv")])
+    assert "6 layers, 8 heads, 4 KV heads" in capsys.readouterr().out
+    written = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert {row["kept"] for row in written} == {"6 heads, apart", "6 heads, groups together", "all heads"}
+    cli.main(["memory", "--published"])
+    assert "134.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--heads", ""], "--heads is empty"),
+        (["--heads", "4,some"], "'4,some'"),
+        (["--heads", "1000"], "1000"),
+        (["--d-state", "0"], "at least 1"),
+        (["--lengths", "all"], "'all'"),
+        (["--model", "no/such/model"], "no config"),
+    ],
+)
+def test_bad_input_ends_in_one_line(capsys, arguments, said) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["memory", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and said in error and error.startswith("error: ") and error.count("\n") == 1

@@ -1,0 +1,293 @@
+"""Tasks of lm-eval: the same accuracies as our own evaluation, every task on made-up rows, nothing lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_rows import KnowsHalf, write_all
+from test_launch import launch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_distill.cli.app import app as cli
+from hybrid_distill.distributed import make_accelerator
+from hybrid_distill.lab.suites import SuiteJob, SuiteResult, compare, evaluate_suite, running, tables, write_questions
+from hybrid_distill.lab.suites.results import FILE, TaskScore
+from hybrid_distill.lab.suites.running import run_suite
+from hybrid_distill.lab.suites.suites import PAPER, STOCK, SUITES, tasks_of
+from hybrid_distill.lab.suites.tasks import Questions
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.registry import make_probe
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import ablate_heads, attention_sites, load_teacher
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+N = 16
+MODEL_AND_TOKENIZER = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> MODEL_AND_TOKENIZER:
+    return load_teacher("tiny")
+
+
+def shape_of(model: PreTrainedModel) -> HeadPlan:
+    site = attention_sites(model)[0]
+    return HeadPlan(model.config.num_hidden_layers, site.n_heads, site.n_kv_heads, kept=())
+
+
+def measured(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, names: str, out: Path, **options: Any
+) -> SuiteResult:
+    questions = Questions(limit=N, pairs=(8,), lengths=(60,), **options.pop("questions", {}))
+    settings = {"max_length": 1024, "batch_size": 7, **options}
+    return run_suite(model, tokenizer, tasks_of(names), questions, out, make_accelerator(), **settings)
+
+
+def our_own(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """The same questions by this package's own evaluation."""
+    probes = {
+        "kv": make_probe("kv", pairs=8, seed=1),
+        "letters": make_probe("letters", seed=1),
+        "needle": make_probe("needle", lengths=60, seed=1),
+        "knowledge": Knowledge(),
+    }
+    figures = {}
+    for name, probe in probes.items():
+        examples = probe.examples(N)
+        figures[name] = answer_choices(model, tokenizer, examples).accuracy
+        figures[f"{name}_generate"] = answer_generation(model, tokenizer, examples).double().mean().item()
+    return figures
+
+
+@pytest.mark.parametrize("which", ["teacher", "damaged", "student"])
+def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
+    which: str, tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    with ExitStack() as stack:
+        if which == "damaged":
+            stack.enter_context(ablate_heads(model, [HeadId(2, head) for head in range(8)]))
+        if which == "student":
+            plan = HeadPlan.from_pairs(shape_of(model), [(layer, head) for layer in (0, 1, 3) for head in range(8)])
+            model = build_student(model, plan, d_state=8)[0]
+        ours = our_own(model, tokenizer)
+        theirs = measured(model, tokenizer, ",".join(ours), tmp_path)
+    assert {name: score.value for name, score in theirs.tasks.items()} == ours
+    assert all(score.n_examples == N and score.n_cut == 0 for score in theirs.tasks.values())
+    if which == "teacher":
+        assert ours["kv"] > 0.9 and ours["kv_generate"] > 0.9
+    else:
+        assert ours["kv"] < 0.9 and ours["kv_generate"] < 0.9, "damage must show, or the test could not fail"
+        assert sum(ours.values()) > 0, "and must leave something"
+
+
+@pytest.fixture
+def knows_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "make_lm", lambda *args, **kwargs: KnowsHalf())
+
+
+def test_every_task_of_the_paper_on_made_up_rows(
+    knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
+    """Of 4 rows a model knows number 0 and 2: half, in whatever form a task asks for its answer."""
+    parts = write_all(tmp_path / "data", 4)
+    assert len(parts) == 9 + 57 + 27 + 8
+    names = ",".join(task.name for task in STOCK)
+    result = measured(*tiny, names, tmp_path / "out", questions={"data_dir": tmp_path / "data"})
+    assert not result.failed
+    assert {name: score.value for name, score in result.tasks.items()} == {task.name: 0.5 for task in STOCK}
+    assert result.tasks["mmlu"].n_examples == 57 * 4
+    assert result.tasks["gsm8k"].n_shots == 5 and result.tasks["bbh"].n_shots == 3
+    assert {part.source for part in result.parts.values()} == {"files"}
+    assert result.tasks["arc_easy"].stderr == pytest.approx((0.25 / 3) ** 0.5)
+
+
+def test_the_suite_is_the_papers() -> None:
+    knowledge = {"arc_challenge", "arc_easy", "piqa", "winogrande", "hellaswag", "openbookqa"}
+    retrieval = {"lambada_openai", "mmlu", "gsm8k", "swde", "bbh", "niah", "kv", "kv_generate"}
+    assert {task.name for task in PAPER if task.group == "knowledge"} == knowledge == set(SUITES["paper-knowledge"])
+    assert {task.name for task in PAPER if task.group == "retrieval"} == retrieval == set(SUITES["paper-retrieval"])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parts that are measured, in order."""
+    made: list[str] = []
+    real = running.measure_part
+
+    def measure(part: Any, *args: Any) -> Any:
+        made.append(part.name)
+        return real(part, *args)
+
+    monkeypatch.setattr(running, "measure_part", measure)
+    return made
+
+
+def test_a_killed_evaluation_goes_on_with_the_next_task(
+    knows_half: None, calls: list[str], tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"questions": {"data_dir": tmp_path / "data"}}
+    write_all(tmp_path / "data", 2, ("piqa", "gsm8k", "swde"))
+    real = running.measure_part
+
+    def killed(part: Any, *args: Any) -> Any:
+        if part.name == "gsm8k":
+            raise KeyboardInterrupt
+        return real(part, *args)
+
+    monkeypatch.setattr(running, "measure_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        measured(*tiny, "piqa,gsm8k,swde", tmp_path, **data)
+    assert set(SuiteResult.load(tmp_path).tasks) == {"piqa"}
+    monkeypatch.setattr(running, "measure_part", real)
+    first = (tmp_path / FILE).read_text()
+    result = measured(*tiny, "piqa,gsm8k,swde", tmp_path, **data)
+    assert calls == ["piqa", "gsm8k", "swde"]
+    assert result.parts["piqa"].seconds == json.loads(first)["parts"]["piqa"]["seconds"]
+    with pytest.raises(ValueError, match=r"limit 16 there, 3 here.*--out"):
+        run_suite(
+            *tiny, tasks_of("piqa"), Questions(limit=3, pairs=(8,), lengths=(60,)), tmp_path, make_accelerator(),
+            max_length=1024,
+        )  # fmt: skip
+
+
+def test_a_task_that_fails_loses_no_other(knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    write_all(tmp_path / "data", 2, ("piqa", "gsm8k", "swde"))
+    (tmp_path / "data/gsm8k/test.jsonl").write_text('{"question": "How many?"}\n')
+    result = measured(*tiny, "piqa,gsm8k,swde", tmp_path, questions={"data_dir": tmp_path / "data"})
+    assert set(result.tasks) == {"piqa", "swde"}
+    assert "gsm8k/test.jsonl has no answer" in result.failed["gsm8k"]
+    assert "gsm8k/test.jsonl has no answer" in tables(result)
+
+
+def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    short = {"max_length": 48}
+    refused = measured(*tiny, "kv,kv_generate", tmp_path / "refused", **short)
+    assert not refused.tasks and "of 128 prompts do not fit" in refused.failed["kv"]
+    assert "of 16 prompts do not fit" in refused.failed["kv_generate"] and "--truncate" in refused.failed["kv"]
+    cut = measured(*tiny, "kv,kv_generate", tmp_path / "cut", truncate=True, **short)
+    assert cut.tasks["kv"].n_cut == 128 and cut.tasks["kv_generate"].n_cut == 16
+    assert cut.tasks["kv_generate"].value < 0.9, "what was cut off is not known"
+    assert "kv (128)" in tables(cut)
+
+
+def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    job = SuiteJob(suite="kv,copy,text", limit=5, pairs="4", write_task_files=tmp_path / "data")
+    written, missing = write_questions(job)
+    assert "kv/test.jsonl: 5 questions" in written and not missing
+    assert "prompt, answer, choices" in (tmp_path / "data/README.md").read_text()
+    prompts = []
+    for folder in (None, tmp_path / "data"):
+        questions = Questions(data_dir=folder, limit=5, pairs=(4,))
+        out = tmp_path / str(folder is None)
+        result = run_suite(
+            *tiny, tasks_of("kv,copy,text"), questions, out, make_accelerator(), max_length=1024
+        )
+        prompts.append({name: score.prompts_sha256 for name, score in result.tasks.items()})
+        assert {part.source for part in result.parts.values()} == {"generator" if folder is None else "files"}
+    assert prompts[0] == prompts[1] and len(set(prompts[0].values())) == 3
+
+
+def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
+    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2, write_task_files=tmp_path))
+    assert missing.startswith("piqa, arc_easy: ") and "niah: " in missing and "kv" not in missing
+    assert (tmp_path / "kv/test.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (SuiteJob(model="tiny", suite="papers"), "did you mean paper"),
+        (SuiteJob(model="tiny", suite="hellaswagg"), "did you mean hellaswag"),
+        (SuiteJob(model="tiny", suite="zzz"), "there are paper"),
+        (SuiteJob(suite="kv"), "--model"),
+        (SuiteJob(model="tiny", suite="kv", pairs="many"), "--pairs is 'many'"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(
+    job: SuiteJob, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_distill.lab.suites.job.load_teacher", None)
+    with pytest.raises(ValueError, match=said):
+        evaluate_suite(job)
+
+
+def test_missing_files_are_named_with_the_way_to_get_them(tmp_path: Path) -> None:
+    write_all(tmp_path, 2, ("piqa",))
+    with pytest.raises(ValueError, match=r"arc_easy/test.jsonl.*--write-task-files") as refused:
+        evaluate_suite(SuiteJob(model="tiny", suite="piqa,arc_easy,kv", data_dir=tmp_path))
+    assert "piqa/" not in str(refused.value) and "kv/" not in str(refused.value)
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else real(name, *a))
+    with pytest.raises(ValueError, match="pip install lm-eval"):
+        evaluate_suite(SuiteJob(model="tiny", suite="kv"))
+
+
+def score(value: float, group: str, prompts: str = "same", **fields: Any) -> TaskScore:
+    given = {"reading": "likelihood", "metric": "acc,none", "higher_is_better": True, "stderr": 0.01, "n_examples": 100}
+    rest = {"n_shots": 0, "n_cut": 0, "version": "1", **fields}
+    return TaskScore(group=group, value=value, prompts_sha256=prompts, **{**given, **rest})  # type: ignore[arg-type]
+
+
+def test_coverage_is_the_mean_over_a_groups_tasks_that_were_asked_alike() -> None:
+    model = SuiteResult({}, {}, tasks={
+        "arc_easy": score(0.6, "knowledge"), "piqa": score(0.8, "knowledge"), "kv": score(0.5, "retrieval"),
+        "mmlu": score(0.3, "retrieval"), "text": score(2.0, "text", higher_is_better=False),
+    })  # fmt: skip
+    teacher = SuiteResult({}, {}, tasks={
+        "arc_easy": score(0.8, "knowledge"), "piqa": score(0.8, "knowledge"), "kv": score(1.0, "retrieval"),
+        "mmlu": score(0.4, "retrieval", prompts="others"), "text": score(1.5, "text", higher_is_better=False),
+    })  # fmt: skip
+    found = compare(model, teacher)
+    assert found.groups == pytest.approx({"knowledge": 0.875, "retrieval": 0.5})
+    assert found.asked_differently == ("mmlu",)
+    shown = tables(model, teacher)
+    assert "| arc_easy | knowledge | likelihood | acc | 0 | 100 | 60.0 ± 1.0 | 80.0 ± 1.0 | −25.0 % |" in shown
+    assert "| knowledge | 87.5 % |" in shown and "otherwise: mmlu" in shown
+    assert "| text | text | likelihood | acc | 0 | 100 | 2.000 | 1.500 | – |" in shown
+
+
+def test_the_command_prints_tables_and_fails_where_a_figure_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "4", "--pairs", "4", "--out", str(tmp_path)]
+    cli.main(["evaluate", *flags, "--teacher", "tiny"])
+    shown = capsys.readouterr().out
+    assert "| retrieval | 100.0 % |" in shown and (tmp_path / "results.md").read_text() in f"{shown}\n"
+    record = json.loads((tmp_path / FILE).read_text())
+    assert record["comparison"]["groups"] == {"retrieval": 1.0}
+    assert record["settings"]["seed"] == 1 and record["settings"]["versions"]["lm_eval"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["evaluate", *flags[:-1], str(tmp_path / "other"), "--max-length", "20"])
+    assert stopped.value.code == 2 and "2 without a figure" in capsys.readouterr().err
+
+
+@pytest.mark.launched
+def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "5", "--pairs", "4", "--max-length", "16"]
+    launcher = ("--multi_gpu", "--num_processes", "2", "-m")
+    done = launch(launcher, "evaluate", *flags, "--truncate", "--out", tmp_path / "two", program=Path("hybrid_distill"))
+    assert done.returncode == 0, done.stderr
+    two = SuiteResult.load(tmp_path / "two")
+    questions = Questions(limit=5, pairs=(4,))
+    one = run_suite(
+        *tiny, tasks_of("kv,kv_generate"), questions, tmp_path / "one", make_accelerator(), max_length=16, truncate=True
+    )
+    assert two.tasks == one.tasks and one.tasks["kv"].n_cut == 20
+
+
+def test_a_runs_folder_and_flags_of_a_suite_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", str(tmp_path), "--suite", "kv"])
+    assert "--model" in capsys.readouterr().err

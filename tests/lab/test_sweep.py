@@ -1,0 +1,392 @@
+"""Sweeps: which cells there are, what they share, and that neither a failure nor a kill changes the others."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_pipeline import weights
+from training import small_run
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.config import RunConfig, from_json
+from hybrid_distill.lab.sweep import Cell, Grid, Sweep, SweepFailed, SweepJob, status, sweep
+from hybrid_distill.lab.sweep.cells import best_layers, cell_config
+from hybrid_distill.lab.sweep.job import _base
+from hybrid_distill.lab.sweep.record import Outcome, Task
+from hybrid_distill.lab.sweep.running import Job, Workers, run_tasks
+from hybrid_distill.lab.sweep.status import progress
+from hybrid_distill.locking import locked
+from hybrid_distill.pipeline import Run, run
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.scoring import HeadScores
+from hybrid_distill.train.tracking import TrackedRun
+
+SHAPE = HeadPlan(6, 8, 4, ())
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def grid(heads: str = "0,2,all", d_state: str = "4", selection: str = "top", seeds: int = 1) -> Grid:
+    return Grid.parse(heads=heads, d_state=d_state, selection=selection, seeds=seeds)
+
+
+def recipe(**changes: Any) -> Any:
+    """A recipe's module whose run learns nothing, in a second."""
+    return SimpleNamespace(config=lambda: small_run(**changes))
+
+
+def test_cells_that_are_equal_are_one_cell() -> None:
+    cells = grid("0,2,4,8,all", "4,8,16,64", "top,random,layers", 3).cells(SHAPE)
+    names = [cell.name for cell in cells]
+    assert len(set(names)) == len(names)
+    assert Counter(cell.selection for cell in cells) == {"none": 12, "all": 3, "top": 36, "random": 36, "layers": 12}
+    assert {cell.heads for cell in cells if cell.selection == "layers"} == {8}
+    assert grid("48,all", "4,8").cells(SHAPE) == [Cell("all", 48, None, 0)]
+    assert "2 heads" in grid("2,8", selection="layers").left_out(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--heads", ""], "--heads is empty"),
+        (["--heads", "0,49"], "k is 49"),
+        (["--heads", "-1"], "--heads is '-1'; give whole numbers"),
+        (["--heads", "two"], "'two'"),
+        (["--d-state", "0,4"], "--d-state is '0,4'; give whole numbers"),
+        (["--d-state", ","], "--d-state is empty"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--selection", "best"], "'best'"),
+        (["--selection", "layers", "--heads", "2,4"], "no cell"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--options", "timeout_min=5"], "--cluster"),
+        (["--cluster", "local", "--options", "timeout_min"], "NAME=VALUE"),
+        (["--set", "distill.steps"], "NAME=VALUE"),
+        (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "no/such"),
+        (["--trackers", "mlflow"], "mlflow"),
+        (["--recipe", "README.md"], "no recipe"),
+        (["--status", "/no/such/sweep"], "no sweep"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = {"--recipe": str(RECIPES / "hybrid_tiny.py"), "--out": str(tmp_path / "sweep")}
+    argv = [word for pair in {**defaults, **dict(zip(flags[::2], flags[1::2]))}.items() for word in pair]
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", *argv])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_recipe_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(SystemExit):
+        main(["sweep", "--recipe", str(tmp_path / "empty.py"), "--out", str(tmp_path / "sweep")])
+    assert "has no config()" in capsys.readouterr().err
+
+
+def test_fields_of_the_recipe_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["sweep", "--recipe", str(RECIPES / "hybrid_tiny.py"), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_:
+        main([*argv, "--set", "distill.stesp=1"])
+    assert exit_.value.code == 2 and "--distill.steps" in capsys.readouterr().err
+    assert _base(SweepJob(set=("distill.steps=7", "data.seq-len=32")), recipe()).distill.steps == 7
+
+
+def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
+    return Sweep.open(base, asked, asked.cells(SHAPE), share=share)
+
+
+def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
+    base = small_run(tmp_path)
+    opened(base, grid("0", "16"))
+    opened(base, grid())  # there was no result that could be lost
+    (tmp_path / "shared" / "s0").mkdir(parents=True)
+    (tmp_path / "shared" / "s0" / "scores.json").write_text("{}")
+    grown = opened(base, grid("0,2,4,all", "4,8", "top,random", 2))
+    assert Sweep(tmp_path).cells == grown.cells
+    with pytest.raises(ValueError, match="with d_state 8 and seeds 1"):
+        opened(base, grid("0,2,4,all", "4", "top,random", 1))
+    with pytest.raises(ValueError, match=r"distill.steps \(2 there, 3 here\)"):
+        opened(replace(base, distill=replace(base.distill, steps=3)), grid("0,2,4,all", "4,8", "top,random", 2))
+    with pytest.raises(ValueError, match="share"):
+        opened(base, grid("0,2,4,all", "4,8", "top,random", 2), share=False)
+    opened(replace(base, trackers=("tensorboard",), out=tmp_path), grid("0,2,4,all", "4,8", "top,random", 2))
+
+
+def test_two_sweeps_at_once_in_one_folder(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+        sweep(SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1), recipe())
+
+
+def test_layers_are_ranked_by_all_their_heads() -> None:
+    drop_LH = torch.tensor([[0.9, 0.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    logprob_LH = torch.tensor([[9.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
+    zeros = torch.zeros(4, 2, dtype=torch.float64)
+    scores = HeadScores(2, drop_LH, logprob_LH, None, zeros, zeros, None)
+    assert best_layers(scores, 1) == (3,)
+    assert best_layers(scores, 3) == (0, 1, 3)
+
+
+@dataclass
+class Scripted(Workers):
+    """Workers whose tasks end as a table says, some looks after they were begun."""
+
+    slots: int
+    ends: dict[str, Outcome]
+
+    def __post_init__(self) -> None:
+        self.begun: list[str] = []
+        self.at_once = 0
+        self.jobs: list[ScriptedJob] = []
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Job:
+        self.begun.append(task.name)
+        assert 0 <= slot < self.slots and slot not in [job.slot for job in self.jobs if not job.over]
+        self.jobs.append(ScriptedJob(sweep, task, slot, self.ends.get(task.name, Outcome("running"))))
+        self.at_once = max(self.at_once, sum(not job.over for job in self.jobs))
+        return self.jobs[-1]
+
+
+@dataclass
+class ScriptedJob(Job):
+    sweep: Sweep
+    task: Task
+    slot: int
+    end: Outcome
+    looks: int = 6
+
+    @property
+    def over(self) -> bool:
+        return self.looks <= 0
+
+    def ended(self) -> str | None:
+        self.looks -= 1
+        if not self.over:
+            return None
+        self.sweep.note(self.task, self.end)
+        for path in self.sweep._results(self.task) if self.end.state == "done" else []:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return "ended with exit status -9"
+
+    def stop(self) -> None: ...
+
+
+def scripted(tmp_path: Path, ends: dict[str, Outcome], slots: int = 1) -> tuple[Sweep, Scripted, list[str]]:
+    this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
+    done = {name: Outcome("done", seconds=10.0) for name in this.tasks}
+    workers, seen = Scripted(slots, {**done, **ends}), []
+    run_tasks(this, workers, lambda task: seen.append(task.name))
+    return this, workers, seen
+
+
+def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_distill.lab.sweep.running.POLL", 0.0)
+    this, workers, seen = scripted(tmp_path, {}, slots=3)
+    assert sorted(seen) == sorted(this.tasks) and workers.at_once == 3
+    for task in this.tasks.values():
+        for needed in task.after:
+            assert seen.index(needed) < workers.begun.index(task.name)
+    again = Scripted(1, {})
+    run_tasks(this, again, lambda task: None)
+    assert again.begun == [], "finished tasks ran again"
+
+
+def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_distill.lab.sweep.running.POLL", 0.0)
+    ends = {"n8-s0": Outcome("failed", "it diverged"), "top2-n4-s0": Outcome("stopped")}
+    this, _, _ = scripted(tmp_path, ends)
+    outcomes = {name: this.outcome(task) for name, task in this.tasks.items()}
+    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"}
+    assert failed.keys() == {"n8-s0", "none-n8-s0", "top2-n8-s0", "top4-n8-s0", "top2-n4-s0"}
+    assert failed["top4-n8-s0"] == "it diverged" and "exit status -9" in failed["top2-n4-s0"]
+    assert outcomes["top4-n4-s0"].state == "done"
+    shown = status(tmp_path)
+    assert "2 of 6 cells, 4 failed" in shown and "top4-n8-s0: it diverged" in shown
+
+    again = Scripted(1, {name: Outcome("done") for name in this.tasks})
+    run_tasks(this, again, lambda task: None)
+    assert set(again.begun) == failed.keys(), "failed tasks are tried again, finished ones are not"
+
+
+def test_progress_and_time_left(tmp_path: Path) -> None:
+    this = opened(small_run(tmp_path), grid("0,2,4", "4", "top", 1))
+    for name in ("s0", "n4-s0", "none-n4-s0"):
+        ScriptedJob(this, this.tasks[name], 0, Outcome("done", seconds=10.0), looks=0).ended()
+    shown = status(tmp_path)
+    # A cell took 10 s, and two cells are left; so did the alignment, and none is left.
+    assert "1 of 3 cells, 4 of 8 steps, about 20 s left with 1 at a time" in shown
+    assert "Alignments: 1 for 3 students, which spares 4 steps, about 20 s." in shown
+    assert "about 10 s left with 2 at a time" in progress(this, at_once=2)
+    this.note(this.tasks["top2-n4-s0"], Outcome("running", began="now", host=socket.gethostname()))
+    assert "top2-n4-s0" in status(tmp_path).partition("stopped:")[2], "nothing can run where no sweep runs"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of three cells on the tiny teacher, carried out in this process."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("sweep") / "small"
+    job = SweepJob(out=out, heads="0,2,all", d_state="4", seeds=1, selection="random", trackers=("tensorboard",))
+    sweep(job, recipe())
+    return out
+
+
+def rows(out: Path) -> dict[str, dict[str, str]]:
+    return {row["cell"]: row for row in csv.DictReader((out / "results.csv").open())}
+
+
+def test_results_of_a_sweep(finished: Path) -> None:
+    table = rows(finished)
+    assert list(table) == ["teacher-s0", "none-n4-s0", "random2-n4-s0", "all-s0"]
+    assert {row["state"] for row in table.values()} == {"done"}
+    figures = [name for name in table["all-s0"] if name.startswith(("kv_", "cache", "perplexity", "knowledge"))]
+    assert [table["all-s0"][name] for name in figures if name != "kv_heads"] == [
+        table["teacher-s0"][name] for name in figures if name != "kv_heads"
+    ]
+    row = table["random2-n4-s0"]
+    result = json.loads((finished / row["dir"] / "evaluation.json").read_text())
+    assert float(row["perplexity"]) == result["perplexity"]
+    assert int(row["cache_bytes_2048"]) == result["cache_bytes"]["2048"]
+    assert (row["heads"], row["d_state"], row["steps"]) == ("2", "4", "2")
+    assert {cell["state"] for cell in json.loads((finished / "sweep.json").read_text())["cells"]} == {"done"}
+
+
+def test_a_cell_is_an_ordinary_run(finished: Path, tmp_path: Path) -> None:
+    config = from_json(finished / "cells" / "random2-n4-s0" / "config.json")
+    alone = run(replace(config, out=tmp_path / "alone", trackers=()))
+    assert weights(alone) == weights(config.out) != {}
+    assert "2 heads kept" in (alone / "report.md").read_text()
+    for name in ("random2-n4-s0", "all-s0"):
+        student, plan = Run(from_json(finished / "cells" / name / "config.json")).trained_student()
+        assert sum(map(len, student.config.kept)) == plan.k
+
+
+def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
+    this = Sweep(finished)
+    assert list(weights(finished / "shared")) == ["n4-s0/aligned/stages/1-align"]
+    cell = this.tasks["random2-n4-s0"].cell
+    assert cell is not None
+    student = Run(cell_config(this, cell), this.teacher)
+    donor = Run(from_json(finished / "shared/n4-s0/aligned/config.json"), this.teacher).trained_student()[0]
+    for mixer, source in zip(student.build(student.plan()).mixers(), donor.mixers()):
+        picked = [source.recurrent.index(head) for head in mixer.recurrent]
+        torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
+
+
+def test_a_finished_sweep_runs_nothing_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.safetensors")}
+    job = SweepJob(out=finished, heads="0,2,all", d_state="4", seeds=1, selection="random")
+    sweep(job, recipe())
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*.safetensors")}
+    assert "3 of 3 cells" in capsys.readouterr().out
+
+
+def test_tensorboard_has_one_run_a_cell(finished: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for name in ("random2-n4-s0", "none-n4-s0"):
+        folders = {path.parent for path in (finished / "cells" / name).rglob("events.out.tfevents.*")}
+        assert len(folders) == 1
+        events = accumulator.EventAccumulator(str(folders.pop())).Reload()
+        assert {"distill/loss", "evaluation/perplexity"} <= set(events.Tags()["scalars"])
+        assert events.Scalars("evaluation/perplexity")[0].step == 2, "after the last step"
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_trackers_are_told_the_group(tracker: str, tmp_path: Path) -> None:
+    told: dict[str, Any] = {}
+    accelerator: Any = SimpleNamespace(
+        log_with=[tracker], init_trackers=lambda project, init_kwargs: told.update(init_kwargs[tracker])
+    )
+    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", config={"seed": 3}).start(accelerator)
+    assert told["config"] == {"seed": 3}
+    assert told["group"] == "my-sweep" and told["name"].startswith("top4-n16-s0") and told["resume"] == "allow"
+    first = dict(told)
+    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", 5, {"seed": 3}).start(accelerator)
+    assert told == first, "a later stage, or a resumed one, must find the same run"
+
+
+def test_a_recipe_that_fails_in_all_cells(tmp_path: Path) -> None:
+    base = small_run()
+    failing = recipe(distill=replace(base.distill, precision="fp32"), teacher=replace(base.teacher, dtype="bfloat16"))
+    job = SweepJob(out=tmp_path, heads="0,2", d_state="4", seeds=1, selection="random")
+    with pytest.raises(SweepFailed, match=r"every cell failed: .*precision is 'fp32'"):
+        sweep(job, failing)
+    assert {row["state"] for row in rows(tmp_path).values() if row["selection"] != "teacher"} == {"failed"}
+
+
+LONGER = """
+from dataclasses import replace
+from training import small_run
+
+def config():
+    base = small_run()
+    stages = (replace(stage, steps=8, checkpoint_every=2) for stage in (base.align, base.distill))
+    return replace(base, **dict(zip(("align", "distill"), stages)))
+"""
+
+
+def start(recipe_file: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
+    recipe_file.write_text(LONGER)
+    grid_flags = ["--heads", "0,2", "--d-state", "4", "--seeds", "1", "--selection", "random"]
+    command = [sys.executable, "-m", "hybrid_distill", "sweep", "--recipe", str(recipe_file), "--out", str(out)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([*command, *grid_flags, *flags], env=environment, **quiet)
+
+
+def wait_for(out: Path, pattern: str, process: subprocess.Popen[bytes]) -> None:
+    while not list(out.glob(pattern)) and process.poll() is None:
+        time.sleep(0.05)
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "stopped"
+    process = start(tmp_path / "longer.py", out)
+    wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/manifest.json", process)
+    process.send_signal(how)
+    assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+    assert not (out / "cells/none-n4-s0/evaluation.json").exists(), "it was over before it was stopped"
+    assert "none-n4-s0" in status(out).partition("stopped:")[2]
+    assert start(tmp_path / "longer.py", out).wait() == 0
+
+    whole = tmp_path / "whole"
+    assert start(tmp_path / "longer.py", whole, "--jobs", "2").wait() == 0
+    assert weights(out / "cells") == weights(whole / "cells") != {}
+    spent = ("train_seconds",)
+    ours, theirs = ({k: {**row, **dict.fromkeys(spent)} for k, row in rows(o).items()} for o in (out, whole))
+    assert ours == theirs
+
+
+@pytest.mark.launched
+def test_jobs_of_submitit(tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    flags = ["--cluster", "local", "--jobs", "2", "--options", "timeout_min=5"]
+    assert start(tmp_path / "longer.py", tmp_path / "sweep", *flags).wait() == 0
+    assert {row["state"] for row in rows(tmp_path / "sweep").values()} == {"done"}
+    assert list((tmp_path / "sweep" / "jobs").glob("*_submitted.pkl"))
+
+
+def test_set_takes_booleans_and_lists() -> None:
+    job = SweepJob(set=("export=False", "align.recompute=true", "evaluation.n-pairs=4,8", "distill.steps=3"))
+    base = _base(job, recipe())
+    assert (base.export, base.align.recompute, base.evaluation.n_pairs, base.distill.steps) == (False, True, (4, 8), 3)

@@ -1,0 +1,553 @@
+"""What a sweep's report and recommendation say, on tables whose truth is known."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hybrid_distill.budget import cache_bytes
+from hybrid_distill.cli.app import main
+from hybrid_distill.lab.sweep import SweepFailed, SweepJob
+from hybrid_distill.lab.sweep_report import RecommendJob, recommend, surrogate, write_sweep_report
+from hybrid_distill.lab.sweep_report.findings import findings, headline
+from hybrid_distill.lab.sweep_report.recommend import Advisor, n_bytes, size_text
+from hybrid_distill.lab.sweep_report.settings import SweepResults, estimate, t_95
+from hybrid_distill.lab.sweep_report.surrogate import Surface, TooFewCells
+from hybrid_distill.plan import HeadId, HeadPlan
+
+SHAPE = HeadPlan(6, 8, 4, ())
+HEAD_DIM, EVERY = 16, 48
+RANKING = [HeadId(*divmod(int(i), 8)) for i in np.random.default_rng(0).permutation(EVERY)]
+Truth = Callable[[str, int, int], float]
+
+
+def saturating(selection: str, heads: int, d_state: int) -> float:
+    """Share of the teacher's retrieval: a random head is worth a fifth of a chosen one; states matter little."""
+    worth = heads * {"random": 0.2, "layers": 0.4}.get(selection, 1.0)
+    return (1 - math.exp(-((worth / 2.0) ** 1.5))) * (1 - 0.1 / d_state)
+
+
+def held(heads: int, d_state: int, length: int) -> tuple[int, int]:
+    """(keys, values and states; convolutions) of the first heads of RANKING, by the house's own formula."""
+    plan = HeadPlan.from_pairs(SHAPE, RANKING[:heads])
+    size = cache_bytes(plan, length=length, head_dim=HEAD_DIM, d_state=d_state)
+    return size.total, size.conv
+
+
+def cells(
+    truth: Truth = saturating,
+    *,
+    heads: Iterable[int] = (0, 1, 2, 4, 8),
+    states: Iterable[int] = (4, 16, 64),
+    selections: Iterable[str] = ("top", "random"),
+    seeds: int = 3,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> list[dict[str, object]]:
+    """Rows of a finished results.csv: the teacher is always at 0.98, noise is of one seed's retrieval."""
+    draw, rows = np.random.default_rng(seed), []
+    ways = [("teacher", 0, 0), ("all", EVERY, 0)]
+    ways += [("none" if k == 0 else s, k, n) for n in states for s in selections for k in heads]
+    for s in range(seeds):
+        for selection, k, n in dict.fromkeys(ways):
+            share = 1.0 if n == 0 else min(max(truth(selection, k, n) + noise * draw.normal(), 0.0), 1.0)
+            row = {
+                "cell": f"{selection}{k}-n{n}-s{s}",
+                "state": "done",
+                "selection": selection,
+                "heads": "" if selection == "teacher" else k,
+                "d_state": n or "",
+                "seed": s,
+                "kv_heads": sum(len(HeadPlan.from_pairs(SHAPE, RANKING[:k]).kv_groups_in(i)) for i in range(6)),
+            }
+            row |= {f"kv_{how}_{pairs}": 0.98 * share for how in ("choice", "generation") for pairs in (8, 16)}
+            row |= {"knowledge": 0.9, "perplexity": 6.0 - share - 0.001 * n, "top1_agreement": 0.9}
+            sizes = [held(EVERY if n == 0 else k, n, length) for length in (128, 2048, 4096)]
+            row |= {f"cache_bytes_{length}": size for length, (size, _) in zip((128, 2048, 4096), sizes)}
+            rows.append({**row, "conv_state_bytes": sizes[0][1], "train_seconds": 36.0, "dir": "cells/x", "error": ""})
+    return rows
+
+
+def write(folder: Path, rows: list[dict[str, object]], n_pairs: int = 8) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "results.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), restval="")
+        table.writeheader()
+        table.writerows(rows)
+    (folder / "sweep.json").write_text(json.dumps({"config": {"evaluation": {"stated_pairs": n_pairs}}}))
+    return folder
+
+
+def unfinished(rows: list[dict[str, object]], *names: str, state: str = "failed") -> list[dict[str, object]]:
+    kept = ("cell", "selection", "heads", "d_state", "seed", "dir")
+    return [
+        {**{name: row[name] if name in kept else "" for name in row}, "state": state, "error": "it diverged"}
+        if row["cell"] in names
+        else row
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds, and is tested once."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished sweep with three selections, and its report in a folder of its own."""
+    rows = cells(heads=(0, 2, 8, 16), selections=("top", "random", "layers"), noise=0.02)
+    rows = [row for row in rows if row["selection"] != "layers" or row["heads"] in (8, 16)]
+    out = tmp_path_factory.mktemp("sweep")
+    write_sweep_report(write(out / "tiny", rows), to=out / "docs")
+    return out / "docs"
+
+
+def test_student_t() -> None:
+    # From the tables of the distribution.
+    for degrees, expected in (
+        (1, 12.706),
+        (2, 4.303),
+        (10, 2.228),
+        (11, 2.201),
+        (15, 2.131),
+        (30, 2.042),
+        (120, 1.980),
+    ):
+        assert t_95(degrees) == pytest.approx(expected, abs=2e-3)
+    found = estimate([0.1, 0.2, 0.6])
+    assert found is not None and found.mean == pytest.approx(0.3)
+    assert found.margin == pytest.approx(4.303 * math.sqrt(0.07 / 3), rel=1e-3)
+    assert estimate([]) is None
+
+
+def test_numbers_of_the_report(tmp_path: Path, no_figures: None) -> None:
+    rows = cells(heads=(0, 4), states=(16,), selections=("top",))
+    for row in rows:
+        if row["cell"] in ("top4-n16-s0", "top4-n16-s1", "top4-n16-s2"):
+            row["kv_generation_8"] = (0.49, 0.784, 0.882)[int(str(row["seed"]))]  # 50, 80 and 90 % of the teacher's
+            row["kv_generation_16"] = 0.98
+    text = write_sweep_report(write(tmp_path, rows)).read_text()
+    mean, margin = 71.9, 4.303 * math.sqrt((22.867**2 + 6.533**2 + 16.333**2) / 2 / 3)
+    assert f"| {mean:.1f} ± {margin:.1f} | 98.0 ± 0.0 |" in text, "values, with half of Student's interval"
+    coverage = 4.303 * 100 * math.sqrt(np.var([0.75, 0.9, 0.95], ddof=1) / 3)
+    assert f"| 4 | top | 16 | 100.0 ± 0.0 | 86.7 ± {coverage:.1f} | +0.0 % | −26.7 % | +0.0 % |" in text
+    held_bytes = sum(held(4, 16, 4096))
+    assert f"| {held_bytes / 1e6:.3f} |" in text and "9 of 9 cells" in text
+
+
+def test_cells_are_compared_with_the_teacher_of_their_seed(tmp_path: Path) -> None:
+    rows = cells(heads=(0, 4), states=(16,), selections=("top",))
+    for row in rows:
+        if row["seed"] == 1:
+            row["kv_generation_8"] = 0.5 * float(str(row["kv_generation_8"]))
+    results = SweepResults.read(write(tmp_path, rows))
+    setting = results.of("top", heads=4)[-1]
+    coverage = results.against_teacher(setting, ["kv_generation_8"])
+    assert coverage is not None and coverage.margin == pytest.approx(0.0, abs=1e-9)
+
+
+def test_memory_at_any_length_is_the_formula(tmp_path: Path) -> None:
+    results = SweepResults.read(write(tmp_path, cells()))
+    for setting in results.done:
+        if setting.d_state:
+            for length in (1, 4096, 32768):
+                assert setting.bytes_at(length) == pytest.approx(sum(held(setting.heads, setting.d_state, length)))
+
+
+def test_the_front_is_the_known_one(tmp_path: Path) -> None:
+    quality = {
+        (1, 4): 0.3,
+        (1, 16): 0.2,
+        (2, 4): 0.6,
+        (2, 16): 0.6,
+        (4, 4): 0.5,
+        (4, 16): 0.9,
+        (8, 4): 0.9,
+        (8, 16): 0.8,
+    }
+    rows = cells(lambda _, k, n: quality.get((k, n), 0.0), states=(4, 16), selections=("top",))
+    results = SweepResults.read(write(tmp_path, rows))
+    front = [s.label for s in results.front(results.quality("retrieval"), 4096)]
+    assert front == [
+        "0 heads, state 4", "top 1 head, state 4", "top 2 heads, state 4", "top 4 heads, state 16", "all 48 heads"
+    ]  # fmt: skip
+    advisor = Advisor(results, results.quality("retrieval"), 4096)
+    for budget in np.geomspace(3e4, 1e7, 60):
+        assert advisor.best_measured(budget).setting.label in front
+    assert "teacher" in str(
+        SweepResults.read(write(tmp_path, [r for r in rows if r["selection"] != "all"])).candidates()
+    )
+
+
+def test_the_best_that_fits_is_recommended(tmp_path: Path) -> None:
+    for seed in range(5):
+        rows = cells(heads=(0, 1, 2, 4), noise=0.01, seed=seed)
+        results = SweepResults.read(write(tmp_path / str(seed), rows))
+        advisor = Advisor(results, results.quality("retrieval"), 4096)
+        for k in (1, 2, 4):
+            budget = sum(held(k, 64, 4096))
+            # Twice the heads are worth far more here than sixteen times the state: whatever state, it is k top heads.
+            assert advisor.best_measured(budget).setting.selection == "top"
+            assert advisor.best_measured(budget).setting.heads == k
+
+
+def test_a_smaller_one_that_is_as_good_is_named(tmp_path: Path) -> None:
+    rows = cells(
+        lambda s, k, n: {0: 0.0, 1: 0.2, 2: 0.5, 4: 0.90}.get(k, 0.901), noise=0.01, selections=("top",), seed=3
+    )
+    results = SweepResults.read(write(tmp_path, rows))
+    advisor = Advisor(results, results.quality("retrieval"), 4096)
+    best = advisor.best_measured(sum(held(8, 64, 4096)))
+    cheaper = advisor.nearly_as_good(best)
+    assert best.setting.heads in (4, 8) and cheaper is not None
+    assert cheaper.setting.heads == 4 and cheaper.n_bytes < best.n_bytes
+    one = SweepResults.read(write(tmp_path / "one", cells(seeds=1)))
+    advisor = Advisor(one, one.quality("retrieval"), 4096)
+    assert advisor.nearly_as_good(advisor.measured[-1]) is None
+
+
+GRID = [(k, n) for k in (0, 1, 2, 4, 8) for n in (4, 16, 64)]
+UNRUN = [(3, 16), (6, 8), (3, 64), (5, 32), (7, 4)]
+
+
+def surface(truth: Truth, *, noise: float, seed: int, seeds: int = 3, share: bool = True) -> Surface:
+    draw = np.random.default_rng(seed)
+    values = [[truth("top", k, n) + noise * draw.normal() for _ in range(seeds)] for k, n in GRID]
+    heads, states = np.array(GRID, float).T
+    return Surface(heads, states, np.clip(values, 0, 1) if share else np.array(values), share)
+
+
+def test_intervals_of_predictions_hold_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surrogate, "N_RESAMPLES", 100)
+    covered, errors = [], []
+    for seed in range(20):
+        found = surface(saturating, noise=0.03, seed=seed).predict(*zip(*UNRUN))
+        for (k, n), (value, low, high) in zip(UNRUN, found):
+            truth = saturating("top", k, n)
+            covered.append(low <= truth <= high)
+            errors.append(abs(value - truth))
+            assert 0 <= low <= value <= high <= 1 and high - low < 0.4
+    assert np.mean(covered) >= 0.9 and np.mean(errors) < 0.05
+
+
+def test_error_of_prediction_is_that_of_cells_that_were_left_out() -> None:
+    def flat(_: str, k: int, n: int) -> float:
+        return 5.0 - 0.2 * math.log2(1 + k) - 0.1 * math.log2(n)
+
+    def jagged(_: str, k: int, n: int) -> float:
+        return flat(_, k, n) + 0.5 * ((k + n) % 3)
+
+    assert surface(flat, noise=0.0, seed=0, share=False).error < 0.01
+    assert surface(jagged, noise=0.0, seed=0, share=False).error > 0.2
+    smooth = surface(saturating, noise=0.0, seed=0)
+    i = GRID.index((4, 16))
+    rest = [j for j in range(len(GRID)) if j != i]
+    without = Surface(smooth.heads_S[rest], smooth.d_state_S[rest], smooth.value_SE[rest], share=True)
+    off = abs(without.predict([4], [16])[0].value - saturating("top", 4, 16))
+    assert off == pytest.approx(abs(smooth._left_out(standardised=False)[i]))
+
+
+def test_a_cell_that_was_not_finished_does_not_stop_a_prediction() -> None:
+    whole = surface(saturating, noise=0.02, seed=0)
+    value_SE = whole.value_SE.copy()
+    value_SE[4, :2] = np.nan
+    found = Surface(whole.heads_S, whole.d_state_S, value_SE, share=True).predict([3], [16])[0]
+    assert found.value == pytest.approx(saturating("top", 3, 16), abs=0.1) and found.low < found.value < found.high
+
+
+def test_too_few_cells_to_predict(tmp_path: Path) -> None:
+    heads, states = np.array([0.0, 4.0, 0.0, 4.0]), np.array([4.0, 4.0, 16.0, 16.0])
+    with pytest.raises(TooFewCells, match="4 settings with 2 numbers of heads are too few"):
+        Surface(heads, states, np.ones((4, 1)), share=True)
+    out = write(tmp_path, cells(heads=(0, 4), states=(4, 16)))
+    text = recommend(out, RecommendJob("2MB"))
+    assert "predicted  none for top: 4 settings with 2 numbers of heads are too few" in text
+    assert "measured   top 4 heads" in text
+    one_state = recommend(write(tmp_path / "n16", cells(heads=(0, 1, 2, 4, 8), states=(16,))), RecommendJob("1MB"))
+    assert "predicted  top" in one_state
+
+
+def test_bytes_of_what_was_not_run_are_never_less_than_it_holds(tmp_path: Path) -> None:
+    results = SweepResults.read(write(tmp_path, cells(selections=("top",))))
+    advisor = Advisor(results, results.quality("retrieval"), 4096)
+    assert {(c.setting.heads, c.setting.d_state) for c in advisor.predicted} == {
+        (k, n) for k in range(1, 9) for n in (4, 8, 16, 32, 64) if (k, n) not in GRID
+    }
+    for choice in advisor.predicted:
+        heads, d_state = choice.setting.heads, choice.setting.d_state
+        assert d_state is not None
+        truth = sum(held(heads, d_state, 4096))
+        assert truth <= choice.n_bytes * (1 + 1e-9)
+        if heads in (1, 2, 4, 8):
+            assert choice.n_bytes == pytest.approx(truth)
+
+
+def test_a_prediction_is_recommended_with_its_doubt(tmp_path: Path) -> None:
+    out = write(tmp_path, cells(heads=(0, 1, 2, 8), noise=0.01, selections=("top",)))
+    budget = sum(held(4, 16, 4096))
+    text = recommend(out, RecommendJob(f"{budget}B"))
+    assert re.search(r"measured   top 2 heads, state (4|16|64): \d\d\.\d % ± \d", text)
+    found = re.search(r"predicted  top (3|4) heads, state \d+: [\d.]+ % \(95 % interval [\d.]+ % to [\d.]+ %\)", text)
+    assert found and "leaving out one setting at a time: top: " in text and f"--heads {found[1]} --d-state" in text
+    again = recommend(out, RecommendJob(str(8 * budget), batch=8))
+    assert again.splitlines()[2:] == text.splitlines()[2:], "eight sequences have eight times the memory"
+    assert "nothing better that was not run" in recommend(out, RecommendJob("1GB"))
+
+
+def test_perplexity_is_better_when_it_is_lower(tmp_path: Path) -> None:
+    text = recommend(write(tmp_path, cells()), RecommendJob("1GB", quality="perplexity"))
+    assert "measured   top 8 heads, state 64: 4." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2MB", 2_000_000), ("1.5 GiB", 3 * 2**29), ("2mb", 2_000_000), ("800", 800), ("1e6", 10**6), ("3kB", 3000)],
+)
+def test_units(text: str, expected: int) -> None:
+    assert n_bytes(text) == expected
+
+
+def test_sizes_have_three_digits() -> None:
+    assert [size_text(n) for n in (999, 1000, 63_000, 804_000, 1_004_900, 21.5e6, 134_217_728)] == [
+        "999 B", "1.00 kB", "63.0 kB", "804 kB", "1.00 MB", "21.5 MB", "134 MB"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--memory", "10kB"], "the smallest, 0 heads, state 4, holds"),
+        (["--memory", "2 parsecs"], "--memory is '2 parsecs'"),
+        (["--memory", "-2MB"], "--memory"),
+        (["--memory", "2MB", "--context", "0"], "--context is 0"),
+        (["--memory", "2MB", "--batch", "0"], "--batch is 0"),
+    ],
+)
+def test_bad_questions_end_in_one_line(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(["recommend", str(write(tmp_path, cells())), *flags], said, capsys)
+
+
+def test_sweeps_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = cells(heads=(0, 4), states=(4,))
+    nothing = write(tmp_path / "nothing", unfinished(rows, *[str(row["cell"]) for row in rows[1:]], state="waiting"))
+    assert_refused(["recommend", str(nothing), "--memory", "2MB"], "no cell of", capsys)
+    plain = [{name: row[name] for name in row if name != "knowledge"} for row in rows]
+    flags = ["--memory", "2MB", "--quality", "knowledge"]
+    assert_refused(["recommend", str(write(tmp_path / "plain", plain)), *flags], "no finished cell has", capsys)
+    assert_refused(["recommend", str(tmp_path / "absent"), "--memory", "2MB"], "results.csv cannot be read", capsys)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "results.csv").write_text("a,b\n1,2\n")
+    assert_refused(["report", str(tmp_path / "other")], "is no table of a sweep", capsys)
+    (write(tmp_path / "torn", rows) / "sweep.json").write_text("{")
+    assert_refused(["report", str(tmp_path / "torn")], "sweep.json is not JSON", capsys)
+    one_length = [{n: v for n, v in row.items() if n not in ("cache_bytes_128", "cache_bytes_2048")} for row in rows]
+    flags = ["--context", "100"]
+    assert_refused(["report", str(write(tmp_path / "4096", one_length)), *flags], "measured at 4096", capsys)
+
+
+def assert_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    error = capsys.readouterr().err.strip()
+    assert exit_.value.code == 2 and said in error
+    if error.startswith("error:"):  # what the parser of the command line refuses has a frame around it
+        assert len(error.splitlines()) == 1
+
+
+class Page(HTMLParser):
+    """Raises AssertionError where tags do not close in order; collects attributes."""
+
+    EMPTY = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+
+def test_the_page_needs_nothing_else(reported: Path) -> None:
+    text = (reported / "report.html").read_text()
+    page = Page(text)
+    assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\(", text)
+    images = [attributes for tag, attributes in page.found if tag == "img"]
+    assert len(images) == 5 and all(image["alt"] for image in images)
+    for image in images:
+        kind, _, data = str(image["src"]).partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    anchors = {f"#{attributes['id']}" for _, attributes in page.found if "id" in attributes}
+    assert {attributes["href"] for tag, attributes in page.found if tag == "a"} == anchors != set()
+    rows = re.findall(r"<tr>.*?</tr>", text)
+    widths = {sum(int(n) for n in re.findall(r'colspan="(\d+)"', row)) for row in rows if "colspan" in row}
+    headers = {len(re.findall("<th[ >]", row)) for row in rows if "<td" not in row and "colspan" not in row}
+    assert widths <= headers, "groups of columns span what they head"
+
+
+def test_what_is_committed_is_complete_and_always_the_same(reported: Path, tmp_path: Path) -> None:
+    names = {"coverage.png", "heads.png", "states.png", "selection.png", "pareto.png"}
+    assert {path.name for path in reported.iterdir()} == {*names, "report.md", "report.html", "results.csv"}
+    text = (reported / "report.md").read_text()
+    assert set(re.findall(r"\]\((.*?)\)", text)) == names
+    for name in names:
+        with Image.open(reported / name) as image:
+            assert image.width >= 1200 and round(image.info["dpi"][0]) == 200
+    source = reported.parent / "tiny"
+    write_sweep_report(source, to=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in reported.iterdir()
+    }
+    assert {path.name for path in source.iterdir()} == {"results.csv", "sweep.json"}
+
+
+def test_a_sweep_ends_with_its_report_even_when_cells_failed(
+    tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = unfinished(cells(heads=(0, 4), states=(4,), selections=("top",)), "top4-n4-s1")
+
+    def fail(job: SweepJob, recipe: object) -> None:
+        write(job.out, rows)
+        raise SweepFailed("1 of 9 cells failed")
+
+    monkeypatch.setattr("hybrid_distill.cli.app.sweep", fail)
+    recipe = Path(__file__).parents[2] / "recipes" / "hybrid_tiny.py"
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", "--recipe", str(recipe), "--out", str(tmp_path / "sweep")])
+    assert exit_.value.code == 1 and "1 of 9 cells failed" in capsys.readouterr().err
+    assert "top4-n4-s1: it diverged" in (tmp_path / "sweep" / "report.md").read_text()
+    main(["report", str(tmp_path / "sweep"), "--context", "32768", "--to", str(tmp_path / "docs")])
+    assert "MB at 32,768" in (tmp_path / "docs" / "report.html").read_text()
+
+
+def test_an_unfinished_sweep_says_what_is_missing(tmp_path: Path, no_figures: None) -> None:
+    rows = unfinished(cells(selections=("top",)), "top4-n16-s1")
+    rows = unfinished(rows, "top8-n4-s0", "top8-n4-s1", "top8-n4-s2", state="waiting")
+    text = write_sweep_report(write(tmp_path, rows)).read_text()
+    missing = text.partition("## Missing")[2]
+    assert "44 of 48 cells are finished" in text and "| 4 | top | 16 | 2 of 3 |" in text
+    assert "- top4-n16-s1: it diverged" in missing and "- top8-n4-s2: " in missing and "the figures (" in missing
+    assert "| 8 | top | 4 |" not in text
+
+    nothing = unfinished(rows, *[str(row["cell"]) for row in rows], state="waiting")
+    text = write_sweep_report(write(tmp_path, nothing)).read_text()
+    assert "0 of 48 cells are finished" in text and "No cell is finished yet" in text
+    assert "the teacher's evaluation" in text
+
+
+def test_one_seed_has_no_interval_and_the_report_says_so(tmp_path: Path, no_figures: None) -> None:
+    out = write(tmp_path, cells(seeds=1))
+    text = write_sweep_report(out).read_text()
+    assert "**one seed**" in text and " ± " not in text.replace("± is", "")
+    assert "(one seed, so no interval)" in recommend(out, RecommendJob("1MB"))
+
+
+def said(tmp_path: Path, rows: list[dict[str, object]]) -> str:
+    results = SweepResults.read(write(tmp_path, rows))
+    return "\n".join([headline(results, 4096), *findings(results)])
+
+
+def test_what_is_as_published(tmp_path: Path) -> None:
+    rows = cells(heads=(0, 1, 2, 4, 8, 32), selections=("top", "random"))
+    text = said(tmp_path, rows)
+    share = 100 * saturating("top", 8, 4)
+    assert f"With 8 of 48 heads (top, state 4) a student keeps {share:.1f} ± 0.0 % of the teacher's retrieval" in text
+    assert "sharply up, then flat, as published" in text
+    top, random = (f"{100 * saturating(*setting, 64):.1f} ± 0.0 %" for setting in (("top", 4), ("random", 32)))
+    assert f"top 4 ({top}), random 32 ({random}). That is 8 times as many or more, as published" in text
+    assert "+0.0 ± 0.0 points away from it" in text
+
+
+def test_what_is_not_as_published(tmp_path: Path) -> None:
+    def straight(selection: str, heads: int, d_state: int) -> float:
+        return (heads / 16 + 0.3) * (1 - 1 / d_state)
+
+    text = said(tmp_path / "straight", cells(straight, heads=(0, 2, 4, 8, 12)))
+    assert "not yet flat, unlike in the published results" in text
+    assert "a small state costs no less once the heads are there, unlike" in text
+    assert "That is only 1 times as many for random, where the published factor is several times" in text
+    text = said(tmp_path / "noise", cells(lambda _, k, n: 0.3 + 0.05 * k - 0.2 / n, noise=0.05))
+    assert "these seeds cannot tell whether a small state costs less" in text
+    text = said(tmp_path / "nothing", cells(lambda *_: 0.3))
+    assert "a small state costs nothing here even with the fewest heads, unlike" in text
+    assert "No student keeps 95 % of the teacher's retrieval; the best" in text
+    assert "There is no rise to speak of" in text and "top does not reach 90 %" in text
+    short = said(tmp_path / "short", cells(heads=(0, 1, 2, 4)))
+    assert re.search(r"random more than 4, the most that was run \(.*%\). How many times as many random needs", short)
+    single = said(tmp_path / "single", cells(lambda _, k, n: 0.3 + 0.05 * k - 0.2 / n, seeds=1))
+    assert "one seed cannot tell whether a small state costs less" in single and "±" not in single
+
+
+def test_students_that_guess_show_nothing(tmp_path: Path) -> None:
+    out = write(tmp_path / "guessing", cells(lambda *_: 0.13, noise=0.01))  # of 8 values, one at random
+    results = SweepResults.read(out)
+    text = "\n".join([headline(results, 4096), *findings(results)])
+    assert "Nothing can be concluded on retrieval: all students are guessing (KV retrieval by generation, 8" in text
+    assert "guessing gives 12.5 %" in text
+    assert not any(word in text for word in ("**Heads**", "**States**", "**Selections**", "keeps"))
+    assert "nothing can be recommended by this quality: all students" in recommend(out, RecommendJob("1MB"))
+    assert "Nothing can be concluded" not in said(tmp_path / "better", cells(lambda *_: 0.25))
+
+
+def test_few_seeds_leave_open_no_more_than_is_possible(tmp_path: Path, no_figures: None) -> None:
+    def one_or_nothing(row: dict[str, object]) -> dict[str, object]:
+        return row | {"kv_generation_8": 0.98 * (row["seed"] == 1)} if row["selection"] == "top" else row
+
+    rows = [one_or_nothing(row) for row in cells()]
+    text = write_sweep_report(write(tmp_path, [row for row in rows if row["seed"] != 2])).read_text()
+    assert "49.0 ± 51.0" in text and not re.search(r"± \d{3}", text)
+
+
+def test_the_headline_says_what_few_seeds_do_not_rule_out(tmp_path: Path) -> None:
+    values = {0: 0.98, 1: 0.90, 2: 0.98}
+    rows = [row | {"kv_generation_8": values[row["seed"]]} if row["cell"][:5] == "top8-" else row for row in cells()]
+    text = said(tmp_path / "few", rows)
+    assert re.search(r"keeps 97\.3 ± 11\.7 % .* 3 seeds do not rule out that it is only 86 %\.", text)
+    assert "rule out" not in said(tmp_path / "sure", cells())
+
+
+def test_a_recommended_student_that_guesses_is_called_that(tmp_path: Path) -> None:
+    out = write(tmp_path, cells(lambda selection, k, n: 0.9 if k == 8 else 0.05))
+    assert re.search(r"measured .*, no better than guessing \(12\.5 %\)", recommend(out, RecommendJob("200kB")))
+    assert "guessing" not in recommend(out, RecommendJob("20MB"))
+
+
+def test_a_teacher_that_guesses_is_no_measure(tmp_path: Path) -> None:
+    behind = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "knowledge": 0.3}
+    rows = [row | behind | {"kv_generation_8": 0.1} for row in cells()]
+    text = said(tmp_path, rows)
+    assert "Nothing can be concluded on retrieval: the teacher itself is guessing" in text
+    assert "**Knowledge** says nothing: the teacher itself is guessing (knowledge by choice: 30.0 ± 0.0 %, " in text
+
+
+def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:
+    behind = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "n_text_tokens": 12808}
+    text = write_sweep_report(write(tmp_path, [row | behind for row in cells()])).read_text()
+    questions, guessing = (re.split(r" *\| *", line) for line in text.splitlines() if re.match(r"\|  \| [qg]u", line))
+    assert questions[5:11] == ["40", "100", "100", "100", "12,808", "12,808"]
+    assert guessing[5:11] == ["25.0", "12.5", "6.2", "12.5", "", ""]
+    assert "Of 100 questions alone, a share near 50 % is uncertain by 9.8 points in one seed, by 5.7 over 3" in text

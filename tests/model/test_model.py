@@ -1,0 +1,686 @@
+"""The student is the teacher: what kept heads do; and every way to run a student gives one result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from students import (
+    ALL_BUT_ONE,
+    BF16_RELATIVE_ERROR,
+    THREE,
+    close,
+    keep,
+    left_padded,
+    logits,
+    mixed_student,
+    student_of,
+    tokens,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, configuration_hybrid, packed_inputs
+from hybrid_distill.model.mixer import SSMHeads
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import ablate_heads, trace_mixers
+
+FamilyModel = Callable[..., PreTrainedModel]
+
+# What makes each family hard: biases, head norms, short windows, layers of two kinds, tied embeddings, norms over all
+# heads, one projection for queries, keys and values, RoPE on a part of each head.
+HARD: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"attention_bias": True},
+    "mistral": {"sliding_window": 6},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
+}
+# 8 heads in 4 KV groups: none; one; three of groups 0, 0, 1; all but one; all.
+KEPT_IN_A_LAYER = {
+    "none": (),
+    "one": (5,),
+    "three": THREE,
+    "all but one": ALL_BUT_ONE,
+    "all": tuple(range(8)),
+}
+
+
+@pytest.fixture
+def teacher(family: str, family_model: FamilyModel) -> PreTrainedModel:
+    return family_model(family, **HARD[family])
+
+
+@torch.no_grad()
+def test_all_heads_kept_is_the_teacher(teacher: PreTrainedModel) -> None:
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    ids = tokens(2, 19)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    assert torch.equal(logits(student, ids), logits(teacher, ids))
+    assert torch.equal(logits(student, ids, use_cache=False), logits(teacher, ids, use_cache=False))
+    assert torch.equal(
+        logits(student, ids, attention_mask=mask)[mask.bool()],
+        logits(teacher, ids, attention_mask=mask)[mask.bool()],
+    )
+    greedy = dict(attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(student.generate(ids, **greedy), teacher.generate(ids, **greedy))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_all_heads_kept_is_the_teacher_with_its_attention(
+    implementation: str, family: str, family_model: FamilyModel
+) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    ids = tokens(2, 19)
+    assert student.config._attn_implementation == implementation
+    assert torch.equal(logits(student, ids), logits(teacher, ids))
+    for model in (teacher, student):
+        model.set_attn_implementation("eager")
+    assert student.model.config._attn_implementation == "eager"
+    assert torch.equal(logits(student, ids), logits(teacher, ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", KEPT_IN_A_LAYER.values(), ids=KEPT_IN_A_LAYER)
+def test_kept_heads_do_what_they_did(teacher: PreTrainedModel, kept: tuple[int, ...]) -> None:
+    """Given the teacher's input, a mixer's kept heads put out what the teacher's heads put out."""
+    student = student_of(teacher, keep(teacher, kept, kept, kept))
+    with trace_mixers(teacher) as calls:
+        teacher(tokens(2, 19), use_cache=False)
+    assert len(calls) == 3
+    for call, mixer in zip(calls, student.mixers()):
+        heads_BLHP = mixer.heads(call.hidden_BLD, *call.args[1:], **_without(call.kwargs, "hidden_states"))
+        assert heads_BLHP.shape == call.heads_BLHP.shape
+        close(heads_BLHP[:, :, list(kept)], call.heads_BLHP[:, :, list(kept)])
+
+
+def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+@torch.no_grad()
+def test_one_kept_head_contributes_what_it_did(teacher: PreTrainedModel) -> None:
+    """With silent recurrent heads, a student with one head is the teacher with the others ablated."""
+    kept = (1, 5)
+    student = student_of(teacher, HeadPlan.from_pairs(teacher, [kept]))
+    for mixer in student.mixers():
+        mixer.ssm.z_proj.weight.zero_()
+        mixer.ssm.z_proj.bias.zero_()  # silu(0) = 0
+    ids = tokens(2, 19)
+    everything_else = [head for head in HeadPlan.all(teacher).kept if head != kept]
+    with ablate_heads(teacher, everything_else):
+        expected = logits(teacher, ids)
+    close(logits(student, ids), expected)
+
+
+@torch.no_grad()
+def test_prefill_and_steps_are_the_training_forward(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    ids = tokens(2, 23)
+    expected = logits(student, ids, use_cache=False)
+    cache = student.new_cache()
+    # A prompt, a second chunk, one token at a time, a chunk again.
+    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)]
+    close(torch.cat(pieces, dim=1), expected)
+    assert cache.get_seq_length() == 23
+    assert all(layer.get_seq_length() == 23 for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_the_training_forward_is_the_mixing_matrix(teacher: PreTrainedModel) -> None:
+    """Heads' outputs = gate * (mixing matrix times values)."""
+    student = mixed_student(teacher)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 8 + [2] * 6]).expand(2, -1)
+    hidden = torch.randn(2, 19, student.config.hidden_size)
+    mixer = student.mixers()[1]
+    mixing_BHLS = mixer.mixing_matrices(hidden, seq_idx)
+    values_BSHP, *_ = mixer.ssm._convolved(*mixer.ssm._projections(hidden), None, seq_idx, None)
+    gate_BLHP = torch.nn.functional.silu(mixer.ssm.z_proj(hidden)).unflatten(-1, (8, -1))
+    expected = torch.einsum("bhls,bshp->blhp", mixing_BHLS, values_BSHP) * gate_BLHP
+    close(mixer.heads(hidden, seq_idx=seq_idx), expected)
+    assert mixing_BHLS[0, :, 6, 4].abs().max() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_packed_documents_are_the_documents_alone(implementation: str, family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
+    for model in (teacher, mixed_student(teacher)):
+        lengths = [1, 9, 2, 12, 7]
+        ids = tokens(2, sum(lengths))
+        seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+        if isinstance(model, HybridForCausalLM):
+            packed = logits(model, ids, seq_idx=seq_idx)
+        else:
+            packed = logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
+        alone = [logits(model, document) for document in ids.split(lengths, dim=1)]
+        close(packed, torch.cat(alone, dim=1))
+
+
+def as_said_by(features: list[Tensor], **options: Any) -> dict[str, Any]:
+    """What transformers' own collator makes of some documents: arguments of the model."""
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    batch = collator([{"input_ids": ids.tolist()} for ids in features])
+    return {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
+
+
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "position_ids": {},
+    "and seq_idx": {"return_seq_idx": True},
+    "and borders": {"return_flash_attn_kwargs": True},
+    "borders": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
+@pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
+def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
+    convention: dict[str, Any], kept: tuple[int, ...], implementation: str, family: str, family_model: FamilyModel
+) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
+    student = student_of(teacher, keep(teacher, kept, kept, kept))
+    documents = [tokens(length) for length in (1, 9, 2, 12, 7)]
+    batch = as_said_by(documents, **{"return_position_ids": True, **convention})
+    for training in (False, True):
+        output = student.train(training)(**batch)
+        assert output.past_key_values is None
+        close(output.logits, torch.cat([logits(student, document[None]) for document in documents], dim=1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_that_restart_are_those_of_documents(
+    masked: bool, kept: tuple[int, ...], family_model: FamilyModel
+) -> None:
+    """In each row elsewhere, or one row of positions for all; from an offset; with padding, whose own mean nothing."""
+    teacher = family_model("llama")
+    student = student_of(teacher, keep(teacher, kept, kept, kept))
+    ids = tokens(2, 20)
+    seq_idx = torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 16 + [2]])
+    positions = packed_inputs(seq_idx)["position_ids"] + torch.tensor([[5], [0]])
+    mask = None
+    if masked:
+        mask = torch.ones_like(ids)
+        mask[:, :2] = mask[:, 10:12] = 0
+        positions = torch.where(mask.bool(), positions, torch.tensor([[1], [0]]))
+    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        numbers = seq_idx[rows].expand(2, -1)
+        expected = logits(student, ids, seq_idx=numbers, position_ids=positions[rows], attention_mask=mask)
+        found = logits(student, ids, position_ids=positions[rows], attention_mask=mask)
+        close(found[:, 12:], expected[:, 12:])
+        close(found[:, 2:10], expected[:, 2:10])
+
+
+@torch.no_grad()
+def test_positions_that_only_rise_are_of_one_document(family_model: FamilyModel) -> None:
+    """Those of `generate` and its padding in all its versions, of a prompt in pieces, of steps, from an offset."""
+    student = mixed_student(family_model("llama"))
+    ids, mask = tokens(1, 12), torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    real = mask.bool()
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    alone = logits(student, ids[real][None])[0]
+    for padding in (0, 1, -1, None):
+        positions = counted if padding is None else counted.masked_fill(~real, padding)
+        output = student(ids, attention_mask=mask, position_ids=positions)
+        assert output.past_key_values is not None
+        close(output.logits[real], alone)
+        cache, pieces = student.new_cache(), []
+        for piece in torch.arange(12).split([5, 1, 4, 2]):
+            inputs = {"attention_mask": mask[:, : piece[-1] + 1], "position_ids": positions[:, piece]}
+            pieces.append(logits(student, ids[:, piece], past_key_values=cache, **inputs))
+        close(torch.cat(pieces, dim=1)[real], alone)
+    assert student(ids, position_ids=torch.arange(7, 19)[None]).past_key_values is not None
+    leaping = torch.arange(12)[None]  # the mask says why these leap
+    assert student(ids, attention_mask=mask, position_ids=leaping).past_key_values is not None
+
+
+@torch.no_grad()
+def test_positions_that_restart_beside_a_cache_are_refused(family_model: FamilyModel) -> None:
+    student = mixed_student(family_model("llama"))
+    ids, rising = tokens(2, 6), torch.arange(6)[None]
+    cache = student(ids).past_key_values
+    for options in (
+        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "past_key_values": cache},
+        {"position_ids": rising, "past_key_values": cache},
+        {"position_ids": rising, "past_key_values": cache, "attention_mask": torch.ones(2, 12)},
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "use_cache": True},
+    ):
+        with pytest.raises(ValueError, match=r"packed documents .* cannot be continued from a cache"):
+            student(ids, **options)
+    held = cache.get_seq_length()
+    student(ids, position_ids=rising + 6, past_key_values=cache)
+    assert cache.get_seq_length() == held + 6
+
+
+class Waits(TorchDispatchMode):
+    """How often the host asks for a number: on a GPU, each time it waits."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_positions_are_looked_at_once_a_forward_and_never_in_a_step(family_model: FamilyModel) -> None:
+    student = student_of(family_model("llama"), keep(family_model("llama"), (), (), ()))
+    ids, positions = tokens(2, 8), torch.arange(8)[None]
+    mask = torch.ones_like(ids)
+    for n_tokens, expected in ((7, 1), (1, 0)):
+        counts = []
+        for more in ({}, {"position_ids": positions[:, -n_tokens:]}):
+            cache = student.new_cache() if n_tokens == 7 else student(ids[:, :-1]).past_key_values
+            with Waits() as waits:
+                student(ids[:, -n_tokens:], attention_mask=mask, past_key_values=cache, **more)
+            counts.append(waits.n)
+        assert counts[1] - counts[0] == expected
+
+
+def test_packed_rows_compile_into_one_graph(family_model: FamilyModel) -> None:
+    """Which cannot look at the positions: it takes every row for a packed one."""
+    student = mixed_student(family_model("llama")).train()
+    ids = tokens(2, 12)
+    torch.compiler.reset()
+    forward = torch.compile(student.forward, backend="eager", fullgraph=True)
+    for positions in ([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1], list(range(12))):
+        positions = torch.tensor([positions])
+        close(forward(ids, position_ids=positions).logits, student(ids, position_ids=positions).logits)
+    prefill = torch.compile(student.eval().forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        output = prefill(ids, position_ids=torch.arange(12)[None])
+        assert output.past_key_values.get_seq_length() == 12
+        with pytest.raises(RuntimeError, match="packed documents"):
+            prefill(ids, position_ids=torch.arange(12)[None] % 5)
+
+
+@torch.no_grad()
+def test_all_heads_kept_is_the_teacher_when_packed(teacher: PreTrainedModel) -> None:
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    ids, seq_idx = tokens(2, 20), torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 17])
+    expected = logits(teacher, ids, use_cache=False, **packed_inputs(seq_idx, config=teacher.config))
+    assert torch.equal(logits(student, ids, seq_idx=seq_idx), expected)
+
+
+@torch.no_grad()
+def test_padding_inside_a_packed_row_is_not_seen(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    ids = tokens(1, 20)
+    seq_idx = torch.tensor([[0] * 8 + [1] * 12])
+    mask = torch.ones_like(ids)
+    mask[:, 17:] = 0
+    changed = torch.where(mask.bool(), ids, tokens(1, 20))
+    packed = logits(student, ids, seq_idx=seq_idx, attention_mask=mask)
+    close(packed[:, :17], logits(student, changed, seq_idx=seq_idx, attention_mask=mask)[:, :17])
+    close(packed[:, :8], logits(student, ids[:, :8]))
+    close(packed[:, 8:17], logits(student, ids[:, 8:17]))
+
+
+@torch.no_grad()
+def test_a_left_padded_batch_is_its_prompts_alone(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    prompts = [tokens(length) for length in (3, 17, 8)]
+    ids, mask = left_padded(prompts)
+    together = student.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    padded = logits(student, ids, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        alone = student.generate(prompt.unsqueeze(0), max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert torch.equal(together[row, -9:], alone[0, -9:])
+        close(padded[row, -len(prompt) :], logits(student, prompt.unsqueeze(0))[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[16], [8, 8], [8, 3, 1, 4], [1] * 16], ids=["whole", "turns", "odd", "tokens"])
+@pytest.mark.parametrize("sides", ["left left", "left right", "right left", "right right"])
+def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
+    sides: str, pieces: list[int], family_model: FamilyModel
+) -> None:
+    """Two turns of a batched conversation, padded to 8 tokens each on either side, through a cache or at once."""
+    student = mixed_student(family_model("llama")).double()
+    real = torch.zeros(3, 16, dtype=torch.bool)
+    for row, lengths in enumerate([(5, 8), (8, 2), (3, 6)]):
+        for turn, (side, length) in enumerate(zip(sides.split(), lengths)):
+            start = 8 * turn + (8 - length if side == "left" else 0)
+            real[row, start : start + length] = True
+    ids, mask = tokens(3, 16), real.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, start, found = student.new_cache(), 0, []
+    for length in pieces:
+        end = start + length
+        inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        found.append(logits(student, ids[:, start:end], past_key_values=cache, **inputs))
+        start = end
+    for row in range(3):
+        alone = student.new_cache()
+        expected = logits(student, ids[row, real[row]][None], past_key_values=alone)
+        compared = [(torch.cat(found, dim=1)[row, real[row]], expected[0])]
+        for ours, theirs in zip(cache.layers, alone.layers):
+            compared += [(ours.ssm_state[row], theirs.ssm_state[0]), (ours.conv_state[row], theirs.conv_state[0])]
+        for actual, wanted in compared:
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
+    heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.5)
+    real = torch.rand(2, 40) < 0.6
+    hidden = torch.randn(2, 40, 12, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 40, 3, 4, dtype=torch.float64)
+    leaves = [hidden, *heads.parameters()]
+    padded = (heads(hidden, real) * weights)[real].sum()
+    alone = sum((heads(hidden[row : row + 1, real[row]]) * weights[row, real[row]]).sum() for row in range(2))
+    for actual, expected in zip(torch.autograd.grad(padded, leaves), torch.autograd.grad(alone, leaves)):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_left_padding_leaves_the_states_at_zero(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    cache = student.new_cache()
+    student(tokens(2, 6), attention_mask=torch.tensor([[0] * 6, [0] * 3 + [1] * 3]), past_key_values=cache)
+    for layer in cache.layers:
+        assert (layer.ssm_state[0] == 0).all()
+        assert (layer.conv_state[0] == 0).all()
+        assert (layer.ssm_state[1] != 0).any()
+
+
+@torch.no_grad()
+def test_a_student_without_attention_counts_its_tokens(teacher: PreTrainedModel) -> None:
+    student = student_of(teacher, HeadPlan.none(teacher))
+    ids = tokens(2, 20)
+    cache = student.new_cache()
+    student(ids[:, :12], past_key_values=cache, attention_mask=torch.ones(2, 12))
+    assert cache.get_seq_length() == 12
+    assert cache.nbytes()["kv"] == 0
+    close(logits(student, ids[:, 12:], past_key_values=cache), logits(student, ids)[:, 12:])
+
+
+def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher).train()
+    ids = tokens(2, 19)
+    output = student(ids, labels=ids)
+    assert output.past_key_values is None
+    output.loss.backward()
+    missing = [name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0]
+    assert missing == []
+
+
+def test_gradient_checkpointing_changes_nothing(family_model: FamilyModel) -> None:
+    student = mixed_student(family_model("llama")).train()
+    ids, seq_idx = tokens(2, 19), torch.tensor([[0] * 8 + [1] * 11]).expand(2, -1)
+
+    def gradients() -> list[Tensor]:
+        student.zero_grad()
+        student(ids, labels=ids, seq_idx=seq_idx).loss.backward()
+        return [p.grad.clone() for p in student.parameters()]
+
+    plain = gradients()
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for actual, expected in zip(gradients(), plain):
+        close(actual, expected)
+
+
+@torch.no_grad()
+def test_half_precision_keeps_states_in_fp32(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    ids = tokens(2, 19)
+    expected = logits(student, ids)
+    student.bfloat16()
+    cache = student.new_cache()
+    actual = logits(student, ids, past_key_values=cache)
+    assert all(layer.ssm_state.dtype == torch.float32 for layer in cache.layers)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert (actual.float() - expected).norm() < BF16_RELATIVE_ERROR * expected.norm()
+
+
+@torch.no_grad()
+def test_the_reference_recurrence_gives_the_same_logits(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    ids = tokens(2, 45)
+    expected = logits(student, ids)
+    student.set_ssm_implementation("reference")
+    close(logits(student, ids), expected)
+
+
+def test_an_implementation_that_is_not_installed_is_refused(teacher: PreTrainedModel, monkeypatch) -> None:
+    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,))
+    with pytest.raises(RuntimeError, match="mamba_ssm is not installed"):
+        mixed_student(teacher).set_ssm_implementation("mamba_ssm")
+
+
+@torch.no_grad()
+def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrainedModel) -> None:
+    student = mixed_student(teacher)
+    prompt, more = tokens(2, 9), tokens(4, 5)
+    cache = student.new_cache()
+    student(prompt, past_key_values=cache)
+    repeated, selected, reordered = (copy.deepcopy(cache) for _ in range(3))
+
+    repeated.batch_repeat_interleave(2)
+    expected = logits(student, torch.cat([prompt.repeat_interleave(2, dim=0), more], dim=1))[:, 9:]
+    close(logits(student, more, past_key_values=repeated), expected)
+
+    selected.batch_select_indices(torch.tensor([1]))
+    expected = logits(student, torch.cat([prompt[1:], more[:1]], dim=1))[:, 9:]
+    close(logits(student, more[:1], past_key_values=selected), expected)
+
+    reordered.reorder_cache(torch.tensor([1, 0]))
+    expected = logits(student, torch.cat([prompt.flip(0), more[:2]], dim=1))[:, 9:]
+    close(logits(student, more[:2], past_key_values=reordered), expected)
+
+
+@torch.no_grad()
+def test_cache_bytes_are_the_bytes_of_what_is_stored(family_model: FamilyModel) -> None:
+    """Three heads of two KV groups hold two keys and two values a token."""
+    student = student_of(family_model("llama"), keep(family_model("llama"), (0, 1, 2), (), (7,)), d_state=5)
+    cache = student(tokens(2, 9)).past_key_values
+    head_dim, n_recurrent = 8, 5 + 8 + 7
+    assert cache.nbytes() == {
+        "kv": 2 * (2 + 0 + 1) * head_dim * 9 * 4 * 2,
+        "ssm": n_recurrent * head_dim * 5 * 4 * 2,
+        "conv": n_recurrent * (head_dim + 2 * 5) * 3 * 4 * 2,
+    }
+    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == sum(cache.nbytes().values())
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert sum(cache.nbytes().values()) == 0
+
+
+@torch.no_grad()
+def test_a_sliding_window_bounds_the_cache(family_model: FamilyModel) -> None:
+    student = mixed_student(family_model("mistral", **HARD["mistral"]))
+    cache = student(tokens(1, 30)).past_key_values
+    assert cache.layers[0].keys.shape[-2] == HARD["mistral"]["sliding_window"] - 1
+    assert cache.get_seq_length() == 30
+
+
+def test_a_recurrent_state_cannot_be_rolled_back(family_model: FamilyModel) -> None:
+    cache = mixed_student(family_model("llama")).new_cache()
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        cache.crop(-1)
+
+
+def test_wrong_caches_are_refused(family_model: FamilyModel) -> None:
+    student = mixed_student(family_model("llama"))
+    ids = tokens(1, 4)
+    with pytest.raises(ValueError, match=r"DynamicCache.*new_cache"):
+        student(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="packed documents"):
+        student(ids, seq_idx=torch.zeros_like(ids), past_key_values=student.new_cache())
+    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
+        student()
+
+
+def test_packed_inputs_need_an_attention_that_takes_masks(family_model: FamilyModel) -> None:
+    config = family_model("llama").config
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"flash_attention_2.*sdpa"):
+        packed_inputs(torch.zeros(1, 4, dtype=torch.long), config=config)
+
+
+@torch.no_grad()
+def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel, tmp_path: Any) -> None:
+    student = mixed_student(teacher)
+    student.save_pretrained(tmp_path)
+    ids = tokens(2, 19)
+    for trust in (False, True):  # with this package installed, its own class is used either way
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust).eval()
+        stored = loaded.state_dict()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in student.state_dict().items())
+        # Same tensors at other addresses: a matrix product may round its last bit differently.
+        close(logits(loaded, ids), logits(student, ids))
+    code = {path.name for path in tmp_path.glob("*.py")}
+    assert code == {"configuration_hybrid.py", "modeling_hybrid.py", "layout.py", "mixer.py", "ssd.py"}
+
+
+@torch.no_grad()
+def test_a_model_from_a_config_alone_runs(family_model: FamilyModel) -> None:
+    backbone = family_model("llama").config.to_dict()
+    config = HybridConfig(backbone=backbone, kept=[[0, 1, 2], [], [7]], d_state=4)
+    model = HybridForCausalLM(config).eval()
+    assert isinstance(model(tokens(1, 5)).past_key_values, HybridCache)
+    assert logits(model, tokens(1, 5)).isfinite().all()
+
+
+def config_with(family_model: FamilyModel, **fields: Any) -> HybridConfig:
+    valid = {"backbone": family_model("llama").config.to_dict(), "kept": [[], [], []], "d_state": 4}
+    return HybridConfig(**{**valid, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_state": 0}, "d_state is 0; it must be a whole number from 4 to 128"),
+        ({"d_state": 3.5}, r"d_state is 3\.5"),
+        ({"d_state": True}, "d_state is True"),
+        ({"conv_width": 0}, "conv_width is 0"),
+        ({"kept": [[], []]}, "needs 3 lists"),
+        ({"kept": None}, "needs 3 lists"),
+        ({"kept": [[], [8], []]}, r"kept\[1\] is \[8\]; it must list heads from 0 to 7"),
+        ({"kept": [[2, 1], [], []]}, r"kept\[0\].*ascending"),
+        ({"kept": [[1, 1], [], []]}, r"kept\[0\].*each once"),
+        ({"kept": [["1"], [], []]}, r"kept\[0\]"),
+        ({"backbone": {"hidden_size": 8}}, "without a model_type"),
+        ({"backbone": "llama"}, "backbone is str"),
+        ({"backbone": {"model_type": "no_such"}}, "'no_such', which this transformers does not know"),
+    ],
+)
+def test_a_bad_config_says_what_is_wrong(fields: dict[str, Any], message: str, family_model: FamilyModel) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_with(family_model, **fields)
+
+
+def test_config_speaks_for_its_backbone(family_model: FamilyModel) -> None:
+    teacher = family_model("qwen3")
+    config = config_with(family_model, backbone=teacher.config.to_dict())
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "head_dim",
+        "eos_token_id",
+    ):
+        assert getattr(config, name) == getattr(teacher.config, name)
+    assert "_name_or_path" not in config.backbone
+    assert HybridConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_rope_settings_are_written_in_each_familys_words(family_model: FamilyModel) -> None:
+    neox = family_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=500.0).config.to_dict()
+    backbone = config_with(family_model, backbone=neox).backbone
+    assert (backbone["rotary_pct"], backbone["rotary_emb_base"]) == (0.5, 500.0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = family_model("phi3", rope_parameters={"rope_type": "longrope", "rope_theta": 500.0, **factors})
+    backbone = config_with(family_model, backbone=phi3.config.to_dict()).backbone
+    assert backbone["rope_scaling"] == {"type": "longrope", **factors} and backbone["rope_theta"] == 500.0
+
+
+def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyModel, monkeypatch: Any) -> None:
+    """transformers 5.0 to 5.10 give all layers of OLMo-3 that of the last."""
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    olmo3 = family_model("olmo3", rope_parameters=rope).config.to_dict()
+    config = config_with(family_model, backbone=olmo3)
+    assert "rope_theta" not in config.backbone  # 5.0 to 5.10 would take it for all layers
+    assert config.backbone_config().rope_parameters == config.backbone["rope_parameters"]
+    with monkeypatch.context() as older:
+        older.setattr(configuration_hybrid.transformers, "__version__", "4.57.6")
+        config = config_with(family_model, backbone=olmo3)
+    assert config.backbone["rope_theta"] == 500.0
+    assert config.backbone["rope_scaling"] == {name: value for name, value in yarn.items() if name != "rope_theta"}
+
+    flat = family_model("olmo2").config
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *args, **kwargs: flat)
+    with pytest.raises(ValueError, match=r"all layers of olmo3 one RoPE.*pip install --upgrade transformers"):
+        config_with(family_model, backbone=olmo3)
+
+
+def test_rope_settings_are_written_in_both_spellings(family_model: FamilyModel) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    new = {**family_model("llama").config.to_dict(), "rope_parameters": scaling}
+    backbone = config_with(family_model, backbone=new).backbone
+    assert backbone["rope_theta"] == 5000.0
+    assert backbone["rope_scaling"]["factor"] == 8.0
+    assert backbone["rope_scaling"]["rope_type"] == "llama3"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_padding_inside_a_row_that_is_longer_than_a_window_is_refused(
+    from_cache: bool, family_model: FamilyModel
+) -> None:
+    """transformers counts padding within a window, in the teacher too; shorter rows are right."""
+    teacher = family_model("mistral", sliding_window=9)
+    student = student_of(teacher, keep(teacher, (1, 2), (), (3,)))
+    ids, mask = tokens(1, 16), torch.ones(1, 16, dtype=torch.long)
+    mask[:, 5:8] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    refused = pytest.raises(ValueError, match=r"padding between the tokens of a row.*pad on the left")
+    if from_cache:
+        cache = student.new_cache()
+        student(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], past_key_values=cache)
+        with refused:
+            student(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=cache)
+    else:
+        with refused:
+            student(ids, attention_mask=mask, position_ids=positions)
+    no_kept = student_of(teacher, HeadPlan.none(teacher))
+    no_kept(ids, attention_mask=mask, position_ids=positions)
+
+
+@torch.no_grad()
+def test_windows_of_packed_rows_count_tokens_and_not_padding(family_model: FamilyModel) -> None:
+    teacher = family_model("mistral", sliding_window=4)
+    student = student_of(teacher, keep(teacher, (1, 2), (), (3,)))
+    alone, hole = tokens(1, 12), torch.zeros(1, 3, dtype=torch.long)
+    ids = torch.cat([alone[:, :6], hole, alone[:, 6:]], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, 6:9] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = student(ids, attention_mask=mask, position_ids=positions, seq_idx=torch.zeros_like(ids)).logits
+    torch.testing.assert_close(logits[mask.bool()], student(alone, use_cache=False).logits[0])

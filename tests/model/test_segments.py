@@ -1,0 +1,178 @@
+"""Long rows: recurrent heads run segment by segment, and the rest cannot tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_family_model
+from test_cli import refusal
+from test_memory_plan import benchmark
+from training import SMALL, small_models, small_rows, small_run
+from transformers import LlamaConfig
+
+from hybrid_distill.config import RunConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
+from hybrid_distill.pipeline import Run
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import longest_context
+from hybrid_distill.train.config import DistillConfig, LongConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stages import make_stage
+
+D, R, P, N, K, L = 12, 3, 4, 5, 4, 23
+TEXT = (torch.arange(L) >= torch.tensor([[5], [0]])).long()  # the first row is padded on the left
+TURNS = TEXT * (torch.arange(L) % torch.tensor([[9], [10]]) < 7).long()  # and both of them inside
+# Documents that begin within, at, just before and just after the ends of segments of 4, 5 and 8.
+PACKED = torch.isin(torch.arange(L), torch.tensor([1, 4, 7, 10, 17])).long().cumsum(0).expand(2, L)
+ROWS = {"plain": (None, None), "padded": (TEXT, None), "inside": (TURNS, None), "packed": (None, PACKED)}
+ROWS |= {"both": (TEXT, PACKED), "all": (TURNS, PACKED)}
+
+
+def random_heads() -> SSMHeads:
+    """Float64, every weight random, memories of 1 to 20 tokens."""
+    torch.manual_seed(1)
+    heads = SSMHeads(D, R, P, N, K).double()
+    heads.reset_parameters(std=0.5)
+    with torch.no_grad():
+        heads.conv_weight.normal_()
+        heads.z_proj.weight.normal_()
+    return heads
+
+
+def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows) -> list[torch.Tensor]:
+    heads.segment_len = segment_len
+    inputs = [hidden.clone().requires_grad_(), *heads.parameters()]
+    y = heads(inputs[0], *rows)
+    if rows[0] is not None:  # what comes out at padding means nothing
+        y = y * rows[0][:, :, None, None]
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), inputs)]
+
+
+@pytest.mark.parametrize("segment_len", [1, 2, 4, 5, 8, 22])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_values_and_gradients_are_those_of_whole_rows(rows, segment_len):
+    heads, hidden = random_heads(), torch.randn(2, L, D, dtype=torch.float64)
+    whole = outputs_and_gradients(heads, None, hidden, rows)
+    for found, expected in zip(outputs_and_gradients(heads, segment_len, hidden, rows), whole):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_pass_through_the_states_between_segments():
+    heads, hidden = random_heads(), torch.randn(1, L, D, dtype=torch.float64, requires_grad=True)
+    heads.segment_len = 4
+    (gradient,) = torch.autograd.grad(heads(hidden)[:, -1].sum(), hidden)
+    assert (gradient[0, :4] != 0).all(), "the first segment is in the last token's past"
+
+
+@torch.no_grad()
+def test_a_cache_goes_on_from_the_last_segment():
+    heads, hidden = random_heads(), torch.randn(2, L, D, dtype=torch.float64)
+    whole = heads(hidden)
+    heads.segment_len = 5
+    cache = HybridLayerCache()
+    parts = [heads(part, cache=cache) for part in hidden.split([12, 10, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_long_stage_is_end_to_end_distillation_in_segments(recompute):
+    batch, losses, gradients = small_rows(seq_len=40).batch(0, 4), [], []
+    for config in (DistillConfig(recompute=recompute), LongConfig(segment_len=7, recompute=recompute)):
+        stage = make_stage(config, *small_models()).train()
+        loss = stage(batch).total
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in stage.parameters() if p.grad is not None])
+    torch.testing.assert_close(*losses)
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_next_stage_runs_whole_rows_again():
+    student, teacher = small_models()
+    for config, expected in ((LongConfig(segment_len=7), 7), (DistillConfig(), None)):
+        make_stage(config, student, teacher)
+        assert {mixer.ssm.segment_len for mixer in student.mixers() if mixer.ssm is not None} == {expected}
+
+
+def bytes_over_inputs(length: int, segment_len: int | None) -> tuple[int, int]:
+    """(kept by the forward, at the fullest of forward and backward) of recurrent heads on one row."""
+    heads = SSMHeads(32, 8, 16, 16, 4)
+    heads.reset_parameters()
+    heads.segment_len = segment_len
+    hidden = torch.randn(1, length, 32, requires_grad=True)
+    heads(hidden).sum().backward()  # gradients are there from now on
+    with benchmark.allocations("cpu") as forward:
+        y = heads(hidden)
+    with benchmark.allocations("cpu") as backward:
+        y.sum().backward()
+    return forward.end, forward.end + backward.peak
+
+
+def test_memory_grows_with_the_segment_and_hardly_with_the_row():
+    _, peak = bytes_over_inputs(1024, 128)
+    kept_long, peak_long = bytes_over_inputs(2048, 128)
+    whole_kept, whole_peak = bytes_over_inputs(2048, None)
+    assert kept_long < whole_kept / 10
+    assert peak_long < whole_peak / 4
+    # What grows with the row: the output, its gradient and the input's, but nothing of the recurrence.
+    row = 1024 * (2 * 8 * 16 + 3 * 32) * 4
+    assert peak_long - peak < 1.5 * row
+    assert bytes_over_inputs(2048, 64)[1] < peak_long
+
+
+# Its place in a run.
+
+
+def long_run(tmp_path, seq_len: int, **changes) -> RunConfig:
+    stage = LongConfig(steps=2, batch_size=2, micro_batch_size=1, seq_len=seq_len, segment_len=48)
+    return small_run(tmp_path / "run", stages=("align", "long"), long=stage, **changes)
+
+
+def test_rows_of_the_same_data_at_their_own_length(tmp_path, monkeypatch):
+    run = Run(long_run(tmp_path, 320, data=DataConfig(seq_len=64)))
+    lengths = []
+
+    def watched(stage, rows, *args, **options):
+        lengths.append(rows.batch(0, 1)["input_ids"].shape[1])
+        return train_stage(stage, rows, *args, progress=False, **options)
+
+    monkeypatch.setattr("hybrid_distill.pipeline.train_stage", watched)
+    run.prepare()
+    run.train(run.plan())
+    assert lengths == [64, 320]
+
+
+def test_rows_that_the_teacher_does_not_reach_over_are_refused(tmp_path, capsys):
+    said = refusal(capsys, long_run(tmp_path, 1025))
+    assert said.startswith("error: long.seq_len is 1025") and "at most 1024" in said
+    assert len(said.strip().splitlines()) == 1
+    said = refusal(capsys, replace(long_run(tmp_path, 512), data=DataConfig(seq_len=2048)))
+    assert said.startswith("error: data.seq_len is 2048")
+
+
+@pytest.mark.parametrize(
+    ("rope", "reach"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 512),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 256),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_what_a_config_says_of_its_reach(rope, reach):
+    assert longest_context(LlamaConfig(max_position_embeddings=256, rope_parameters=rope)) == reach
+
+
+def test_a_student_keeps_its_teachers_rope_scaling():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    teacher = make_family_model("llama", **SMALL, max_position_embeddings=64, rope_parameters=rope)
+    student, _ = build_student(teacher, HeadPlan.all(teacher.config), d_state=4)
+    ids = torch.randint(2, 99, (1, 200))
+    assert torch.equal(student(ids).logits, teacher(ids).logits)

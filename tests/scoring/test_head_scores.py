@@ -1,0 +1,352 @@
+"""The artefact of scoring: its file, its intervals and agreement, its ties, its ways to rank, its pictures."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_distill.lab import plots
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.scoring import HeadScores, bootstrap_interval, split_half
+from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
+
+SCHEMA = json.loads((Path(__file__).parent.parent / "docs/scores.schema.json").read_text())
+NAN = math.nan
+
+
+def table(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def scores_of(
+    accuracy: Tensor, logprob: Tensor | None = None, control: Tensor | None = None, **more: Any
+) -> HeadScores:
+    zero = torch.zeros_like(accuracy)
+    logprob = zero if logprob is None else logprob
+    return HeadScores(
+        1, accuracy, logprob, control, zero, more.pop("logprob_se", zero), None if control is None else zero, **more
+    )
+
+
+def whole_scores() -> HeadScores:
+    """Every field filled, from three layers of four heads of which the second has none."""
+    generator = torch.Generator().manual_seed(0)
+    difference_HE = torch.randn(12, 30, generator=generator, dtype=torch.float64)
+    difference_HE[4:8] = NAN
+    drop_LH, interval_LH2 = difference_HE.mean(1).view(3, 4), bootstrap_interval(difference_HE).view(3, 4, 2)
+    return HeadScores(
+        2,
+        *[drop_LH, drop_LH / 3, drop_LH / 7],
+        *[drop_LH.abs()] * 3,
+        baseline={"accuracy": 0.9, "chance": 0.25, "answer_logprob": -0.1, "control_loss": 2.5},
+        provenance={"model": "m", "revision": None, "fingerprint": "abc", "n_examples": 30, "probe": {"seed": 0}},
+        accuracy_interval_LH2=interval_LH2,
+        logprob_interval_LH2=interval_LH2 / 3,
+        control_interval_LH2=interval_LH2 / 7,
+        n_examples_LH=torch.tensor([[30, 30, 30, 8], [0] * 4, [30] * 4]),
+        agreement=split_half(difference_HE, difference_HE, [1, 2, 5]),
+    )
+
+
+def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
+    scores = whole_scores()
+    scores.save(tmp_path / "scores.json")
+    loaded = HeadScores.load(tmp_path / "scores.json")
+    for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH"):
+        before, after = getattr(scores, name), getattr(loaded, name)
+        assert torch.equal(before.nan_to_num(123), after.nan_to_num(123)), name
+        assert torch.equal(before.isnan(), after.isnan()) and before.dtype == after.dtype, name
+    assert loaded.agreement == scores.agreement
+    assert loaded.ranking() == scores.ranking()
+
+
+def test_strict_readers_can_read_the_file(tmp_path: Path) -> None:
+    """NaN is no JSON."""
+    whole_scores().save(tmp_path / "scores.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads((tmp_path / "scores.json").read_text(), parse_constant=refuse)
+    assert record["accuracy_drop_LH"][1] == [None] * 4
+    assert record["accuracy_interval_LH2"][1] == [[None, None]] * 4
+
+
+def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    scores = whole_scores()
+    scores.save(path)
+    record = json.loads(path.read_text())
+    old = {name: record[name] for name in SCHEMA["required"]} | {"format": "hybrid-distill/head-scores/1"}
+    path.write_text(json.dumps(old))
+    loaded = HeadScores.load(path)
+    assert loaded.ranking() == scores.ranking()
+    for name in (*INTERVALS, "n_examples_LH", "agreement"):
+        assert getattr(loaded, name) is None
+    path.write_text(json.dumps({**record, "format": "hybrid-distill/head-scores/3"}))
+    with pytest.raises(ValueError, match=r"head-scores/3', expected .*/1' or .*/2'"):
+        HeadScores.load(path)
+
+
+def test_an_interval_table_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    whole_scores().save(path)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "logprob_interval_LH2": record["logprob_drop_LH"]}))
+    with pytest.raises(ValueError, match=r"logprob_interval_LH2 is \(3, 4\), expected \(3, 4, 2\)"):
+        HeadScores.load(path)
+
+
+TYPES: dict[str, Any] = {
+    "object": dict, "array": list, "string": str, "null": type(None), "integer": int, "number": (int, float)
+}  # fmt: skip
+NOTES = {"$schema", "$id", "$defs", "title", "description"}
+
+
+def check(value: Any, schema: dict[str, Any], at: str = "file") -> None:
+    """The part of JSON Schema that the document uses; a keyword beyond it fails."""
+    names = schema.get("type", [])
+    names = [names] if isinstance(names, str) else names
+    assert not names or (isinstance(value, tuple(TYPES[n] for n in names)) and not isinstance(value, bool)), at
+    for keyword, rule in schema.items():
+        if keyword == "$ref":
+            check(value, SCHEMA["$defs"][rule.removeprefix("#/$defs/")], at)
+        elif keyword == "anyOf":
+            check(value, rule[0] if value is None else rule[1], at)  # each of them is "null or ..."
+        elif keyword == "enum":
+            assert value in rule, at
+        elif keyword == "required":
+            assert set(rule) <= set(value), at
+        elif keyword == "properties":
+            for name in rule.keys() & value.keys():
+                check(value[name], rule[name], f"{at}.{name}")
+        elif keyword == "propertyNames":
+            assert all(re.search(rule["pattern"], name) for name in value), at
+        elif keyword == "additionalProperties":
+            assert "properties" not in schema
+            for name, inner in value.items():
+                check(inner, rule, f"{at}.{name}")
+        elif keyword == "items":
+            for number, inner in enumerate(value):
+                check(inner, rule, f"{at}[{number}]")
+        elif keyword in ("minItems", "maxItems"):
+            assert len(value) >= rule if keyword == "minItems" else len(value) <= rule, at
+        elif keyword in ("minimum", "maximum"):
+            assert value >= rule if keyword == "minimum" else value <= rule, at
+        else:
+            assert keyword in NOTES | {"type"}, keyword
+
+
+@pytest.mark.parametrize("scores", [whole_scores(), scores_of(table([0.5, 0.0]))], ids=["whole", "least"])
+def test_a_saved_file_is_what_the_schema_says(scores: HeadScores, tmp_path: Path) -> None:
+    scores.save(tmp_path / "scores.json")
+    record = json.loads((tmp_path / "scores.json").read_text())
+    check(record, SCHEMA)
+    assert set(record) == set(SCHEMA["properties"]), "every entry is documented"
+    assert record["format"] == SCHEMA["$id"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"format": "hybrid-distill/head-scores/3"},
+        {"n_kv_heads": 0},
+        {"n_layers": 3.5},
+        {"accuracy_drop_LH": None},
+        {"accuracy_drop_LH": [0.5, 0.5]},
+        {"logprob_se_LH": [["0.5"]]},
+        {"control_interval_LH2": [[[0.5]]]},
+        {"n_examples_LH": [[-1]]},
+        {"agreement": {"overlap": {}}},
+        {"agreement": {"n_splits": 1, "examples_per_half": 1, "seed": 0, "spearman": 0.5, "overlap": {"top": 0.5}}},
+        {"baseline": {"accuracy": 90}},
+    ],
+)
+def test_the_schema_refuses_other_things(damage: dict[str, Any], tmp_path: Path) -> None:
+    whole_scores().save(tmp_path / "scores.json")
+    record = json.loads((tmp_path / "scores.json").read_text())
+    with pytest.raises(AssertionError):
+        check({**record, **damage}, SCHEMA)
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """A thousand heads are a thousand experiments of 100 examples with a known mean."""
+    generator = torch.Generator().manual_seed(1)
+    difference_HE = 3 + torch.randn(1000, 100, generator=generator, dtype=torch.float64)
+    for confidence, z in ((0.95, 1.960), (0.8, 1.282)):
+        low_H, high_H = bootstrap_interval(difference_HE, confidence=confidence).T
+        three_errors = 3 * math.sqrt(confidence * (1 - confidence) / 1000)
+        assert ((low_H < 3) & (high_H > 3)).double().mean() == pytest.approx(confidence, abs=three_errors)
+        assert (high_H - low_H).mean() == pytest.approx(2 * z / 10, rel=0.03)
+
+
+def test_intervals_follow_from_the_seed_and_are_paired() -> None:
+    difference_HE = torch.randn(700, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    difference_HE[650] = difference_HE[3] + 5
+    interval_H2 = bootstrap_interval(difference_HE)
+    assert torch.equal(interval_H2, bootstrap_interval(difference_HE))
+    assert not torch.equal(interval_H2, bootstrap_interval(difference_HE, seed=1))
+    torch.testing.assert_close(interval_H2[650], interval_H2[3] + 5)
+    torch.testing.assert_close(interval_H2[600:], bootstrap_interval(difference_HE[600:]))
+
+
+def test_an_interval_is_that_of_the_examples_a_head_was_tried_on() -> None:
+    difference_HE = torch.randn(3, 400, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    difference_HE[1, 100:] = NAN
+    difference_HE[2] = NAN
+    (low, high), (low_1, high_1), nothing = bootstrap_interval(difference_HE)
+    assert nothing.isnan().all()
+    assert low_1 < difference_HE[1, :100].mean() < high_1
+    assert (high_1 - low_1) / (high - low) == pytest.approx(2, rel=0.2), "a quarter of the examples, twice the width"
+
+
+def test_the_same_for_every_example_leaves_no_doubt() -> None:
+    assert bootstrap_interval(torch.ones(1, 9)).tolist() == [[1, 1]]
+    assert bootstrap_interval(torch.zeros(2, 1)).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"difference_HE": torch.zeros(3)},
+        {"difference_HE": torch.zeros(3, 0)},
+        {"difference_HE": torch.zeros(0, 3)},
+        {"confidence": 1.0},
+    ],
+)
+def test_an_interval_of_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1"):
+        bootstrap_interval(**{"difference_HE": torch.zeros(2, 3), **options})
+
+
+def test_halves_agree_as_much_as_the_noise_allows() -> None:
+    """Means of halves: a head's own spread 1, the noise of 100 examples 1, so they correlate by 1 / 2, their ranks by
+    6 / pi asin(1 / 4)."""
+    generator = torch.Generator().manual_seed(4)
+    head_H1 = torch.randn(1000, 1, generator=generator, dtype=torch.float64)
+    difference_HE = head_H1 + 10 * torch.randn(1000, 200, generator=generator, dtype=torch.float64)
+    found = split_half(difference_HE, torch.zeros(1000, 200), [50], n_splits=5)
+    assert found["spearman"] == pytest.approx(6 / math.pi * math.asin(0.25), abs=0.05)
+    assert (found["n_splits"], found["examples_per_half"], found["seed"]) == (5, 100, 0)
+    noise = split_half(difference_HE - head_H1, torch.zeros(1000, 200), [50], n_splits=5)
+    assert noise["spearman"] == pytest.approx(0, abs=0.05), "halves that share examples would agree"
+    assert noise["overlap"]["50"] == pytest.approx(0.05, abs=0.05)
+    assert noise == split_half(difference_HE - head_H1, torch.zeros(1000, 200), [50], n_splits=5)
+
+
+def test_halves_agree_wholly_where_there_is_no_noise() -> None:
+    """Log-probability orders the heads that accuracy leaves equal; k beyond the heads is left out."""
+    accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
+    logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
+    found = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
+    assert found["overlap"] == {"1": 1.0, "2": 1.0, "3": 1.0} and found["spearman"] == pytest.approx(1)
+    assert found["examples_per_half"] == 3
+
+
+def test_equal_heads_do_not_pass_for_agreement() -> None:
+    """Two heads that cannot agree with themselves, and two that do nothing, whose order says nothing."""
+    flips_E = torch.tensor([1.0, -1.0]).repeat(20)
+    accuracy_HE = torch.zeros(4, 40)
+    accuracy_HE[0], accuracy_HE[3] = flips_E, -flips_E
+    assert split_half(accuracy_HE, torch.zeros(4, 40), [1], n_splits=10)["spearman"] < 0
+
+
+def test_heads_that_were_given_up_early_rank_last() -> None:
+    """Tried on the first ten examples only; a head that does not exist takes no part."""
+    accuracy_HE = table([0.5], [0.2], [0.1], [NAN]).repeat(1, 40)
+    accuracy_HE[2, 10:] = NAN
+    found = split_half(accuracy_HE, accuracy_HE, [1, 2, 3])
+    assert found["overlap"] == {"1": 1.0, "2": 1.0} and found["spearman"] == pytest.approx(1)
+
+
+def test_halves_of_one_example() -> None:
+    with pytest.raises(ValueError, match="at least 2 examples"):
+        split_half(torch.zeros(3, 1), torch.zeros(3, 1), [1])
+    with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 5\)"):
+        split_half(torch.zeros(3, 4), torch.zeros(3, 5), [1])
+
+
+def tied_scores(**more: Any) -> HeadScores:
+    """Five heads: one better by accuracy, three that log-probability tells apart by 0.1 nats each, one far off."""
+    return scores_of(table([0.5, 0.25, 0.25, 0.25, 0.25]), table([0.0, 1.0, 0.9, 0.8, -3.0]), **more)
+
+
+def test_a_cut_between_heads_whose_intervals_overlap() -> None:
+    centre_LH = tied_scores().logprob_drop_LH
+    interval_LH2 = torch.stack([centre_LH - 0.06, centre_LH + 0.06], dim=-1)
+    scores = tied_scores(logprob_interval_LH2=interval_LH2)
+    assert scores.tie_warning(1) is None, "accuracy tells them apart"
+    assert "inside a tie: L0H1 is kept, L0H2 is not" in (scores.tie_warning(2) or "")
+    assert "L0H2 is kept, L0H3 is not" in (scores.tie_warning(3) or ""), "L0H1 and L0H3 are apart"
+    assert scores.tie_warning(4) is None
+    assert scores.tie_warning(0) is None and scores.tie_warning(5) is None and scores.tie_warning(9) is None
+    wide = tied_scores(logprob_interval_LH2=torch.stack([centre_LH - 0.2, centre_LH + 0.2], dim=-1))
+    assert "L0H1 is kept, L0H2, L0H3 are not" in (wide.tie_warning(2) or "")
+
+
+def test_without_intervals_standard_errors_tell_heads_apart() -> None:
+    errors = [torch.full((1, 5), error, dtype=torch.float64) for error in (0.0, 0.02, 0.03)]
+    warned = [tied_scores(logprob_se=error).tie_warning(2) is not None for error in errors]
+    assert warned == [False, False, True], "2 x 1.96 x 0.03 reaches across 0.1 nats, 2 x 1.96 x 0.02 does not"
+
+
+def test_many_equal_heads_are_not_all_named(caplog: pytest.LogCaptureFixture) -> None:
+    scores = scores_of(table([0.0] * 30))
+    assert scores.tie_warning(10) == (
+        "the cut at k = 10 falls inside a tie: L0H0, L0H1, L0H2, L0H3, L0H4, L0H5, L0H6, L0H7 and 2 more are kept, "
+        "L0H10, L0H11, L0H12, L0H13, L0H14, L0H15, L0H16, L0H17 and 12 more are not, and the scores do not tell them "
+        "apart; score on more examples, or cut elsewhere."
+    )
+    assert HeadPlan.top_k(scores, 10).kept == tuple(HeadId(0, head) for head in range(10))
+    assert caplog.messages == [scores.tie_warning(10)]
+
+
+def test_heads_that_matter_for_everything_can_be_put_back() -> None:
+    """L0H0 breaks all text, L0H1 retrieval alone and as much, L0H2 retrieval alone and less."""
+    scores = scores_of(
+        table([0.9, 0.8, 0.3, 0.0]), logprob=table([4.0, 4.0, 1.0, 0.1]), control=table([3.5, 0.5, -0.02, 0.001])
+    )
+    assert scores.ranking() == [HeadId(0, h) for h in (0, 1, 2, 3)]
+    assert scores.ranking("retrieval_minus_control") == [HeadId(0, h) for h in (1, 2, 0, 3)]
+    assert scores.value_LH("retrieval_minus_control").tolist() == [[0.5, 3.5, 1.02, pytest.approx(0.099)]]
+    assert scores.value_LH("ratio").tolist() == [[pytest.approx(4 / 3.5), 8, 100, 10]], "below 0.01 counts as 0.01"
+    assert scores.ranking("ratio") == [HeadId(0, h) for h in (2, 3, 1, 0)]
+    assert HeadPlan.top_k(scores, 1, by="retrieval_minus_control").kept == (HeadId(0, 1),)
+    with pytest.raises(ValueError, match="by is 'luck'; heads are ranked by 'retrieval', 'retrieval_minus_control'"):
+        scores.ranking("luck")
+    with pytest.raises(ValueError, match="no control drop; score again with control texts"):
+        HeadPlan.top_k(scores_of(table([0.5])), 1, by="ratio")
+
+
+def test_heads_that_do_not_exist_are_not_ranked() -> None:
+    scores = whole_scores()
+    assert {head.layer for head in scores.ranking()} == {0, 2} and len(scores.ranking()) == 8
+    assert len(scores.ranking("ratio")) == 8
+    with pytest.raises(ValueError, match="only 8 heads of this teacher are scored"):
+        HeadPlan.top_k(scores, 9)
+    assert {head.layer for head in HeadPlan.under_budget(scores, kv_heads=4).kept} <= {0, 2}
+
+
+@pytest.mark.parametrize("change", [{}, {"control_drop_LH": None}, {name: None for name in INTERVALS}])
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures(tmp_path: Path, suffix: str, change: dict[str, Any]) -> None:
+    """The bars name the heads of the ranking, best first, and no head beyond."""
+    scores = dataclasses.replace(whole_scores(), **change)
+    bars, heat_map = tmp_path / f"bars{suffix}", tmp_path / f"map{suffix}"
+    plots.score_bars(scores, bars, top=6, k=3)
+    plots.score_map(scores, heat_map, kept=scores.ranking()[:3])
+    if suffix == ".svg":
+        panels = 2 if scores.control_drop_LH is None else 3
+        comments = re.findall(r"<!-- (.*?) -->", bars.read_text())
+        assert [text for text in comments if re.fullmatch(r"L\dH\d", text)] == list(map(str, scores.ranking()[:6]))
+        assert comments.count("Accuracy lost") == 1 and ("Control: plain text" in comments) == (panels == 3)
+        assert "grey: no attention head" in heat_map.read_text()
+    else:
+        for picture in (bars, heat_map):
+            assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

@@ -1,0 +1,542 @@
+"""Ranking heads: the planted circuit is the ground truth."""
+
+import json
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import planted_two_hop
+import pytest
+import torch
+import transformers
+from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
+
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.two_hop import TwoHop
+from hybrid_distill.scoring import HeadScores, exact, greedy_ablation, score_heads
+from hybrid_distill.scoring.auto_batch import Rows
+from hybrid_distill.scoring.forwards import Forwards, FromLayer
+from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
+from hybrid_distill.scoring.probe_batch import question_sheets
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites, record_heads
+
+PROBE = KVRetrieval(8, keys=KEYS)
+TEXTS = [f"{KEYS[i]} : {i} \n {KEYS[i + 1]} {KEYS[i]} : {i + 2}" for i in range(4)]
+QUIET = 0.008  # noise at which every planted teacher answers nearly all questions
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return planted_teacher()
+
+
+@pytest.fixture(scope="module")
+def scores(teacher) -> HeadScores:
+    return score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
+
+
+def some_scores(accuracy: list[list[float]], logprob: list[list[float]]) -> HeadScores:
+    accuracy_LH, logprob_LH = (torch.tensor(t, dtype=torch.float64) for t in (accuracy, logprob))
+    nothing = torch.zeros_like(accuracy_LH)
+    return HeadScores(
+        n_kv_heads=1,
+        accuracy_drop_LH=accuracy_LH,
+        logprob_drop_LH=logprob_LH,
+        control_drop_LH=None,
+        accuracy_se_LH=nothing,
+        logprob_se_LH=nothing,
+        control_se_LH=None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exactly_the_planted_heads_come_first(seed: int) -> None:
+    """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
+    model, tokenizer = planted_teacher(QUIET, seed)
+    scores = score_heads(model, tokenizer, KVRetrieval(8, seed, keys=KEYS), n_examples=16, progress=False)
+    assert scores.baseline["accuracy"] > 0.9
+    assert set(scores.ranking()[:3]) == PLANTED
+    for head in scores.ranking():
+        assert (scores.accuracy_drop_LH[head] > 0.5) if head in PLANTED else (scores.accuracy_drop_LH[head] < 0.15)
+    assert set(HeadPlan.top_k(scores, 3).kept) == PLANTED
+    assert HeadPlan.top_k(scores, 3).teacher == fingerprint(model)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
+    model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
+    scores = score_heads(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16, progress=False)
+    assert scores.baseline["accuracy"] > 0.9
+    assert set(scores.ranking()[:4]) == planted_two_hop.PLANTED
+    assert scores.accuracy_drop_LH[scores.ranking()[3]] > 0.3 > 0.15 > scores.accuracy_drop_LH[scores.ranking()[4]]
+
+
+def test_scores_are_those_of_ablating_each_head_by_hand(teacher, scores) -> None:
+    model, tokenizer = teacher
+    examples = PROBE.examples(32)
+    whole = answer_choices(model, tokenizer, examples)
+    for head in [AGGREGATE, HeadId(0, 0), HeadId(1, 0), HeadId(3, 3)]:
+        with ablate_heads(model, [head]):
+            without = answer_choices(model, tokenizer, examples)
+        drop_E = whole.correct_E.double() - without.correct_E.double()
+        assert scores.accuracy_drop_LH[head] == pytest.approx(drop_E.mean().item())
+        assert scores.accuracy_se_LH[head] == pytest.approx((drop_E.std() / math.sqrt(32)).item())
+        drop_E = whole.answer_logprob_E - without.answer_logprob_E
+        assert scores.logprob_drop_LH[head] == pytest.approx(drop_E.mean().item(), abs=1e-3)
+        assert scores.logprob_se_LH[head] == pytest.approx((drop_E.std() / math.sqrt(32)).item(), abs=1e-3)
+
+
+@torch.no_grad()
+def test_control_is_the_loss_of_each_text(teacher, scores) -> None:
+    model, tokenizer = teacher
+
+    def losses() -> torch.Tensor:
+        rows = [torch.tensor([tokenizer(text)["input_ids"]]) for text in TEXTS]
+        return torch.stack([model(row, labels=row).loss.double() for row in rows])
+
+    whole = losses()
+    assert scores.baseline["control_loss"] == pytest.approx(whole.mean().item(), rel=1e-5)
+    with ablate_heads(model, [AGGREGATE]):
+        rise = losses() - whole
+    assert scores.control_drop_LH[AGGREGATE] == pytest.approx(rise.mean().item(), rel=1e-4)
+    assert scores.control_se_LH[AGGREGATE] == pytest.approx((rise.std() / 2).item(), rel=1e-4)
+
+
+def one_by_one(
+    model: Any, tokenizer: Any, probe: Any, n: int, kind: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(answers lost, logprob_drop_LH) in the slow way: each head switched off, every forward in full."""
+    examples, sites = probe.examples(n), head_sites(model, kind)
+    whole = answer_choices(model, tokenizer, examples)
+    lost = torch.zeros(max(site.layer for site in sites) + 1, max(site.n_heads for site in sites))
+    lost, logprob = lost.long(), lost.double()
+    for head in (HeadId(site.layer, head) for site in sites for head in range(site.n_heads)):
+        with ablate_heads(model, [head], kind=kind):
+            without = answer_choices(model, tokenizer, examples)
+        lost[head] = whole.correct_E.sum() - without.correct_E.sum()
+        logprob[head] = (whole.answer_logprob_E - without.answer_logprob_E).mean()
+    return lost, logprob
+
+
+def assert_same(scores: HeadScores, lost: torch.Tensor, logprob: torch.Tensor) -> None:
+    n = scores.provenance["n_examples"]
+    assert torch.equal((n * scores.accuracy_drop_LH).round().long(), lost)
+    torch.testing.assert_close(scores.logprob_drop_LH, logprob, rtol=1e-4, atol=2e-5)
+    assert logprob.abs().median() > 1e-3, "heads have to matter, or nothing is compared"
+
+
+PROMPT = KVRetrieval(3, keys=KEYS[:16]).examples(1)[0].prompt
+# Some keys have several tokens, so that lengths differ; numbers have one, or a tree of digits.
+WORDS = word_tokenizer([" ".join(KEYS[:16]), " ".join(map(str, range(100))), PROMPT], r"\n|:|'|\p{N}+|e")
+DIGITS = word_tokenizer([" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e")
+SMALL = {
+    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "llama, eager": ("Llama", {"num_key_value_heads": 2, "attn_implementation": "eager"}),
+    "llama, one layer": ("Llama", {"num_key_value_heads": 2, "num_hidden_layers": 1}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 16}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gemma2": (
+        "Gemma2",
+        {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "attn_implementation": "eager"},
+    ),
+}
+
+
+def random_model(family: str) -> Any:
+    prefix, settings = FAMILIES[family]
+    settings = {**SMALL, **settings}
+    attention = settings.pop("attn_implementation", "sdpa")
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at initialisation, so that every head matters
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: Any, caplog: Any) -> None:
+    """Whatever the batch holds: lengths differ, choices have one token or form a tree, windows slide."""
+    model = random_model(family)
+    probe = KVRetrieval(6, keys=KEYS[:16])
+    with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
+        scores = score_heads(model, tokenizer, probe, n_examples=7, min_accuracy=0.0, progress=False)
+    assert_same(scores, *one_by_one(model, tokenizer, probe, 7))
+    windowed = "sliding_window" in FAMILIES[family][1] and tokenizer is DIGITS
+    assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
+    assert windowed or "cannot be used" not in caplog.text
+
+
+def test_digits_are_scored_too(teacher) -> None:
+    """Choices of several tokens, which a full forward reads from a cache."""
+    tokenizer = word_tokenizer([" ".join(KEYS), *TEXTS], r"\n|:|'|\p{N}")
+    probe = KVRetrieval(4, keys=KEYS)
+    model = planted_teacher()[0]
+    scores = score_heads(model, tokenizer, probe, n_examples=4, min_accuracy=0.0, progress=False)
+    with ablate_heads(model, [HeadId(2, 1)]):
+        without = answer_choices(model, tokenizer, probe.examples(4)).answer_logprob_E.mean()
+    whole = answer_choices(model, tokenizer, probe.examples(4)).answer_logprob_E.mean()
+    assert scores.logprob_drop_LH[2, 1] == pytest.approx((whole - without).item(), abs=1e-5)
+
+
+def test_accuracy_can_be_read_by_generation(teacher) -> None:
+    model, tokenizer = teacher
+    probe = KVRetrieval(3, keys=KEYS)
+    scores = score_heads(model, tokenizer, probe, n_examples=6, by="generation", progress=False)
+    with ablate_heads(model, [AGGREGATE]):
+        without = answer_generation(model, tokenizer, probe.examples(6)).double().mean().item()
+    assert scores.accuracy_drop_LH[AGGREGATE] == pytest.approx(scores.baseline["accuracy"] - without)
+    assert scores.provenance["by"] == "generation"
+    with pytest.raises(ValueError, match="by is 'guess'"):
+        score_heads(model, tokenizer, probe, by="guess")  # type: ignore[arg-type]
+
+
+def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
+    scores = some_scores([[0.5, 0.0, 0.5], [0.9, 0.0, 0.0]], [[1.0, -1.0, 2.0], [0.0, 3.0, -1.0]])
+    expected = [(1, 0), (0, 2), (0, 0), (1, 1), (0, 1), (1, 2)]
+    assert scores.ranking() == [HeadId(*pair) for pair in expected]
+
+
+def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
+    model, tokenizer = teacher
+    with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError) as error:
+        score_heads(model, tokenizer, PROBE, n_examples=16)
+    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take fewer pairs", "--min-accuracy"):
+        assert part in str(error.value)
+
+
+def test_artefact_says_what_it_was_made_of(scores, teacher, tmp_path) -> None:
+    scores.save(tmp_path / "scores.json")
+    loaded = HeadScores.load(tmp_path / "scores.json")
+    assert (loaded.n_layers, loaded.n_heads, loaded.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
+    for name in (*DROPS, *ERRORS):
+        assert torch.equal(getattr(loaded, name), getattr(scores, name))
+    assert loaded.ranking() == scores.ranking()
+    assert (loaded.baseline, loaded.provenance) == (scores.baseline, scores.provenance)
+    made = loaded.provenance
+    assert made["fingerprint"] == fingerprint(teacher[0]) == loaded.fingerprint
+    assert made["probe"] == PROBE.describe()
+    assert (made["n_examples"], made["dtype"], made["device"]) == (32, "float32", "cpu")
+    assert made["control"]["texts"] == 4
+    assert made["versions"]["torch"] == torch.__version__ and made["date"]
+
+
+def test_without_control_texts_there_is_no_control(teacher, tmp_path) -> None:
+    scores = score_heads(*teacher, KVRetrieval(2, keys=KEYS), n_examples=2, progress=False)
+    assert scores.control_drop_LH is None and scores.baseline["control_loss"] is None
+    scores.save(tmp_path / "scores.json")
+    assert HeadScores.load(tmp_path / "scores.json").control_se_LH is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": "other/1"}, {"n_layers": 5}, {"accuracy_drop_LH": "x"}, {"baseline": None}]
+)
+def test_a_file_that_is_not_scores_is_refused(scores, tmp_path, change: dict[str, object]) -> None:
+    path = tmp_path / "scores.json"
+    scores.save(path)
+    record = json.loads(path.read_text())
+    record.update(change)
+    if change == {"baseline": None}:
+        del record["baseline"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="holds no head scores"):
+        HeadScores.load(path)
+
+
+def test_choices_of_many_tokens_and_of_different_numbers() -> None:
+    """A tree holds choices that begin one another, and examples with few and with many of them."""
+    model = random_model("llama")
+    probe = Knowledge()
+    tokenizer = word_tokenizer([e.prompt + c for e in probe.examples(12) for c in e.choices], r"\n|:|'|\p{L}")
+    assert len(tokenizer) <= SMALL["vocab_size"]
+    scores = score_heads(model, tokenizer, probe, n_examples=12, min_accuracy=0.0, progress=False)
+    assert_same(scores, *one_by_one(model, tokenizer, probe, 12))
+
+
+def test_shared_layers_and_students_run_in_full(caplog) -> None:
+    """A student's recurrent heads carry a state from token to token: no tree, no start in the middle of a row."""
+    teacher = random_model("llama")
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)
+    probe = KVRetrieval(3, keys=KEYS[:16])
+    scores = score_heads(student.eval(), DIGITS, probe, n_examples=3, min_accuracy=0.0, progress=False)
+    assert "run in full" in caplog.text
+    assert_same(scores, *one_by_one(student, DIGITS, probe, 3))
+
+
+def test_heads_of_recurrent_models_are_scored() -> None:
+    config = transformers.Mamba2Config(
+        vocab_size=160, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1,
+        chunk_size=16,
+    )  # fmt: skip
+    model: Any = transformers.Mamba2ForCausalLM(config).eval()
+    probe = KVRetrieval(3, keys=KEYS[:16])
+    scores = score_heads(model, WORDS, probe, n_examples=3, min_accuracy=0.0, progress=False)
+    assert_same(scores, *one_by_one(model, WORDS, probe, 3))
+
+
+def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
+    """Tokens that pass each layer's MLP: none below the ablated layer, in the last layer answers only, never pads."""
+    model, tokenizer = teacher
+    counted = [0] * N_LAYERS
+    hooks = [
+        block.mlp.register_forward_hook(
+            lambda module, args, output, layer=layer: counted.__setitem__(
+                layer, counted[layer] + args[0].shape[:-1].numel()
+            )
+        )
+        for layer, block in enumerate(model.model.layers)
+    ]
+    task = score_task(model, tokenizer, n_examples=6)
+    forwards = FromLayer(model, head_sites(model), Rows(model, 8))
+    forwards.begin(task)
+    (sheet,) = task
+    for layer in range(N_LAYERS):
+        counted[:] = [0] * N_LAYERS
+        forwards.without(sheet, layer, range(N_HEADS))
+        all_tokens = 6 * N_HEADS * sheet.length
+        expected = [0] * layer + [all_tokens] * (N_LAYERS - layer)
+        expected[layer] += 6 * sheet.length  # once for all heads: what the layers above begin with
+        expected[-1] = 6 * N_HEADS + (6 * sheet.length if layer == N_LAYERS - 1 else 0)
+        assert counted == expected
+    for hook in hooks:
+        hook.remove()
+
+
+def score_task(model: Any, tokenizer: Any, n_examples: int) -> Any:
+    examples = PROBE.examples(n_examples)
+    encoded = [encode_example(tokenizer, example) for example in examples]
+    return question_sheets(examples, encoded, range(n_examples), model.device)
+
+
+def test_rows_of_one_length_need_no_padding(teacher) -> None:
+    """Sheets hold what has one length; keys of several tokens make prompts of different lengths."""
+    examples = KVRetrieval(5, keys=KEYS[:16]).examples(20)
+    encoded = [encode_example(WORDS, example) for example in examples]
+    sheets = question_sheets(examples, encoded, range(20), torch.device("cpu"))
+    assert len(sheets) > 2
+    assert sorted(number for sheet in sheets for number in sheet.numbers) == list(range(20))
+    for sheet in sheets:
+        for row, number in zip(sheet.ids_BL.tolist(), sheet.numbers):
+            assert tuple(row) == encoded[number].prompt
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
+    model, tokenizer = teacher
+    options = {"n_examples": 8, "batch_size": 20, "control_texts": TEXTS, "progress": False}
+    scores = score_heads(model, tokenizer, PROBE, **options)
+    original, sizes = model.forward, []
+
+    def small_memory(*args, **kwargs):
+        sizes.append(len(kwargs["input_ids"]))
+        if sizes[-1] > 5:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", small_memory)
+    again = score_heads(model, tokenizer, PROBE, **options)
+    assert "out of memory with 20 rows" in caplog.text and "going on with 5" in caplog.text
+    fits = [size <= 5 for size in sizes]
+    assert max(sizes[len(fits) - fits[::-1].index(False) :]) == 5, "nothing larger is tried again"
+    assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
+    torch.testing.assert_close(again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4)
+
+    monkeypatch.setattr(model, "forward", lambda **_: small_memory(input_ids=range(9)))
+    with pytest.raises(MemoryError, match="tokens does not fit into the memory"):
+        score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)
+
+
+def test_batches_are_as_large_as_the_device_holds(monkeypatch) -> None:
+    """A row of a model of 1B parameters and 215 tokens: about 20 MB in the widest layer."""
+    config = transformers.LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
+    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    sheet: Any = SimpleNamespace(length=215, n_read=1)
+    text: Any = SimpleNamespace(length=256, n_read=256)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    for free, rows, text_rows in ((80, 512, 64), (8, 128, 8), (0.04, 1, 1), (0, 1, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * 2**30), 2**40))
+        assert (Rows(model).number(sheet), Rows(model).number(text)) == (rows, text_rows)
+    assert Rows(model, 7).number(sheet) == 7, "as asked for"
+    model.device = torch.device("cpu")
+    assert (Rows(model).number(sheet), Rows(model).number(text), Rows(model, 99).number(text)) == (8, 4, 4)
+
+
+@pytest.mark.parametrize("replacement", ["zero", "mean"])
+def test_removed_heads_are_off_in_the_baseline_too(teacher, replacement: str) -> None:
+    model, tokenizer = teacher
+    examples, off, head = PROBE.examples(9), HeadId(1, 1), HeadId(1, 2)
+    scores = score_heads(
+        model, tokenizer, PROBE, n_examples=9, removed=[off], replacement=replacement, min_accuracy=0.0, progress=False
+    )  # fmt: skip
+    assert off not in scores.ranking() and scores.n_examples_LH[off] == 0
+    means = {h: mean_output(model, tokenizer, h) for h in (off, head)} if replacement == "mean" else {}
+    with ablate_heads(model, [off], means):
+        whole = answer_choices(model, tokenizer, examples)
+    with ablate_heads(model, [off, head], means):
+        without = answer_choices(model, tokenizer, examples)
+    assert scores.baseline["accuracy"] == whole.accuracy
+    drop = (whole.answer_logprob_E - without.answer_logprob_E).mean()
+    assert scores.logprob_drop_LH[head] == pytest.approx(drop.item(), abs=2e-4)
+
+
+def mean_output(model: Any, tokenizer: Any, head: HeadId) -> torch.Tensor:
+    """[P], over the prompts' tokens, one prompt at a time."""
+    outputs = []
+    for example in PROBE.examples(9):
+        with record_heads(model, head.layer) as recorded, torch.no_grad():
+            model(torch.tensor([tokenizer(example.prompt)["input_ids"]]))
+        outputs.append(recorded[0][0, :, head.head])
+    return torch.cat(outputs).mean(0)
+
+
+def test_greedy_ablation_asks_who_is_next_once_the_first_are_off() -> None:
+    """A copy of the aggregate head stands in for it: single ablation sees neither, joint ablation both."""
+    model, tokenizer = planted_teacher(QUIET)
+    attention = model.model.layers[AGGREGATE.layer].self_attn
+    size, twin = model.config.head_dim, HeadId(AGGREGATE.layer, 3)
+    with torch.no_grad():
+        rows, copy = (slice(h.head * size, (h.head + 1) * size) for h in (AGGREGATE, twin))
+        attention.q_proj.weight[copy] = attention.q_proj.weight[rows]
+        attention.o_proj.weight[:, copy] = attention.o_proj.weight[:, rows]
+    single = score_heads(model, tokenizer, PROBE, n_examples=16, progress=False)
+    assert max(single.accuracy_drop_LH[AGGREGATE], single.accuracy_drop_LH[twin]) < 0.1
+    layer = [HeadId(AGGREGATE.layer, head) for head in range(N_HEADS)]
+    order = greedy_ablation(model, tokenizer, PROBE, 3, n_examples=16, heads=layer, progress=False)
+    assert set(order[:2]) == {AGGREGATE, twin}
+    alone = greedy_ablation(
+        model, tokenizer, PROBE, 1, n_examples=16, removed=[order[0]], heads=layer, progress=False
+    )  # fmt: skip
+    assert alone == [order[1]]
+
+
+def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
+    heads = {AGGREGATE, HeadId(0, 2)}
+    some = score_heads(*teacher, PROBE, n_examples=32, batch_size=20, heads=heads, progress=False)
+    assert some.ranking()[0] == AGGREGATE and set(some.ranking()) == heads
+    for head in heads:
+        assert some.logprob_drop_LH[head] == pytest.approx(scores.logprob_drop_LH[head].item(), abs=1e-4)
+    with pytest.raises(ValueError, match="do not exist"):
+        score_heads(*teacher, PROBE, heads=[HeadId(9, 0)])
+    with pytest.raises(ValueError, match="no head is left"):
+        score_heads(*teacher, PROBE, heads=heads, removed=heads)
+
+
+def test_bfloat16_finds_the_same_heads(teacher) -> None:
+    scores = score_heads(*teacher, PROBE, n_examples=16, precision="bfloat16", progress=False)
+    assert scores.provenance["computed_in"] == "bfloat16"
+    assert set(scores.ranking()[:3]) == PLANTED
+
+
+def test_every_artefact_says_how_sure_it_is(scores) -> None:
+    for name, drop, error in zip(INTERVALS, DROPS, ERRORS):
+        low, high = getattr(scores, name).unbind(-1)
+        middle, se = getattr(scores, drop), getattr(scores, error)
+        assert (low <= middle + 1e-9).all() and (middle <= high + 1e-9).all()
+        torch.testing.assert_close(high - low, 2 * 1.96 * se, rtol=0.6, atol=1e-3)
+    assert (scores.n_examples_LH == 32).all()
+    assert scores.agreement["examples_per_half"] == 16
+    assert scores.agreement["overlap"]["5"] > 0.5
+
+
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
+    """The heads that are ablated from now on; may raise when those of one layer are to be."""
+    ablated: list[HeadId] = []
+    original = Forwards.without
+
+    def watching(self, sheet, layer, heads):
+        if layer == interrupt_at:
+            raise Interrupted
+        ablated.extend(HeadId(layer, head) for head in heads)
+        return original(self, sheet, layer, heads)
+
+    tried = exact.fastest_exact
+
+    def then_watching(*args):
+        found = tried(*args)
+        monkeypatch.setattr(Forwards, "without", watching)
+        return found
+
+    monkeypatch.setattr(exact, "fastest_exact", then_watching)
+    return ablated
+
+
+@pytest.mark.parametrize("race", [{}, {"race_k": 3}], ids=["exhaustive", "race"])
+def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, tmp_path, monkeypatch, caplog, race) -> None:
+    options = {"n_examples": 32, "batch_size": 20, "control_texts": TEXTS, "progress": False, **race}
+    path = tmp_path / "partial.json"
+    uninterrupted = score_heads(*teacher, PROBE, **options)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        watch(patch, interrupt_at=2)
+        score_heads(*teacher, PROBE, resume_path=path, **options)
+    assert f"the layers measured so far (2) are in {path}" in caplog.text
+    with monkeypatch.context() as patch:
+        ablated = watch(patch)
+        resumed = score_heads(*teacher, PROBE, resume_path=path, **options)
+    if not race:
+        assert set(ablated) == {HeadId(layer, head) for layer in (2, 3) for head in range(N_HEADS)}
+    for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH"):
+        assert torch.equal(getattr(resumed, name).nan_to_num(), getattr(uninterrupted, name).nan_to_num()), name
+    assert resumed.agreement == uninterrupted.agreement
+    assert [file.name for file in tmp_path.iterdir()] == ["partial.json"]
+
+
+@pytest.mark.parametrize("damage", ["other probe", "torn file"])
+def test_partial_scores_of_other_things_are_not_used(teacher, tmp_path, monkeypatch, caplog, damage) -> None:
+    path = tmp_path / "partial.json"
+    probe = KVRetrieval(2, keys=KEYS)
+    score_heads(*teacher, probe, n_examples=2, resume_path=path, progress=False)
+    if damage == "torn file":
+        path.write_text(path.read_text()[:-20])
+    else:
+        probe = KVRetrieval(2, seed=1, keys=KEYS)
+    ablated = watch(monkeypatch)
+    score_heads(*teacher, probe, n_examples=2, resume_path=path, progress=False)
+    assert len(ablated) == N_LAYERS * N_HEADS
+    assert "scoring starts again" in caplog.text
+
+
+def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "partial.json"
+    original = Forwards.without
+
+    def broken(self, sheet, layer, heads):
+        read_HQ = original(self, sheet, layer, heads)
+        if layer == 2 and len(heads) == N_HEADS:
+            read_HQ[3, sheet.numbers.index(5) * 8] = math.nan  # 8 choices of one token
+        return read_HQ
+
+    options = {"n_examples": 8, "progress": False, "resume_path": path}
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+        patch.setattr(Forwards, "without", broken)
+        score_heads(*teacher, PROBE, **options)
+    for part in ("without L2H3", "example 5", "'Memorize the following", "not numbers", "float32", "resume_path"):
+        assert part in str(error.value), error.value
+    ablated = watch(monkeypatch)
+    score_heads(*teacher, PROBE, **options)
+    assert {head.layer for head in ablated} == {2, 3}
+
+
+def test_a_model_that_is_broken_as_it_is_is_named_too(teacher) -> None:
+    model, tokenizer = planted_teacher()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="with all heads in place the logits of example"):
+        score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)

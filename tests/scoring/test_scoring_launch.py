@@ -1,0 +1,87 @@
+"""Several processes score what one does; also the program that they run.
+
+``accelerate launch tests/scoring/test_scoring_launch.py OUT`` scores a planted teacher on all launched processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from planted import KEYS, PLANTED, planted_teacher
+
+from hybrid_distill.distributed import connect, disconnect
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.scoring.forwards import Forwards
+from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
+from hybrid_distill.scoring.ranks import OtherProcessError, rank_and_world
+
+TEXTS = [f"{KEYS[0]} : 5 \n {KEYS[1]} {KEYS[0]}"]
+PROBE = KVRetrieval(6, keys=KEYS)
+
+
+def race(resume_path: Path | None = None) -> HeadScores:
+    """A race with all that can be measured; 33 examples and one text are not shared evenly."""
+    return score_heads(
+        *planted_teacher(0.008), PROBE, n_examples=33, control_texts=TEXTS, race_k=3, replacement="mean",
+        resume_path=resume_path, progress=False,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Score twice: once well, once with a second process that fails."""
+    out = Path(sys.argv[1])
+    state = connect()
+    scores = race(out / "partial.json")
+    scores.save(out / f"scores-{state.process_index}.json")
+    original = Forwards.without
+
+    def failing(self, sheet, layer, heads):
+        if layer == 1 and rank_and_world()[0] == 1:
+            raise ValueError("the second process is broken")
+        return original(self, sheet, layer, heads)
+
+    Forwards.without = failing  # type: ignore[method-assign]
+    try:
+        score_heads(*planted_teacher(0.008), PROBE, n_examples=4, progress=False)
+    except (OtherProcessError, ValueError) as error:
+        (out / f"error-{state.process_index}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
+    disconnect()
+
+
+@pytest.mark.launched
+def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
+    from test_launch import DDP, launch
+
+    done = launch(DDP, tmp_path, program=Path(__file__))
+    assert done.returncode == 0, done.stderr
+    alone = race()
+    for rank in (0, 1):
+        scores = HeadScores.load(tmp_path / f"scores-{rank}.json")
+        assert torch.equal(scores.n_examples_LH, alone.n_examples_LH)
+        assert torch.equal(scores.accuracy_drop_LH, alone.accuracy_drop_LH)
+        for name in (*DROPS, *ERRORS, *INTERVALS):
+            torch.testing.assert_close(
+                getattr(scores, name), getattr(alone, name), rtol=1e-4, atol=1e-4, equal_nan=True, msg=name
+            )  # fmt: skip
+        assert set(scores.ranking()[:3]) == PLANTED
+    assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2 has failed (ValueError")
+    assert (tmp_path / "error-1.txt").read_text() == "ValueError: the second process is broken"
+
+    record = json.loads((tmp_path / "partial.json").read_text())
+    (tmp_path / "partial.json").write_text(json.dumps({**record, "steps": record["steps"][:5]}))
+    resumed = race(tmp_path / "partial.json")
+    assert torch.equal(resumed.accuracy_drop_LH, alone.accuracy_drop_LH), "one process goes on from what two measured"
+    assert len(json.loads((tmp_path / "partial.json").read_text())["steps"]) == len(record["steps"])

@@ -1,0 +1,384 @@
+"""Building: every tensor is accounted for, odd teachers are refused, weights can be shared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_distill.model import HybridForCausalLM, packed_inputs
+from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
+from hybrid_distill.student.init import INITS, LayerTrace, init_ssm
+from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, trace_mixers
+from hybrid_distill.train.checkpoint import save_file
+
+FamilyModel = Callable[..., PreTrainedModel]
+ATTENTION_BIAS = {
+    "llama": {"attention_bias": True},
+    "qwen2": {},
+    "qwen3": {"attention_bias": True},
+    "mistral": {},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {},
+    "phi3": {},
+    "gpt_neox": {},
+}
+# What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups, but for GPT-NeoX.
+SEPARATE = {"q_proj": [0, 1, 2], "k_proj": [0, 1], "v_proj": [0, 1]}
+NORMED_TOGETHER = {"q_proj": list(range(8)), "k_proj": list(range(4)), "v_proj": [0, 1]}
+BLOCKS = {
+    "olmo2": NORMED_TOGETHER,
+    "olmo3": NORMED_TOGETHER,
+    "phi3": {"qkv_proj": [0, 1, 2, 8 + 0, 8 + 1, 12 + 0, 12 + 1]},
+    "gpt_neox": {"query_key_value": list(range(9))},
+}
+
+
+@pytest.fixture
+def teacher(family: str, family_model: FamilyModel) -> PreTrainedModel:
+    return family_model(family, **ATTENTION_BIAS[family])
+
+
+def some_heads(teacher: PreTrainedModel) -> HeadPlan:
+    return HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (2, 5)])
+
+
+def calibration() -> dict[str, torch.Tensor]:
+    """Two rows of two documents each."""
+    seq_idx = torch.tensor([[0] * 40 + [1] * 56, [0] * 7 + [1] * 89])
+    return {"input_ids": torch.randint(3, 101, (2, 96)), "seq_idx": seq_idx}
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel, init: str) -> None:
+    student, report = build_student(
+        teacher, some_heads(teacher), d_state=8, init=init, calibration=calibration()
+    )
+    of_student = [record for record in report.tensors if record.action != "dropped"]
+    assert sorted(record.name for record in of_student) == sorted(student.state_dict())
+    dropped = {record.name for record in report.tensors if record.action == "dropped"}
+    used = {name for record in of_student for name in record.source}
+    assert dropped | used == set(teacher.state_dict())
+    assert not dropped & used
+    shapes = {record.name: record.shape for record in of_student}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in student.state_dict().items()}
+
+
+def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher: PreTrainedModel) -> None:
+    student, report = build_student(teacher, some_heads(teacher), d_state=8)
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for record in report.tensors:
+        if record.action == "copied":
+            assert torch.equal(ours[record.name], theirs[record.source[0]])
+    here, there = (attention_sites(model)[0].name for model in (student, teacher))
+    for linear, blocks in BLOCKS.get(family, SEPARATE).items():
+        rows = theirs[f"{there}.{linear}.weight"].unflatten(0, (-1, student.config.head_dim))[blocks].flatten(0, 1)
+        assert torch.equal(ours[f"{here}.attention.{linear}.weight"], rows)
+
+
+def test_biases_are_sliced_with_their_rows(family_model: FamilyModel) -> None:
+    teacher = family_model("qwen2")
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    theirs, ours = teacher.model.layers[2].self_attn, student.mixers()[2].attention
+    assert torch.equal(ours.q_proj.bias, theirs.q_proj.bias.unflatten(0, (8, -1))[5])
+    assert torch.equal(ours.k_proj.bias, theirs.k_proj.bias.unflatten(0, (4, -1))[2])
+
+
+def test_what_nothing_is_made_of_is_dropped(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
+    dropped = {record.name for record in report.tensors if record.action == "dropped"}
+    assert dropped == {
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkv"
+    }
+
+
+def test_report_is_readable_and_json(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    _, report = build_student(teacher, some_heads(teacher), d_state=8)
+    assert json.loads(json.dumps(report.to_dict()))["init"] == "teacher"
+    assert "4 heads kept, 20 recurrent" in report.summary()
+    assert "initialised" in report.summary()
+
+
+def test_tied_embeddings_stay_tied(family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, tie_word_embeddings=True)
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    assert student.lm_head.weight is student.get_input_embeddings().weight
+    untied, _ = build_student(family_model(family), some_heads(teacher), d_state=8)
+    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+
+
+def test_the_teacher_is_left_alone(teacher: PreTrainedModel) -> None:
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+def test_student_has_the_dtype_and_mode_of_the_teacher(family_model: FamilyModel) -> None:
+    teacher = family_model("llama").bfloat16().train()
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16}
+    assert student.training
+    assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
+
+
+def test_the_seed_covers_everything_drawn(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(torch.randint(100, ()).item())  # the global seed must not matter
+        student, _ = build_student(teacher, some_heads(teacher), d_state=32, init="random", seed=seed)
+        return torch.cat([tensor.flatten() for tensor in student.state_dict().values()])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@torch.no_grad()
+def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrainedModel) -> None:
+    """With scores of zero, a started head is a decaying average: rows of its mixing matrix sum to 1."""
+    for site in attention_sites(teacher):
+        for parameter in getattr(site.module, site.layout.query).parameters():
+            parameter.zero_()
+    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    ssm = student.mixers()[0].ssm
+    assert len(log_decay(ssm.a_proj.bias).unique()) == 8
+    inputs = ssm._projections(torch.randn(1, 2000, 64))
+    _, b, c, raw, _ = ssm._convolved(*inputs, None, None, None)
+    row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
+    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+
+
+def head_errors(
+    student: HybridForCausalLM, teacher: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> float:
+    """Squared error of all heads' outputs, given the teacher's inputs, relative to silent heads."""
+    packed = packed_inputs(batch["seq_idx"], config=teacher.config)
+    with trace_mixers(teacher) as calls:
+        teacher(batch["input_ids"], use_cache=False, **packed)
+    pairs = [
+        (mixer.heads(call.hidden_BLD, seq_idx=batch["seq_idx"]), call.heads_BLHP)
+        for mixer, call in zip(student.mixers(), calls)
+    ]
+    error = sum((ours - theirs).square().sum() for ours, theirs in pairs)
+    return float(error / sum(theirs.square().sum() for _, theirs in pairs))
+
+
+@torch.no_grad()
+def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel) -> None:
+    """On text that the fit has not seen."""
+    errors = {}
+    for init in ("fitted", "teacher", "random"):
+        student, _ = build_student(
+            teacher, HeadPlan.none(teacher), d_state=8, init=init, calibration=calibration()
+        )
+        errors[init] = head_errors(student, teacher, calibration())
+    assert errors["fitted"] < errors["teacher"]
+    assert errors["fitted"] < errors["random"]
+    assert errors["fitted"] < 0.9
+
+
+@torch.no_grad()
+def test_the_fit_finds_what_heads_do(family_model: FamilyModel) -> None:
+    """Heads that look one token back, average over 8 tokens, or do both in other proportions."""
+    teacher = family_model("llama")
+    site = attention_sites(teacher)[0]
+    seq_idx = calibration()["seq_idx"]
+    hidden = torch.randn(2, 96, 64)
+    values_BLHP = site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
+    one_back, _ = causal_conv(
+        values_BLHP.flatten(-2), torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1), seq_idx_BL=seq_idx
+    )
+    a = 0.5 ** (1 / 8)
+    ones = torch.ones(2, 96, 8, 1)
+    average, _ = ssd_scan(values_BLHP, math.log(a) * ones[..., 0], (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+    heads_BLHP = torch.empty_like(values_BLHP)
+    heads_BLHP[:, :, :3] = one_back.view_as(values_BLHP)[:, :, :3]
+    heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
+    heads_BLHP[:, :, 6:] = 0.5 * average[:, :, 6:] + 0.4 * values_BLHP[:, :, 6:]
+
+    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    trace = LayerTrace(hidden, heads_BLHP, seq_idx)
+    started = init_ssm(INITS["fitted"], site, tuple(range(8)), student.config, torch.Generator(), trace)
+    ssm = student.mixers()[0].ssm
+    ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
+    error = (ssm(hidden, None, seq_idx) - heads_BLHP).square().sum((0, 1, 3)) / heads_BLHP.square().sum(
+        (0, 1, 3)
+    )
+    assert error.max() < 0.01
+    half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
+    torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
+
+
+def test_a_fitted_start_needs_data(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match="'fitted' is fitted to data; pass a batch as calibration"):
+        build_student(teacher, some_heads(teacher), d_state=8, init="fitted")
+    with pytest.raises(ValueError, match="calibration has tokens; it needs input_ids"):
+        build_student(
+            teacher, some_heads(teacher), d_state=8, init="fitted", calibration={"tokens": torch.zeros(1, 4)}
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_sharing_frees_the_copy_and_unsharing_makes_one(family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, tie_word_embeddings=True)
+    student, _ = build_student(teacher, some_heads(teacher), d_state=8)
+    ids = torch.randint(0, 101, (2, 9))
+    expected = student(ids).logits
+    share_frozen_weights(student, teacher)
+    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    inside = {id(p) for site in attention_sites(teacher) for p in site.module.parameters()}
+    outside = {id(p) for p in teacher.parameters()} - inside
+    assert shared == outside
+    assert torch.equal(student(ids).logits, expected)
+
+    unshare_weights(student)
+    assert not {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    assert student.lm_head.weight is student.get_input_embeddings().weight
+    assert torch.equal(student(ids).logits, expected)
+
+
+def test_a_plan_for_another_teacher_is_refused(family_model: FamilyModel) -> None:
+    teacher, other = family_model("llama"), family_model("llama", seed=1)
+    plan = some_heads(teacher)
+    made_for_teacher = HeadPlan(plan.n_layers, plan.n_heads, plan.n_kv_heads, plan.kept, fingerprint(teacher))
+    build_student(teacher, made_for_teacher, d_state=8)
+    with pytest.raises(ValueError, match=fingerprint(other)):
+        build_student(other, made_for_teacher, d_state=8)
+    with pytest.raises(ValueError, match="expects 3 layers, 8 heads, 4 KV heads"):
+        build_student(family_model("llama", num_hidden_layers=2), plan, d_state=8)
+
+
+@pytest.mark.parametrize("d_state", [0, 3.5, 3, 129, "8", None])
+def test_a_bad_state_size_is_refused(d_state: object, family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match=r"d_state is .*whole number from 4 to 128"):
+        build_student(teacher, some_heads(teacher), d_state=d_state)  # type: ignore[arg-type]
+
+
+def test_an_unknown_init_is_refused(family_model: FamilyModel) -> None:
+    teacher = family_model("llama")
+    with pytest.raises(ValueError, match=r"init is 'xavier'.*teacher"):
+        build_student(teacher, some_heads(teacher), d_state=8, init="xavier")
+
+
+def test_attention_that_is_not_understood_is_refused_by_name(family_model: FamilyModel) -> None:
+    def refused(change: Callable[[nn.Module], None], message: str) -> None:
+        teacher = family_model("qwen3")
+        change(teacher.model.layers[1].self_attn)
+        with pytest.raises(ValueError, match=message):
+            build_student(teacher, some_heads(teacher), d_state=8)
+
+    def fused(attention: nn.Module) -> None:
+        del attention.k_proj
+
+    def norm_over_two_heads(attention: nn.Module) -> None:
+        attention.q_norm.weight = nn.Parameter(torch.ones(2 * 16))
+
+    def sinks(attention: nn.Module) -> None:
+        attention.sinks = nn.Parameter(torch.zeros(8))
+
+    def gated_queries(attention: nn.Module) -> None:
+        attention.q_proj = nn.Linear(64, 2 * 8 * 16)
+
+    refused(fused, r"model\.layers\.1\.self_attn.*k_proj.*expected")
+    refused(
+        norm_over_two_heads, r"model\.layers\.1\.self_attn.*q_norm\.weight \[32\]; expected.*16 channels"
+    )
+    refused(sinks, r"model\.layers\.1\.self_attn.*holds sinks \[8\]; expected")
+    refused(gated_queries, r"model\.layers\.1\.self_attn\.q_proj has 256 rows; expected 8 heads x 16")
+
+
+# Families between those that students are checked with and those that cannot become students, by their class.
+TINY_SHAPE = {
+    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
+    config = getattr(transformers, f"{prefix}Config")(**TINY_SHAPE, **fields)
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("prefix", "fields"),
+    [
+        ("Helium", {"head_dim": 8, "num_key_value_heads": 4}),
+        ("NanoChat", {"num_key_value_heads": 4}),  # norms without weights, behind RoPE
+        ("Olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("Persimmon", {"qk_layernorm": True}),
+    ],
+)
+def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
+    teacher, ids = teacher_of_class(prefix, **fields), torch.randint(3, 101, (2, 15))
+    everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    assert torch.equal(everything(ids).logits, teacher(ids).logits)
+
+    plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (1, 5)])
+    student, _ = build_student(teacher, plan, d_state=8)
+    seq_idx = torch.tensor([[0] * 6 + [1] * 9]).expand(2, -1)
+    alone = torch.cat([student(document).logits for document in ids.split([6, 9], dim=1)], dim=1)
+    torch.testing.assert_close(student(ids, seq_idx=seq_idx).logits, alone)
+    for mixer in student.mixers():
+        mixer.ssm.z_proj.weight.zero_()
+        mixer.ssm.z_proj.bias.zero_()
+    with ablate_heads(teacher, set(HeadPlan.all(teacher).kept) - set(plan.kept)):
+        torch.testing.assert_close(student(ids).logits, teacher(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields", "message"),
+    [
+        ("BitNet", {}, r"model\.layers\.0\.self_attn \(BitNetAttention\) holds attn_sub_norm\.weight \[64\]; expected"),
+        ("StableLm", {"qk_layernorm": True}, r"holds q_layernorm\.norms\.0\.weight \[8\]; expected"),
+    ],
+)
+def test_what_cannot_become_a_student_says_so_in_a_line(prefix: str, fields: dict[str, object], message: str) -> None:
+    teacher = teacher_of_class(prefix, num_key_value_heads=4, **fields)
+    with pytest.raises(ValueError, match=f"{message}.*take a teacher of another family") as error:
+        build_student(teacher, HeadPlan.none(teacher), d_state=8)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_transformers_cannot_make_is_refused() -> None:
+    config = transformers.Emu3TextConfig(**TINY_SHAPE, num_key_value_heads=4)
+    teacher = transformers.Emu3ForCausalLM(config)
+    with pytest.raises(ValueError, match="no causal language model for a config of type emu3_text_model"):
+        build_student(teacher, HeadPlan.none(teacher), d_state=8)
+
+
+def test_a_layer_with_one_recurrent_head_can_be_saved(family_model, tmp_path) -> None:
+    teacher = family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
+    calibration = {"input_ids": torch.randint(3, 97, (2, 32))}
+    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=calibration)
+    odd = torch.empty(8)[::8]  # one element, stride 8: contiguous to torch, and no view of bytes
+    save_file({**student.state_dict(), "odd": odd}, tmp_path / "weights.safetensors")
+    assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
+
+
+def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope(family_model) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    teacher = family_model("llama", rope_parameters=rope, max_position_embeddings=32)
+    ids = torch.randint(3, 97, (1, 60))
+    with torch.no_grad():
+        teacher(ids)
+        student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+        for length in (20, 60, 20):
+            assert torch.equal(student(ids[:, :length]).logits, teacher(ids[:, :length]).logits)

@@ -1,0 +1,224 @@
+"""A document is the same alone, packed, padded and from a cache in every family. A model of another kind is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from students import close, keep, left_padded, logits, mixed_student, rope_that_depends_on_the_length, tokens
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_distill.model import HybridForCausalLM, modeling_hybrid, packed_inputs
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.scoring.restoration import restore_heads, restore_layers
+from hybrid_distill.student import self_check
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.self_check import check_rows
+from hybrid_distill.train.stages import LayerAlignment
+
+FamilyModel = Callable[..., PreTrainedModel]
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron": ("nemotron", {}),
+    "stablelm": ("stablelm", {}),
+    "gemma2": ("gemma2", {"sliding_window": 6}),
+    "gemma3": ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 3}),
+    "llama4": ("llama4", {"attention_chunk_size": 6}),
+    "window of two": ("mistral", {"sliding_window": 2}),
+    "long window": ("mistral", {"sliding_window": 4096}),
+    "window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 6}),
+    "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                                           "original_max_position_embeddings": 64}}),
+}  # fmt: skip
+
+
+def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tensor:
+    if isinstance(model, HybridForCausalLM):
+        return logits(model, ids, seq_idx=seq_idx)
+    return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_document_is_the_same_in_every_way(shape: str, family_model: FamilyModel) -> None:
+    family, settings = SHAPES[shape]
+    teacher = family_model(family, **settings)
+    prompts = [tokens(length) for length in (3, 17, 8)]
+    ids, mask = left_padded(prompts)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    row, seq_idx = torch.cat(prompts).unsqueeze(0), torch.tensor([[0] * 3 + [1] * 17 + [2] * 8])
+    for model in (teacher, mixed_student(teacher)):
+        alone = [logits(model, prompt.unsqueeze(0), use_cache=False)[0] for prompt in prompts]
+        close(packed_logits(model, row, seq_idx)[0], torch.cat(alone))
+        padded = logits(model, ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        close(torch.cat([padded[i, -len(prompt) :] for i, prompt in enumerate(prompts)]), torch.cat(alone))
+        cache, pieces = None, []
+        for piece in prompts[1].unsqueeze(0).split([7, 4, 1, 1, 4], dim=1):
+            output = model(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits[0])
+        close(torch.cat(pieces), alone[1])
+
+
+@torch.no_grad()
+def test_a_window_that_the_attention_does_not_have(family_model: FamilyModel) -> None:
+    """Packed rows are not cut by it, nor is a student's cache; the teacher's own cache is, so it makes no student."""
+    teacher, ids = family_model("llama"), tokens(1, 28)
+    student = mixed_student(teacher)
+    seq_idx = torch.tensor([[0] * 8 + [1] * 20])
+    for model, config in ((teacher, teacher.config), (student, student.model.config)):
+        config.sliding_window = 6
+        close(packed_logits(model, ids, seq_idx)[:, 8:], logits(model, ids[:, 8:], use_cache=False))
+    cache = student.new_cache()
+    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([9, 1, 18], dim=1)]
+    close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
+    message = r"LlamaForCausalLM does not compute a document from a cache .*differ by \S+ .*at most \S+.*sliding_window"
+    with pytest.raises(ValueError, match=message):
+        build_student(family_model("llama", sliding_window=6), HeadPlan.none(teacher), d_state=4)
+
+
+@torch.no_grad()
+def test_a_window_of_one_token_is_held_by_no_cache(family_model: FamilyModel) -> None:
+    student, ids = mixed_student(family_model("mistral", sliding_window=6)), tokens(2, 19)
+    student.model.config.sliding_window = 1
+    cache = student.new_cache()
+    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([7, 1, 1, 10], dim=1)]
+    close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
+    assert cache.nbytes()["kv"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("mistral", {"sliding_window": 1}, "MistralForCausalLM does not compute a document from a cache"),
+        (
+            "mistral",
+            {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "MistralForCausalLM does not compute a document from a cache",
+        ),
+    ],
+)
+def test_what_fails_is_refused_by_name(family: str, settings: Any, message: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, **settings)
+    with pytest.raises(ValueError, match=message):
+        build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
+    assert getattr(teacher.config, "sliding_window", None) == settings.get("sliding_window")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lost", ["token_mask", "seq_idx"])
+def test_a_layer_that_drops_arguments_is_found(lost: str, dtype: Any, family_model: FamilyModel, monkeypatch) -> None:
+    monkeypatch.setattr(modeling_hybrid, "ROW_ARGUMENTS", tuple({"token_mask", "seq_idx"} - {lost}))
+    way = {"token_mask": "padded on the left", "seq_idx": "packed behind another document"}[lost]
+    teacher = family_model("nemotron").to(dtype)
+    with pytest.raises(ValueError, match=f"a student made from NemotronModel does not compute a document {way}"):
+        build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teacher_whose_documents_leak_is_found(dtype: Any, family_model: FamilyModel, monkeypatch) -> None:
+    def without(seq_idx: Tensor, *args: Any) -> dict[str, Any]:
+        return {**packed_inputs(seq_idx, *args), "attention_mask": torch.ones_like(seq_idx)}
+
+    teacher = family_model("llama").to(dtype)
+    check_rows(teacher)
+    monkeypatch.setattr(self_check, "packed_inputs", without)
+    monkeypatch.setattr(self_check, "_checked", {})
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a document packed"):
+        check_rows(teacher)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_not_refused(kind: str, family_model: FamilyModel) -> None:
+    """The check's document is longer than these were trained for; cached decoding is another function there."""
+    teacher = family_model("llama", **rope_that_depends_on_the_length(kind, beyond=8))
+    ids = tokens(1, 11)
+    with torch.no_grad():
+        assert (self_check._cached(teacher, ids) - logits(teacher, ids)[0]).abs().max() > 1e-4
+    build_student(teacher, HeadPlan.none(teacher), d_state=4)
+
+
+def test_a_deep_model_in_bfloat16_is_not_refused(family_model: FamilyModel) -> None:
+    teacher = family_model("llama", num_hidden_layers=24).bfloat16()
+    build_student(teacher, HeadPlan.random(teacher, 40, seed=0), d_state=4)
+
+
+def test_the_teacher_is_checked_once_and_nothing_is_drawn(family_model: FamilyModel, monkeypatch) -> None:
+    checked: list[str] = []
+    real = self_check._compare
+
+    def count(model: PreTrainedModel, *args: Any) -> None:
+        checked.append(type(model).__name__)
+        real(model, *args)
+
+    monkeypatch.setattr(self_check, "_compare", count)
+    teacher = family_model("mistral", sliding_window=6).train()
+    before = torch.get_rng_state()
+    check_rows(teacher)
+    assert torch.equal(torch.get_rng_state(), before) and teacher.training and teacher.config.sliding_window == 6
+    for _ in range(2):
+        student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
+        assert student.training and student.model.config.sliding_window == 6
+    assert checked == ["MistralForCausalLM", "HybridForCausalLM", "HybridForCausalLM"]
+
+
+def test_recomputed_layers_know_documents_and_padding(family_model: FamilyModel) -> None:
+    """Nemotron's layers drop what its mixers need; two forwards before the first backward, then both backwards."""
+    student = mixed_student(family_model("nemotron")).train()
+    rows = [(tokens(2, 19), torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1)) for n in (8, 13)]
+
+    def gradients() -> list[Tensor]:
+        student.zero_grad()
+        losses = [student(ids, labels=ids, seq_idx=seq_idx).loss for ids, seq_idx in rows]
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in student.parameters()]
+
+    plain = gradients()
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for actual, expected in zip(gradients(), plain):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("target", ["mixer", "layer", "head"])
+@pytest.mark.parametrize("family", ["llama", "nemotron", "gemma3", "llama4"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_alignment_of_packed_rows_is_that_of_documents(
+    target: str, family: str, recompute: bool, family_model: FamilyModel
+) -> None:
+    """A row of two documents has the losses and the gradients of two rows."""
+    settings = {"gemma3": {"sliding_window": 4, "sliding_window_pattern": 2}, "llama4": {"attention_chunk_size": 4}}
+    teacher = family_model(family, **settings.get(family, {}))
+    student, _ = build_student(teacher, keep(teacher, (0, 1, 5), (), (2,)), d_state=4)
+    stage = LayerAlignment(student, teacher, target=target, train="ssm", recompute=recompute)
+    ids = tokens(2, 9)
+
+    def run(ids: Tensor, seq_idx: Tensor) -> list[Tensor]:
+        stage.zero_grad()
+        batch = {"input_ids": ids, "seq_idx": seq_idx, "mask": torch.ones_like(ids, dtype=torch.bool)}
+        loss = stage(batch)
+        loss.total.backward()
+        parameters = [p for p in stage.parameters() if p.requires_grad]
+        return [*loss.per_layer.values(), *(p.grad.clone() for p in parameters)]
+
+    packed = run(ids.reshape(1, -1), torch.arange(2).repeat_interleave(9).unsqueeze(0))
+    for actual, expected in zip(packed, run(ids, torch.zeros_like(ids)), strict=True):
+        scale = max(1.0, expected.abs().max().item())
+        close(actual / scale, expected / scale)
+
+
+@torch.no_grad()
+def test_restored_heads_of_a_layer_that_drops_arguments(family_model: FamilyModel) -> None:
+    teacher = family_model("nemotron")
+    student, ids = mixed_student(teacher), tokens(1, 12)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 7])
+    expected = logits(student, ids[:, 5:])
+    with restore_heads(student, teacher, HeadPlan.all(teacher).kept):
+        close(packed_logits(student, ids, seq_idx), packed_logits(teacher, ids, seq_idx))
+    with restore_layers(student, teacher, range(3)):
+        close(packed_logits(student, ids, seq_idx), packed_logits(teacher, ids, seq_idx))
+    close(packed_logits(copy.deepcopy(student), ids, seq_idx)[:, 5:], expected)

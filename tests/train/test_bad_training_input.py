@@ -1,0 +1,93 @@
+"""What no GPU minute must be spent on: exit status 2, the value and the way out, before a teacher is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import refusal
+from test_post import chat_tokenizer, conversations, save_model
+from training import small_run, word_texts, word_tokenizer
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.data import write_tokens
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_teacher(*args: object, **options: object) -> None:
+        raise AssertionError("the teacher was loaded before the input was looked at")
+
+    monkeypatch.setattr("hybrid_distill.pipeline.load_teacher", load_teacher)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """text.jsonl, chat.jsonl; words/ and chat/, tokens of a tokenizer of words; model/, whose vocabulary it is."""
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in word_texts(20)))
+    conversations(tmp_path / "chat.jsonl")
+    write_tokens(tmp_path / "words", [str(tmp_path / "text.jsonl")], word_tokenizer(), name="words")
+    write_tokens(tmp_path / "chat", [str(tmp_path / "chat.jsonl")], chat_tokenizer(), name="chat", text_column=None)
+    save_model(tmp_path / "model", chat_tokenizer())
+    return tmp_path
+
+
+@pytest.mark.parametrize("stage", ["align", "distill", "on_policy", "long", "post", "matrix"])
+@pytest.mark.parametrize("value", ["0", "-1e-4", "nan", "inf"])
+def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str], stage: str, value: str) -> None:
+    said = refusal(capsys, small_run(), f"--{stage.replace('_', '-')}.learning-rate", value)
+    assert f"{stage}.learning_rate is {float(value)}" in said and "above" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--data.sources {}/words", ["tokens of another tokenizer", "with words", "tiny_teacher", "prepare-data"]),
+        ("--stages align post --post.data.sources {}/chat", ["another tokenizer", "with chat", "tiny_teacher"]),
+        (
+            "--stages align post --post.teacher {0}/model --post.data.sources {0}/chat",
+            ["mixed tokenizers", "tiny_teacher", "/model", "same family"],
+        ),
+        ("--stages post --post.data.sources {}/chat.jsonl", ["tiny_teacher has no chat template", "--post.teacher"]),
+        ("--stages post", ["tiny is plain text", "--post.data.sources"]),
+        (
+            "--teacher {0}/model --data.sources {0}/words {0}/chat",
+            ["mixes tokens of different tokenizers", "with words", "with chat"],
+        ),
+        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "use --data.chat."]),
+        (
+            "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
+            ["cannot be streamed", "prepare-data --chat"],
+        ),
+        ("--stages long --long.seq-len 4096", ["long.seq_len is 4096", "'tiny' reach over 1024", "at most 1024"]),
+        ("--data.seq-len 2048", ["data.seq_len is 2048", "at most 1024"]),
+        ("--stages post --post.teacher /no/such/model", ["/no/such/model", "existing"]),
+    ],
+)
+def test_data_and_teachers_that_do_not_go_together(
+    inputs: Path, capsys: pytest.CaptureFixture[str], flags: str, words: list[str]
+) -> None:
+    said = refusal(capsys, small_run(inputs / "run"), *flags.format(inputs).split())
+    assert said.startswith("error: ") and len(said.strip().splitlines()) == 1
+    for word in words:
+        assert word in said
+    assert not (inputs / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--teacher", "--teacher.path", "--post.teacher"])
+def test_no_teacher(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert "is ''; name a" in refusal(capsys, small_run(), flag, "")
+
+
+def test_a_config_file_without_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"name": "run", "seed": 0}))
+    with pytest.raises(SystemExit) as exit_:
+        main(["evaluate", str(tmp_path)])
+    assert exit_.value.code == 2 and "names no teacher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("seq-len", "1"), ("segment-len", "0")])
+def test_a_length_that_is_none(capsys: pytest.CaptureFixture[str], field: str, value: str) -> None:
+    said = " ".join(refusal(capsys, small_run(), f"--long.{field}", value).split())
+    assert f"long.{field.replace('-', '_')} is {value}" in said and "at least" in said

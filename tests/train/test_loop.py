@@ -1,0 +1,598 @@
+"""A stage gives the same weights however it was cut up: in micro-batches, by interruptions, by kill -9."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from training import (
+    StoppingRows,
+    small_config,
+    small_models,
+    small_rows,
+    small_stage,
+)
+
+from hybrid_distill.distributed import WorldError, _name_gloo_interface, check_trackers, make_accelerator
+from hybrid_distill.train import checkpoint, loop
+from hybrid_distill.train.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
+from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
+from hybrid_distill.train.optimizer import make_adamw, wsd
+from hybrid_distill.train.spikes import PROFILED, WINDOW, Watch, flops_per_token
+from hybrid_distill.train.stages import make_stage
+
+NAMES = ("align", "distill")
+
+
+def train(name: str, out: Path, rows=None, **changes) -> StageManifest:
+    """Train the small stage of this name from the beginning, or from what is in ``out``."""
+    options = {
+        key: changes.pop(key) for key in ("resume", "seed", "parent_hash", "trackers") if key in changes
+    }
+    config = small_config(name, **changes)
+    return train_stage(small_stage(config), rows or small_rows(), config, out, progress=False, **options)
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[str, tuple[StageManifest, list]]:
+    """Manifest and losses of runs that nothing disturbed."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in NAMES:
+        out = tmp_path_factory.mktemp(name)
+        found[name] = train(name, out), losses(out)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, name):
+    config = small_config(name)
+    stage = small_stage(config)
+    manifest = train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    curve = [loss for _, loss, _ in losses(tmp_path)]
+    assert curve[-1] < 0.95 * curve[0]
+    assert manifest.finished and manifest.steps == config.steps
+    assert manifest.weights == weights_hash(stage.student) != manifest.parent
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "manifest.json", "metrics.jsonl", "model.safetensors",
+    ]  # fmt: skip
+    assert (manifest, losses(tmp_path)) == uninterrupted[name], "the same seed, the same everything"
+
+
+def test_every_line_of_the_metrics_says_what_happened(tmp_path):
+    rows = small_rows()
+    train("align", tmp_path, rows, log_every=5)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 5, 10, 12]
+    tokens = [int(rows.batch(step, 8)["mask"].sum()) for step in range(12)]
+    for line in lines:
+        assert set(line) == {
+            "step", "loss", "per_layer", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait", "memory_bytes",
+            "seconds",
+        }  # fmt: skip
+        assert 0 <= line["data_wait"] < 1 and line["memory_bytes"] > 2**20
+        assert line["loss"] == pytest.approx(sum(line["per_layer"].values()), rel=1e-5)
+        assert line["tokens"] == sum(tokens[: line["step"]])
+        assert line["lr"] == 3e-3 * wsd(line["step"] - 1, 12, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(("name", "micro_batch_size"), [("align", 3), ("distill", 1)])
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path, name, micro_batch_size):
+    """Also where a padded row makes micro-batches of unequal token counts."""
+    padded = [bool((~small_rows().batch(step, 8)["mask"]).any()) for step in range(12)]
+    assert any(padded), "a padded row must be among them"
+    for size in (8, micro_batch_size):
+        train(name, tmp_path / str(size), micro_batch_size=size)
+    for one, other in zip(losses(tmp_path / "8"), losses(tmp_path / str(micro_batch_size))):
+        assert one == pytest.approx(other, rel=2e-4)
+
+
+def test_another_seed_is_another_run_of_the_rows(tmp_path):
+    rows = small_rows()
+    rows.seed = 1
+    train("align", tmp_path / "0")
+    train("align", tmp_path / "1", rows)
+    assert losses(tmp_path / "0")[0][1] != losses(tmp_path / "1")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("align", signal.SIGINT), ("distill", signal.SIGTERM), ("align", signal.SIGUSR1)]
+)
+def test_a_signal_saves_and_the_same_command_goes_on(uninterrupted, tmp_path, name, number):
+    rows = StoppingRows(small_rows(), 6, lambda: os.kill(os.getpid(), number))
+    handler = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=r"stopped at step 7 of 12 .*step-00000007"):
+        train(name, tmp_path, rows)
+    assert signal.getsignal(number) == handler
+    assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
+
+
+def test_a_signal_that_comes_twice_is_one_request(uninterrupted, tmp_path):
+    """As under torchrun, which passes on what SLURM or a terminal has sent to all processes."""
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAME_REQUEST_S", 0.0)
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train("align", tmp_path, StoppingRows(small_rows(), 6, twice))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path):
+    whole = train("on_policy", tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train("on_policy", tmp_path / "cut", StoppingRows(small_rows(), 6))
+    assert train("on_policy", tmp_path / "cut") == whole
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("moment", ["step", "result"])
+def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(uninterrupted, tmp_path, monkeypatch, moment):
+    """In the last step, and while the result is written."""
+    if moment == "step":
+        rows = StoppingRows(small_rows(), 11)
+    else:
+        rows, save = small_rows(), checkpoint.save_stage
+
+        def save_and_stop(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return save(*args, **kwargs)
+
+        monkeypatch.setattr(checkpoint, "save_stage", save_and_stop)
+    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; the same command goes on"):
+        train("align", tmp_path, rows)
+    assert (StageManifest.read(tmp_path), losses(tmp_path)) == uninterrupted["align"]
+    assert train("align", tmp_path) == uninterrupted["align"][0]
+
+
+def killed(action) -> None:
+    """Run ``action`` in a child process, which must die of SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die(*args, **kwargs) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "step"), [("align", 0), ("align", 3), ("align", 10), ("distill", 7)])
+def test_killed_between_steps_and_resumed_gives_the_same_weights(uninterrupted, tmp_path, name, step):
+    killed(lambda: train(name, tmp_path, StoppingRows(small_rows(), step, die)))
+    assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 5])
+def test_killed_in_the_middle_of_writing_a_file(uninterrupted, tmp_path, nth):
+    """The 1st and 3rd are the weights of a checkpoint, the 2nd is optimiser state, the 5th the result."""
+
+    def action() -> None:
+        real, count = checkpoint.save_file, iter(range(1, 100))
+
+        def half(content, path) -> None:
+            real(content, path)
+            if next(count) == nth:
+                os.truncate(path, path.stat().st_size // 2)
+                die()
+
+        checkpoint.save_file = half
+        train("align", tmp_path)
+
+    killed(action)
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+@pytest.mark.parametrize("moment", ["weights_hash", "write_json"])
+def test_killed_while_the_result_is_written(uninterrupted, tmp_path, moment):
+    """After the weights, before the manifest that makes them count."""
+
+    def action() -> None:
+        real = checkpoint.save_stage
+
+        def save_stage(*args, **kwargs):
+            setattr(checkpoint, moment, die)
+            return real(*args, **kwargs)
+
+        checkpoint.save_stage = save_stage
+        train("align", tmp_path)
+
+    killed(action)
+    assert StageManifest.read(tmp_path) is None
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_killed_at_a_random_moment(uninterrupted, tmp_path):
+    """Whatever the moment is: several, by the clock."""
+    begun = time.perf_counter()
+    train("align", tmp_path / "timed")
+    duration = time.perf_counter() - begun
+    for fraction in (0.25, 0.5, 0.8):
+        child = os.fork()
+        if child == 0:
+            train("align", tmp_path / "run")
+            os._exit(0)
+        time.sleep(fraction * duration)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (train("align", tmp_path / "run"), losses(tmp_path / "run")) == uninterrupted["align"]
+
+
+def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(uninterrupted, tmp_path):
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 6))
+    with pytest.raises(ValueError, match=r"other settings: learning_rate \(0.003 there, 0.1 here\)"):
+        train("align", tmp_path, learning_rate=0.1)
+    with pytest.raises(ValueError, match="other settings: seed"):
+        train("align", tmp_path, seed=1)
+    with pytest.raises(ValueError, match="other settings: data"):
+        train("align", tmp_path, small_rows(seq_len=8))
+    manifest = train("align", tmp_path, checkpoint_every=3, log_every=2)
+    assert manifest.weights == uninterrupted["align"][0].weights
+
+
+def test_a_finished_stage_is_loaded_not_run_again(uninterrupted, tmp_path, monkeypatch):
+    manifest = train("align", tmp_path)
+    monkeypatch.setattr(loop._Run, "train", pytest.fail)
+    config = small_config("align")
+    stage = small_stage(config)
+    assert train_stage(stage, small_rows(), config, tmp_path, progress=False) == manifest
+    assert weights_hash(stage.student) == manifest.weights
+    with pytest.raises(ValueError, match="other settings"):
+        train("align", tmp_path, steps=13)
+
+
+def test_resume_never_begins_again(uninterrupted, tmp_path):
+    train("align", tmp_path, learning_rate=1e-4)
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 6), resume="never", learning_rate=1e-4)
+    assert (train("align", tmp_path, resume="never"), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_resume_from_a_named_checkpoint_drops_the_later_ones(uninterrupted, tmp_path):
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 9))
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["step-00000008", "step-00000010"]
+    with pytest.raises(Interrupted):
+        train(
+            "align", tmp_path, StoppingRows(small_rows(), 8), resume=str(tmp_path / "checkpoints" / names[0])
+        )
+    assert losses(tmp_path)[-1][0] == 9
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_a_broken_checkpoint_is_passed_over(uninterrupted, tmp_path):
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 9))
+    os.truncate(tmp_path / "checkpoints" / "step-00000010" / "optimizer.safetensors", 50)
+    with pytest.warns(UserWarning, match="Going on from step-00000008"):
+        assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_when_no_checkpoint_is_intact_it_says_so(tmp_path):
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 2))
+    os.truncate(tmp_path / "checkpoints" / "step-00000003" / "weights.safetensors", 50)
+    with pytest.raises(CorruptCheckpoint, match="--resume never"):
+        train("align", tmp_path)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(uninterrupted, tmp_path, monkeypatch):
+    real, count = checkpoint.save_file, iter(range(1, 100))
+
+    def save_file(content, path) -> None:
+        real(content, path)
+        if next(count) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", save_file)
+        with pytest.raises(SaveFailed, match=r"step-00000008 .*untouched \(step-00000004\)"):
+            train("align", tmp_path)
+    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
+
+
+def test_stages_follow_each_other_by_hash(tmp_path):
+    student, teacher = small_models()
+    first = small_config("align")
+    aligned = train_stage(
+        make_stage(first, student, teacher), small_rows(), first, tmp_path / "1-align", progress=False
+    )
+    second = small_config("distill")
+    stage = make_stage(second, student, teacher, vocab_size=99)
+    distilled = train_stage(
+        stage, small_rows(), second, tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
+    )
+    assert distilled.parent == aligned.weights
+
+
+def test_a_student_that_is_not_the_parent_is_refused(tmp_path):
+    parent = train("align", tmp_path / "1-align").weights
+    with pytest.raises(StageParentError) as caught:
+        train("distill", tmp_path / "2-distill", parent_hash=parent)
+    fresh = weights_hash(small_models()[0])
+    assert parent[:16] in str(caught.value) and fresh[:16] in str(caught.value)
+    assert not (tmp_path / "2-distill").exists()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_stage_that_came_from_another_parent_is_refused(tmp_path, finished):
+    if finished:
+        train("distill", tmp_path)
+    else:
+        with pytest.raises(Interrupted):
+            train("distill", tmp_path, StoppingRows(small_rows(), 5))
+    config = small_config("distill")
+    student, teacher = small_models()
+    with torch.no_grad():
+        student.mixers()[0].ssm.D.add_(1.0)
+    with pytest.raises(StageParentError) as caught:
+        train_stage(make_stage(config, student, teacher), small_rows(), config, tmp_path, progress=False)
+    for model in (small_models()[0], student):
+        assert weights_hash(model)[:16] in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
+    config = small_config("align")
+    stage = small_stage(config)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            stage.student.mixers()[1].ssm.D[0] = float("nan")
+
+    with pytest.raises(Diverged, match=r"step 7: loss nan.* in layer.1, on rows 48 to 55"):
+        train_stage(stage, StoppingRows(small_rows(), 6, spoil), config, tmp_path, progress=False)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+class SpoiltRows:
+    """Rows whose batch at some steps breaks the loss: all tokens, but for one, are padding of no account."""
+
+    def __init__(self, rows, steps: set[int], stage) -> None:
+        self.rows, self.steps, self.stage = rows, steps, stage
+        self.fingerprint = rows.fingerprint
+        self.handle = stage.student.get_input_embeddings().register_forward_hook(self._spoil)
+        self.handle = stage.teacher.get_input_embeddings().register_forward_hook(self._spoil)
+        self.step = -1
+
+    def _spoil(self, module, args, output):
+        return output * float("nan") if self.step in self.steps else output
+
+    def batch(self, step: int, *args):
+        self.step = step
+        return self.rows.batch(step, *args)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state) -> None: ...
+
+
+def test_a_bad_batch_can_be_left_out(tmp_path):
+    config = small_config("distill", on_divergence="skip", max_skips=2, log_every=1)
+    stage = small_stage(config)
+    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), config, tmp_path, progress=False)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
+    assert lines[4]["skipped"].startswith("loss nan") and lines[4]["loss"] is None
+    good = [line["loss"] for line in lines if "skipped" not in line]
+    assert good[-1] < good[0]
+    assert all(torch.isfinite(p).all() for p in stage.student.parameters())
+
+
+def test_too_many_bad_batches_in_a_row_stop_the_run(tmp_path):
+    config = small_config("distill", on_divergence="skip", max_skips=2)
+    stage = small_stage(config)
+    with pytest.raises(Diverged, match="step 7: loss nan"):
+        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), config, tmp_path, progress=False)
+
+
+def test_a_loss_far_above_the_usual_is_a_divergence():
+    watch = Watch(small_config("align", spike=5.0))
+    assert watch.complaint(90.0, 1.0, {}) is None, "nothing is usual yet"
+    for _ in range(WINDOW):
+        assert watch.complaint(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
+    assert watch.complaint(9.9, 1.0, {}) is None
+    again = Watch(small_config("align", spike=5.0))
+    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    for one in (watch, again):
+        assert "5 times the usual 2, highest in layer.1" in one.complaint(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+
+
+def test_a_trace_of_some_steps_is_written_when_asked_for(tmp_path):
+    config = small_config("align")
+    train_stage(small_stage(config), small_rows(), config, tmp_path, progress=False, profile=True)
+    trace = json.loads((tmp_path / "trace-0.json").read_text())
+    assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
+
+
+def test_operations_of_a_step_follow_from_the_weights():
+    student, teacher = small_models()
+    stage = make_stage(small_config("distill"), student, teacher)
+    batch = small_rows().batch(0, 1)
+    n_tokens = batch["input_ids"].numel()
+    with FlopCounterMode(display=False) as counter:
+        stage(batch).total.backward()
+    ours = flops_per_token(student, [teacher], teacher_forced=False) * n_tokens
+    assert ours <= counter.get_total_flops() < 1.5 * ours  # it also counts attention and the recurrence
+
+
+def test_bf16_trains_float32_weights(tmp_path):
+    config = small_config("distill", precision="bf16")
+    stage = small_stage(config)
+    train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    curve = [loss for _, loss, _ in losses(tmp_path)]
+    assert curve[-1] < curve[0]
+    assert {p.dtype for p in stage.student.parameters()} == {torch.float32}
+
+
+def test_a_bfloat16_teacher_needs_bf16_compute(tmp_path):
+    student, teacher = small_models()
+    config = small_config("align")
+    stage = make_stage(config, student.bfloat16(), teacher.bfloat16())
+    with pytest.raises(ValueError, match="use precision bf16"):
+        train_stage(stage, small_rows(), config, tmp_path, progress=False)
+
+
+def test_weight_decay_is_for_matrices_only():
+    stage = small_stage(small_config("distill"))
+    optimizer = make_adamw(stage, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    names = {id(p): name for name, p in stage.named_parameters()}
+    decayed, free = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert len(decayed) + len(free) == len(names)
+    for part in ("bias", "norm", "conv_weight", ".D", "a_proj"):
+        assert any(part in name for name in free) and not any(part in name for name in decayed)
+    for part in ("x_proj.weight", "q_proj.weight", "o_proj.weight", "up_proj.weight"):
+        assert any(part in name for name in decayed)
+
+
+def test_the_schedule_rises_stays_and_falls():
+    rates = [wsd(step, 100, 0.1, 0.1) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[9:91] == [1.0] * 82
+    assert rates[90:] == pytest.approx([1.0 - 0.1 * i for i in range(10)])
+    assert [wsd(step, 3, 0.0, 0.0) for step in range(3)] == [1.0] * 3
+    assert all(0 < wsd(step, n, 0.1, 0.1) <= 1 for n in (1, 2, 7) for step in range(n))
+
+
+def test_a_tracker_is_asked_for_by_name(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"tracker 'mlflow' is unknown; choose from tensorboard, trackio, wandb"
+    ):
+        check_trackers(["mlflow"])
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"):
+            check_trackers(["wandb"])
+    train("align", tmp_path, trackers=("tensorboard",))
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    check_trackers(["wandb"])
+    assert os.environ.pop("WANDB_MODE") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    check_trackers(["wandb"])
+    assert "WANDB_MODE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported; .* launch/fsdp2.yaml"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "or add --fsdp_cpu_ram_efficient_loading false",
+        ),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0"}, None),
+    ],
+)
+def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if message is None:
+        monkeypatch.setattr("hybrid_distill.distributed.Accelerator", one_process)
+        message = "the launcher announced 2 processes and 1 run together"
+    with pytest.raises(WorldError, match=message):
+        make_accelerator()
+
+
+def one_process(**kwargs):
+    """What accelerate makes of a launch that it does not understand."""
+
+    class Accelerator:
+        num_processes = 1
+
+    return Accelerator()
+
+
+def test_a_number_of_processes_that_was_asked_for_is_checked():
+    with pytest.raises(WorldError, match="the configuration asks for 4 processes and 1 run together"):
+        make_accelerator(processes=4)
+
+
+SEVERAL_MACHINES = {
+    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "GLOO_SOCKET_IFNAME": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "lo"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, ""),
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ],
+    ids=["leads to machine 0", "unknown machine", "one machine", "named already"],
+)
+def test_gloo_is_told_the_interface_on_several_machines(monkeypatch, changes, expected):
+    for name, value in {**SEVERAL_MACHINES, **changes}.items():
+        monkeypatch.setenv(name, value)
+    _name_gloo_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+def test_a_step_costs_little_beside_its_maths(tmp_path):
+    """Loop, data, clipping and optimiser of a small stage: milliseconds of processor time."""
+    config = small_config("align", steps=40, micro_batch_size=8, checkpoint_every=1000, log_every=20)
+    stage, rows = small_stage(config), small_rows()
+
+    def maths() -> None:
+        for step in range(40):
+            stage(rows.batch(step, 8)).total.backward()
+
+    def spent(action) -> float:
+        begun = time.process_time()
+        action()
+        return time.process_time() - begun
+
+    maths()
+    bare = spent(maths)
+    whole = spent(lambda: train_stage(stage, rows, config, tmp_path, progress=False))
+    assert (whole - bare) / 40 < 0.02

@@ -1,0 +1,215 @@
+"""Distillation losses against torch's own, and the ways they are usually got wrong."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybrid_distill.train import losses
+from hybrid_distill.train.losses import IGNORE, distillation_loss
+
+B, L, V = 3, 5, 11
+
+
+@pytest.fixture
+def logits() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(B, L, V).double() * 2, torch.randn(B, L, V).double() * 2
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    return torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]).bool()
+
+
+def torch_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of each token by torch's own function."""
+    return F.kl_div(
+        q_logits.log_softmax(-1), p_logits.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+
+
+def test_forward_kl_is_torchs_kl_div(logits, mask):
+    student, teacher = logits
+    expected = torch_kl(teacher, student)[mask].mean()
+    torch.testing.assert_close(distillation_loss(student, teacher, mask), expected)
+
+
+def test_reverse_kl_is_torchs_kl_div_the_other_way_round(logits, mask):
+    student, teacher = logits
+    expected = torch_kl(student, teacher)[mask].mean()
+    torch.testing.assert_close(distillation_loss(student, teacher, mask, kind="reverse_kl"), expected)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_is_the_mixture_of_two_divergences(logits, beta):
+    student, teacher = logits
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    m = (beta * p + (1 - beta) * q).log()
+    expected = (beta * torch_kl(teacher, m) + (1 - beta) * torch_kl(student, m)).mean()
+    torch.testing.assert_close(distillation_loss(student, teacher, kind="jsd", beta=beta), expected)
+
+
+def test_jsd_at_one_half_is_symmetric_and_bounded(logits):
+    student, teacher = logits
+    one = distillation_loss(student, teacher, kind="jsd")
+    torch.testing.assert_close(one, distillation_loss(teacher, student, kind="jsd"))
+    assert 0 < one < torch.tensor(2.0).log()
+
+
+def test_forward_kl_has_the_gradient_of_cross_entropy_to_the_teachers_softmax(logits):
+    student, teacher = (x.clone().requires_grad_() for x in logits)
+    (ours,) = torch.autograd.grad(distillation_loss(student, teacher.detach()), student)
+    cross_entropy = -(teacher.detach().softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+    (theirs,) = torch.autograd.grad(cross_entropy, student)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", losses.KINDS)
+def test_gradients(logits, mask, kind):
+    student, teacher = logits
+    labels = torch.randint(V, (B, L))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return distillation_loss(
+            x, teacher, mask, kind=kind, temperature=2.0, beta=0.3, hard_weight=0.25, labels_BL=labels,
+            chunk_size=4,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
+
+
+@pytest.mark.parametrize("kind", losses.KINDS)
+def test_equal_logits_cost_nothing(logits, kind):
+    assert distillation_loss(logits[0], logits[0].clone(), kind=kind, temperature=3.0).abs() < 1e-12
+
+
+@pytest.mark.parametrize("kind", losses.KINDS)
+def test_temperature_divides_both_sides_and_its_square_multiplies(logits, kind):
+    student, teacher = logits
+    at_two = distillation_loss(student * 2, teacher * 2, kind=kind, temperature=2.0)
+    torch.testing.assert_close(at_two, 4 * distillation_loss(student, teacher, kind=kind))
+
+
+def test_gradient_keeps_its_size_at_high_temperature(logits):
+    student, teacher = logits[0].requires_grad_(), logits[1]
+    norms = []
+    for temperature in (20.0, 40.0):
+        (grad,) = torch.autograd.grad(distillation_loss(student, teacher, temperature=temperature), student)
+        norms.append(grad.norm())
+    assert 0.9 < norms[0] / norms[1] < 1.1
+
+
+@pytest.mark.parametrize("kind", losses.KINDS)
+def test_longer_rows_and_padding_change_nothing(logits, kind):
+    student, teacher = logits
+    plain = distillation_loss(student, teacher, kind=kind)
+    twice = distillation_loss(torch.cat([student] * 2, 1), torch.cat([teacher] * 2, 1), kind=kind)
+    torch.testing.assert_close(plain, twice)
+    padding = torch.full((B, 3, V), float("nan")).double()
+    padded_student = torch.cat([student, padding], 1).requires_grad_()
+    mask = torch.arange(L + 3).expand(B, -1) < L
+    padded = distillation_loss(padded_student, torch.cat([teacher, padding], 1), mask, kind=kind)
+    torch.testing.assert_close(plain, padded)
+    padded.backward()
+    assert padded_student.grad is not None
+    assert torch.isfinite(padded_student.grad).all() and not padded_student.grad[:, L:].any()
+
+
+def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits):
+    student, teacher = logits
+    wide_student = torch.cat([student, torch.randn(B, L, 5).double()], -1)
+    wide_teacher = torch.cat([teacher, torch.randn(B, L, 2).double()], -1)
+    expected = distillation_loss(student, teacher)
+    torch.testing.assert_close(distillation_loss(wide_student, wide_teacher, vocab_size=V), expected)
+    torch.testing.assert_close(distillation_loss(wide_student, teacher), expected)
+    with pytest.raises(ValueError, match=r"vocab_size is 14; the student has 16 logits and the teacher has 13"):
+        distillation_loss(wide_student, wide_teacher, vocab_size=14)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 15, 100])
+def test_chunks_change_neither_value_nor_gradient(logits, mask, chunk_size):
+    student, teacher = logits[0].requires_grad_(), logits[1]
+    labels = torch.randint(V, (B, L)).masked_fill(torch.rand(B, L) < 0.3, IGNORE)
+    values, grads = [], []
+    for size in (1000, chunk_size):
+        loss = distillation_loss(student, teacher, mask, hard_weight=0.5, labels_BL=labels, chunk_size=size)
+        values.append(loss)
+        grads.append(torch.autograd.grad(loss, student)[0])
+    torch.testing.assert_close(values[0], values[1])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_hard_labels_alone_are_cross_entropy_over_the_labelled_tokens(logits, mask):
+    student, teacher = logits
+    labels = torch.randint(V, (B, L))
+    labels[0, 2] = IGNORE
+    loss = distillation_loss(student, teacher, mask, hard_weight=1.0, temperature=3.0, labels_BL=labels)
+    kept = mask & (labels != IGNORE)
+    torch.testing.assert_close(loss, F.cross_entropy(student[kept], labels[kept]))
+
+
+def test_labels_stop_at_the_end_of_a_document():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 0]])
+    seq_idx = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]]).bool()
+    assert losses.next_token_labels(ids, seq_idx, mask).tolist() == [[6, IGNORE, 8, 9, IGNORE, IGNORE]]
+
+
+def test_bf16_logits_are_summed_in_float32(logits):
+    student, teacher = (x.bfloat16() for x in logits)
+    loss = distillation_loss(student, teacher)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, distillation_loss(student.float(), teacher.float()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "kl"}, "kind is 'kl'; choose one of forward_kl, reverse_kl, jsd"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"hard_weight": 1.5}, "hard_weight is 1.5"),
+        ({"hard_weight": 0.5}, "without labels_BL"),
+        ({"kind": "jsd", "beta": 1.0}, "beta is 1.0"),
+    ],
+)
+def test_bad_options_are_named(logits, options, message):
+    with pytest.raises(ValueError, match=message):
+        distillation_loss(*logits, **options)
+
+
+def test_l2_norm_is_the_mean_norm_over_kept_tokens(logits, mask):
+    pred, target = logits
+    torch.testing.assert_close(
+        losses.l2_norm_loss(pred, target, mask), (pred - target)[mask].norm(dim=-1).mean()
+    )
+    assert torch.autograd.gradcheck(lambda x: losses.l2_norm_loss(x, target, mask), (pred.requires_grad_(),))
+
+
+def test_l2_norm_has_a_gradient_where_the_error_is_zero():
+    pred = torch.ones(1, 2, 4, requires_grad=True)
+    losses.l2_norm_loss(pred, torch.ones(1, 2, 4)).backward()
+    assert pred.grad is not None and not pred.grad.any()
+
+
+@pytest.mark.parametrize("loss", [losses.l2_norm_loss, losses.normalised_mse, losses.frobenius_loss])
+def test_a_nan_is_not_hidden(loss):
+    pred = torch.zeros(1, 2, 4, 4)
+    pred[0, 1, 2, 3] = float("nan")
+    assert loss(pred, torch.ones(1, 2, 4, 4)).isnan()
+
+
+def test_normalised_mse_is_one_for_zero_and_free_of_scale(logits, mask):
+    pred, target = logits
+    torch.testing.assert_close(losses.normalised_mse(torch.zeros_like(target), target, mask).item(), 1.0)
+    torch.testing.assert_close(
+        losses.normalised_mse(pred * 9, target * 9, mask), losses.normalised_mse(pred, target, mask)
+    )
+
+
+def test_frobenius_is_the_mean_matrix_norm(mask):
+    pred, target = torch.randn(B, 2, L, L).double(), torch.randn(B, 2, L, L).double()
+    expected = torch.linalg.matrix_norm(pred - target).mean()
+    torch.testing.assert_close(losses.frobenius_loss(pred, target), expected)
+    rows = mask[:, None, :, None]
+    torch.testing.assert_close(
+        losses.frobenius_loss(pred, target, mask), losses.frobenius_loss(pred * rows, target * rows)
+    )

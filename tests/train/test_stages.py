@@ -1,0 +1,457 @@
+"""What each stage compares, what it trains, and that it does so on the teacher's own inputs."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import small_models, small_rows, small_run
+
+from hybrid_distill.model.modeling_hybrid import packed_inputs
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
+from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.train.losses import distillation_loss
+from hybrid_distill.train.parallel.fsdp import with_divided_teacher
+from hybrid_distill.train.stages import (
+    EndToEnd,
+    LayerAlignment,
+    MatrixAlignment,
+    OnPolicy,
+    _kind_of,
+    _SampleByRow,
+    make_stage,
+)
+
+TARGETS = ("mixer", "layer", "head")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return small_rows().batch(0, 8)
+
+
+def one_document(batch, row: int, number: int) -> Tensor:
+    return batch["input_ids"][row][batch["seq_idx"][row] == number][None]
+
+
+@torch.no_grad()
+def traced(teacher: nn.Module, batch) -> list:
+    with trace_mixers(teacher) as calls:
+        teacher(input_ids=batch["input_ids"], use_cache=False, **packed_inputs(batch["seq_idx"]))
+    return calls
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_target_is_the_output_of_the_teachers_own_module(family_model, family, batch, target):
+    """Recomputed by hand from a trace of the teacher, the last layer included."""
+    teacher = family_model(family)
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+    found = LayerAlignment(student, teacher, target=target)(batch).per_layer
+    mask = batch["mask"]
+    for layer, call in enumerate(traced(teacher, batch)):
+        mixer, block = student.mixers()[layer], teacher.base_model.layers[layer]
+        recurrent = list(mixer.recurrent)
+        with torch.no_grad():
+            kwargs = {**call.kwargs, "seq_idx": batch["seq_idx"]}
+            heads = mixer.heads(*call.args, **kwargs)
+            if target == "head":
+                error = (heads - call.heads_BLHP)[:, :, recurrent]
+            elif target == "mixer":
+                error = mixer.o_proj(heads.flatten(-2)) - call.out_BLD
+            else:
+                residual, site = block_input(teacher, batch, layer), attention_sites(teacher)[layer]
+                outputs = []
+                for out_BLD in (mixer.o_proj(heads.flatten(-2)), call.out_BLD):
+                    with replaced_forward(site.module, lambda *_, out_BLD=out_BLD, **__: (out_BLD, None)):
+                        outputs.append(block(residual))
+                error = outputs[0] - outputs[1]
+        expected = error.norm(dim=-1)[mask].mean()
+        torch.testing.assert_close(found[f"layer.{layer}"], expected, rtol=1e-4, atol=1e-6)
+
+
+STAGES = {
+    "mixer": AlignConfig(target="mixer", train="mixer"),
+    "layer": AlignConfig(target="layer"),
+    "head": AlignConfig(target="head"),
+    "matrix": MatrixConfig(),
+    "distill": DistillConfig(),
+}
+
+
+@pytest.mark.parametrize("config", STAGES.values(), ids=STAGES)
+def test_a_step_lowers_the_loss_and_reaches_what_is_trained_alone(family_model, family, batch, config):
+    teacher = family_model(family, attn_implementation="eager")
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+    stage = make_stage(config, student, teacher)
+    before = stage(batch).total
+    before.backward()
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    assert trained and all(parameter.grad is not None for parameter in trained)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    gradient_square = sum(parameter.grad.square().sum() for parameter in trained)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter -= 0.01 * before / gradient_square * parameter.grad
+        assert stage(batch).total < before
+
+
+def test_the_fused_loss_of_every_family_is_that_of_its_logits(family_model, family, batch):
+    teacher = family_model(family)
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+    fused, plain = (EndToEnd(student, teacher, fused=fused)(batch).total for fused in (True, False))
+    torch.testing.assert_close(fused, plain)
+
+
+@torch.no_grad()
+def block_input(teacher: nn.Module, batch, layer: int) -> Tensor:
+    seen: list[Tensor] = []
+    block = teacher.base_model.layers[layer]
+    handle = block.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
+    )
+    teacher(input_ids=batch["input_ids"], use_cache=False, **packed_inputs(batch["seq_idx"]))
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("loss", ["l2", "nmse"])
+def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target, loss):
+    student, teacher = small_models()
+    stage = LayerAlignment(student, teacher, target=target, loss=loss)
+    calls = {"blocks": 0, "head": 0}
+    teacher.model.layers[0].self_attn.register_forward_hook(
+        lambda *_: calls.update(blocks=calls["blocks"] + 1)
+    )
+    teacher.lm_head.register_forward_hook(lambda *_: calls.update(head=calls["head"] + 1))
+    stage(batch).total.backward()
+    assert calls == {"blocks": 1, "head": 0}
+    hooks = [h for m in teacher.modules() for h in (m._forward_hooks, m._forward_pre_hooks) if h]
+    assert len(hooks) == 2, "only the two of this test"
+
+
+def test_hooks_go_away_when_a_step_fails(batch):
+    student, teacher = small_models()
+    stage = LayerAlignment(student, teacher)
+    student.mixers()[1].forward = None
+    with pytest.raises(TypeError):
+        stage(batch)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in teacher.modules())
+
+
+def test_there_is_one_copy_of_the_frozen_weights():
+    student, teacher = small_models()
+    stage = LayerAlignment(student, teacher)
+    assert student.model.embed_tokens.weight is teacher.model.embed_tokens.weight
+    assert student.model.layers[0].mlp.up_proj.weight is teacher.model.layers[0].mlp.up_proj.weight
+    names = {name for name, _ in stage.named_parameters()}
+    assert all(name.startswith("mixers.") for name in names), "the wrapped module holds the mixers alone"
+
+
+@pytest.mark.parametrize(("train", "trained"), [("ssm", ("ssm",)), ("mixer", ("ssm", "attention", "o_proj"))])
+def test_alignment_trains_what_it_says_and_uses_all_of_it(batch, train, trained):
+    student, teacher = small_models()
+    before = {name: p.detach().clone() for name, p in teacher.named_parameters()}
+    stage = LayerAlignment(student, teacher, train=train)
+    stage(batch).total.backward()
+    for name, parameter in stage.named_parameters():
+        should = any(f".{part}." in name for part in trained)
+        assert parameter.requires_grad == should and (parameter.grad is not None) == should, name
+    for name, parameter in teacher.named_parameters():
+        assert parameter.grad is None and torch.equal(parameter, before[name])
+
+
+def test_with_ssm_training_a_kept_head_goes_on_contributing_what_it_did(batch):
+    student, teacher = small_models()
+    stage = LayerAlignment(student, teacher)
+    optimizer = torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        stage(batch).total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for layer, call in enumerate(traced(teacher, batch)):
+        mixer = student.mixers()[layer]
+        with torch.no_grad():
+            heads = mixer.heads(*call.args, **call.kwargs, seq_idx=batch["seq_idx"])
+        kept = list(mixer.kept)
+        torch.testing.assert_close(heads[:, :, kept], call.heads_BLHP[:, :, kept], rtol=1e-5, atol=1e-6)
+        assert torch.equal(mixer.o_proj.weight, teacher.model.layers[layer].self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_recomputing_changes_nothing_but_memory(batch, target):
+    gradients = []
+    for recompute in (False, True):
+        stage = LayerAlignment(*small_models(), target=target, recompute=recompute)
+        stage(batch).total.backward()
+        gradients.append([p.grad for p in stage.parameters() if p.grad is not None])
+    assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_layers_that_keep_every_head_are_left_out(batch):
+    student, teacher = small_models()
+    student, _ = build_student(teacher, HeadPlan.layers(teacher.config, [0]), d_state=4)
+    loss = LayerAlignment(student, teacher, train="mixer")(batch)
+    assert list(loss.per_layer) == ["layer.1"]
+    torch.testing.assert_close(loss.total.detach(), loss.per_layer["layer.1"])
+
+
+def make(name: str, k: int = 2, **overrides):
+    student, teacher = small_models(k=k, **overrides)
+    if name == "matrix":
+        teacher.set_attn_implementation("eager")
+    config = {"align": AlignConfig(), "matrix": MatrixConfig(), "distill": DistillConfig(hard_weight=0.3)}[
+        name
+    ]
+    return make_stage(config, student, teacher, vocab_size=99)
+
+
+@pytest.mark.parametrize("name", ["align", "matrix"])
+def test_a_student_that_keeps_every_head_has_nothing_to_align(name):
+    with pytest.raises(ValueError, match="nothing to train"):
+        make(name, k=8)
+
+
+@pytest.mark.parametrize("name", ["align", "distill"])
+def test_padding_changes_no_loss(name):
+    stage = make(name)
+    batch = small_rows().batch(0, 4)
+    rows = torch.randint(2, 99, (4, 5))
+    padded = {
+        "input_ids": torch.cat([batch["input_ids"], rows], 1),
+        "seq_idx": torch.cat([batch["seq_idx"], (batch["seq_idx"].max() + 1).expand(4, 5)], 1),
+        "mask": torch.cat([batch["mask"], torch.zeros(4, 5, dtype=torch.bool)], 1),
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(stage(batch).total, stage(padded).total, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["align", "distill"])
+def test_documents_packed_in_a_row_do_not_see_each_other(name):
+    """The loss of a row is the sum of its documents' shares in it."""
+    stage = make(name)
+    batch = small_rows().batch(1, 4)
+    total, totals = 0.0, stage.totals(batch)
+    with torch.no_grad():
+        for row in range(4):
+            for number in batch["seq_idx"][row].unique():
+                ids = one_document(batch, row, int(number))
+                alone = {
+                    "input_ids": ids,
+                    "seq_idx": torch.zeros_like(ids),
+                    "mask": batch["mask"][row][batch["seq_idx"][row] == number][None],
+                }
+                total += stage(alone, totals).total
+        torch.testing.assert_close(stage(batch).total, total, rtol=1e-4, atol=1e-6)
+
+
+def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
+    stage = make("matrix")
+    found = stage(batch)
+    student, teacher = stage.student, stage.teacher
+    with torch.no_grad():
+        packed = packed_inputs(batch["seq_idx"], config=teacher.config)
+        maps = teacher(
+            input_ids=batch["input_ids"], output_attentions=True, use_cache=False, **packed
+        ).attentions
+    for layer, call in enumerate(traced(teacher, batch)):
+        mixer = student.mixers()[layer]
+        with torch.no_grad():
+            mixing = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
+        error = (mixing - maps[layer][:, list(mixer.recurrent)]) * batch["mask"][:, None, :, None]
+        torch.testing.assert_close(found.per_layer[f"layer.{layer}"], torch.linalg.matrix_norm(error).mean())
+    found.total.backward()
+    for name, parameter in stage.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert not any(p.requires_grad for n, p in stage.named_parameters() if "x_proj" in n or "z_proj" in n)
+
+
+def test_the_matrix_stage_needs_eager_attention():
+    student, teacher = small_models()
+    with pytest.raises(ValueError, match="'sdpa' attention does not give"):
+        MatrixAlignment(student, teacher)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
+    student, teacher = small_models()
+    stage = EndToEnd(student, teacher, temperature=2.0, vocab_size=99, fused=fused)
+    with torch.no_grad():
+        packed = packed_inputs(batch["seq_idx"])
+        theirs = teacher(input_ids=batch["input_ids"], use_cache=False, **packed).logits
+        ours = student(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"]).logits
+        expected = distillation_loss(ours, theirs, batch["mask"], temperature=2.0, vocab_size=99)
+        torch.testing.assert_close(stage(batch).total, expected)
+
+
+@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+def test_the_fused_loss_has_the_gradients_of_the_loss_on_logits(batch, hard_weight):
+    gradients = {}
+    for fused in (True, False):
+        student, teacher = small_models()
+        stage = EndToEnd(student, teacher, kind="jsd", temperature=2.0, hard_weight=hard_weight, fused=fused)
+        stage(batch).total.backward()
+        gradients[fused] = {name: p.grad for name, p in student.named_parameters()}
+    for name, gradient in gradients[True].items():
+        torch.testing.assert_close(gradient, gradients[False][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("finish", [{"final_logit_softcapping": 0.05}, {"logits_scaling": 3.0}, {"logit_scale": 0.5}])
+def test_logits_that_are_more_than_a_product_are_not_fused(batch, finish):
+    student, teacher = small_models()
+    for config in (student.model.config, teacher.config):
+        for name, value in finish.items():
+            setattr(config, name, value)
+    plain = EndToEnd(*small_models())(batch).total
+    assert not torch.allclose(EndToEnd(student, teacher)(batch).total, plain, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("train", "trained"), [("all", ("",)), ("mixer", (".self_attn.",)), ("ssm", (".self_attn.ssm.",))]
+)
+def test_end_to_end_trains_what_it_says_and_never_the_teacher(batch, train, trained):
+    student, teacher = small_models()
+    LayerAlignment(student, teacher)
+    stage = EndToEnd(student, teacher, train=train)
+    stage(batch).total.backward()
+    for name, parameter in student.named_parameters():
+        should = any(part in name for part in trained)
+        assert (parameter.grad is not None) == should, name
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    theirs = {id(p) for p in teacher.parameters()}
+    assert not any(id(p) in theirs for p in student.parameters())
+
+
+def test_hard_labels_reach_the_end_to_end_loss(batch):
+    student, teacher = small_models()
+    plain, mixed = (EndToEnd(student, teacher, hard_weight=w)(batch).total for w in (0.0, 0.5))
+    assert mixed > plain + 0.5, "a random teacher is far from the text"
+
+
+def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
+    student, teacher = small_models()
+    teacher.bfloat16()
+    student.bfloat16()
+    stage = LayerAlignment(student, teacher)
+    stage.bf16 = True
+    loss = stage(batch).total
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert {p.dtype for p in stage.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}
+
+
+def test_bf16_compute_is_close_to_float32(batch):
+    stage = make("distill")
+    with torch.no_grad():
+        exact = stage(batch).total
+        stage.bf16 = True
+        torch.testing.assert_close(stage(batch).total, exact, rtol=0.05, atol=0.01)
+
+
+def test_a_config_that_describes_no_stage_is_refused():
+    with pytest.raises(ValueError, match="StageConfig describes no stage"):
+        make_stage(StageConfig(), *small_models())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: AlignConfig(target="blocks"), "align.target is 'blocks'; choose one of mixer, layer, head"),
+        (lambda: DistillConfig(steps=0), "distill.steps is 0"),
+        (lambda: DistillConfig(learning_rate=0.0), "distill.learning_rate is 0.0"),
+        (lambda: AlignConfig(warmup=1.5), "align.warmup is 1.5"),
+        (
+            lambda: LayerAlignment(*small_models(), target="head", train="mixer"),
+            "compares recurrent heads alone",
+        ),
+    ],
+)
+def test_bad_settings_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        config()
+
+
+def own_text(share: float = 1.0, eos: int = 1):
+    """A stage whose student often writes the token that ends a document, and a batch."""
+    student, teacher = small_models()
+    with torch.no_grad():
+        student.lm_head.weight[eos] *= 0
+        student.lm_head.weight[eos] += 0.1
+    student.generation_config.eos_token_id = eos
+    return OnPolicy(student, teacher, share=share, prompt_tokens=8, new_tokens=12), small_rows().batch(0, 8)
+
+
+def test_the_student_goes_on_from_the_document_at_hand():
+    stage, batch = own_text()
+    written = stage.own_text(batch, range(8))
+    assert torch.equal(written["input_ids"][:, :8], batch["input_ids"][:, :8])
+    at_hand = batch["seq_idx"][:, :8] == batch["seq_idx"][:, 7:8]
+    assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand) and not at_hand.all()
+    for row in range(8):
+        ids, mask, seq_idx = (written[name][row].tolist() for name in ("input_ids", "mask", "seq_idx"))
+        end = ids.index(1, 8) + 1 if 1 in ids[8:] else len(ids)
+        assert [place for place, judged in enumerate(mask) if judged] == list(range(7, end - 1))
+        assert set(seq_idx[8:end]) == {1} and set(seq_idx[end:]) <= {2}
+
+
+def test_what_the_student_wrote_is_judged_as_if_alone():
+    stage, batch = own_text()
+    written = stage.own_text(batch, range(8))
+    row = int((written["mask"].sum(1) < 12).nonzero()[0])  # it ended early
+    kept = written["seq_idx"][row] == 1
+    alone = {
+        "input_ids": written["input_ids"][row][kept][None],
+        "seq_idx": torch.zeros(1, int(kept.sum()), dtype=torch.long),
+        "mask": written["mask"][row][kept][None],
+    }
+    only = {name: tensor[row : row + 1] for name, tensor in written.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(
+            stage(alone).total, stage(only).total, rtol=1e-4, atol=1e-7
+        )
+
+
+def test_every_token_is_a_draw_of_its_own_from_the_softmax():
+    logits_V, temperature, n_draws = torch.randn(8), 0.7, 4000
+    sample = _SampleByRow(range(n_draws), temperature, torch.device("cpu"))
+    scores_BV = logits_V.expand(n_draws, 8)
+    first, second = (sample(Mock(), scores_BV).argmax(-1) for _ in range(2))
+    expected_V = (logits_V / temperature).softmax(-1).double()
+    for drawn in (first, second):
+        found_V = drawn.bincount(minlength=8) / n_draws
+        assert ((found_V - expected_V).abs() < 4 * (expected_V * (1 - expected_V) / n_draws).sqrt()).all()
+    assert (first == second).double().mean() == pytest.approx(float(expected_V.square().sum()), abs=0.04)
+
+
+def test_a_row_counts_as_much_written_as_given():
+    """The stage's loss is that of each kind of rows alone, weighted by rows; which rows are written is drawn by row."""
+    stage, batch = own_text(share=0.4)
+    (mixed,) = stage.micro_batches(batch, 8, range(8))
+    given, own = (_kind_of(mixed, kind) for kind in ("given", "own"))
+    n_own = len(own["mask"])
+    assert 0 < n_own < 8 and n_own + len(given["mask"]) == 8
+    with torch.no_grad():
+        expected = (n_own * stage(own).total + (8 - n_own) * stage(given).total) / 8
+        torch.testing.assert_close(stage(mixed).total, expected)
+    assert stage.n_tokens(mixed) == own["mask"].sum() + given["mask"].sum()
+
+
+def test_without_own_text_it_is_end_to_end(batch):
+    stage, _ = own_text(share=0.0)
+    (alone,) = stage.micro_batches(batch, 8, range(8))
+    assert all(torch.equal(alone[name], batch[name]) for name in batch) and alone.keys() == batch.keys()
+    assert torch.equal(stage(alone).total, EndToEnd.loss(stage, batch, {}).total)
+
+
+def test_a_stage_that_runs_the_teachers_weights_refuses_a_sharded_teacher(tmp_path):
+    stage = LayerAlignment(*small_models(), target="layer")
+    with pytest.raises(ValueError, match="the teacher cannot be sharded; use target 'mixer' or 'head'"):
+        with_divided_teacher(stage, Mock())
+    with pytest.raises(ValueError, match=r"align\.target is 'layer'.* use --align.target mixer or head, or --teach"):
+        small_run(tmp_path, align=AlignConfig(target="layer"), teacher_sharding="sharded")

@@ -1,0 +1,132 @@
+"""Two machines, each a network namespace with an address of its own: they train, fail and go on together.
+
+Launched, this file is also the program in which the main process takes its time, and then fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_distill.distributed import connect, on_main_process
+
+pytestmark = pytest.mark.launched
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("training.py")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+KILLED_AT = 6
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    """Two namespaces, joined by a virtual cable and by nothing else."""
+    names = [f"hd{os.getpid()}-{rank}" for rank in (0, 1)]
+    commands = [f"netns add {name}" for name in names]
+    commands.append("link add hd0 netns {} type veth peer name hd1 netns {}".format(*names))
+    for rank, name in enumerate(names):
+        commands += [f"-n {name} addr add {ADDRESSES[rank]}/24 dev hd{rank}", f"-n {name} link set hd{rank} up"]
+        commands += [f"-n {name} link set lo up"]
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+        yield names
+    except FileNotFoundError:
+        pytest.skip("there is no command `ip` (iproute2)")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this user may not make network namespaces: {error.stderr.strip()}")
+    finally:
+        for name in names:
+            with suppress(FileNotFoundError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def launch(machines: list[str], config: str, *arguments: object, program: Path = PROGRAM) -> list[int]:
+    """Run `training.py`, or another program, with one process on each machine; the exit status of each.
+
+    When one of them has ended, the other has a minute to notice.
+    """
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
+        "NNODES": "2", "NPROC": "1", "MASTER_ADDR": ADDRESSES[0], "CONFIG": config, "PYTHON": sys.executable,
+        "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    processes = []
+    try:
+        for rank, name in enumerate(machines):
+            command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(program), *map(str, arguments)]
+            own = environment | {"NODE_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, start_new_session=True))
+        wait_for_the_first(processes)
+        for process in processes:
+            process.wait(timeout=60)
+        return [process.returncode for process in processes]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_the_first(processes: list[subprocess.Popen[bytes]]) -> None:
+    """To end, within five minutes."""
+    for _ in range(6000):
+        if any(process.poll() is not None for process in processes):
+            return
+        time.sleep(0.05)
+    raise AssertionError("neither machine ends")
+
+
+def losses(folder: Path) -> list[tuple[int, float, int]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["tokens"]) for line in lines]
+
+
+def test_a_machine_that_fails_ends_the_other_and_both_go_on_exactly(machines: list[str], tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch(machines, "", whole) == [0, 0]
+    kill = ("--signal-at", KILLED_AT, "--signal", signal.SIGKILL.value)
+    failed = launch(machines, "launch/ddp.yaml", cut, *kill)
+    assert all(failed), "the first machine's process lost its partner"
+    assert len(losses(cut / "align")) == KILLED_AT and not (cut / "align" / "manifest.json").exists()
+
+    assert launch(machines, "launch/ddp.yaml", cut) == [0, 0]
+    assert losses(cut / "align") == losses(whole / "align"), "to the last bit"
+    files = [out / "align" / "model.safetensors" for out in (cut, whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_other_machine_waits_for_a_main_process_at_work_and_not_for_one_that_failed(
+    machines: list[str], tmp_path: Path
+) -> None:
+    assert all(launch(machines, "", tmp_path, program=Path(__file__)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 is back", "1 is back"]
+
+
+def main() -> None:
+    """Work on the main process for longer than a collective may take; then fail there."""
+    out = Path(sys.argv[1])
+    state = connect()
+    # Not a public name; what a GPU run meets after 10 minutes is met after five seconds.
+    torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=5))
+    on_main_process(lambda: time.sleep(8))
+    (out / f"{state.process_index} is back").touch()
+
+    def fail() -> None:
+        raise ValueError("the main process is broken")
+
+    on_main_process(fail)
+
+
+if __name__ == "__main__":
+    main()
