@@ -12,11 +12,10 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..comma_lists import numbers, words
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
 from ..lab.analysis.figures import can_draw
-from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields
+from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers, words
 from ..plan import HeadId
 from ..probes import Probe, duplicates
 from ..probes.checks import check_answerable

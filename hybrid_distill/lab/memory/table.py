@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ...budget import CacheBytes, cache_bytes
-from ...comma_lists import numbers
 from ...io import replacing
+from ...limits import numbers
 from ...model import layer_windows
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
