@@ -71,7 +71,8 @@ def numbers(
     named = named or {}
     kind = "whole numbers" if number is int else "numbers"
     wanted = f"{kind}{'' if least is None else f' of at least {least}'}{''.join(f', or {name}' for name in named)}"
-    refusal = ValueError(f"--{flag} is {text!r}; pass {wanted}, with commas between.")
+    shown = repr(text) if words(text) else "empty"
+    refusal = ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.")
     found = []
     for word in words(text):
         try:

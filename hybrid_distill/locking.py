@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -15,16 +14,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-LOCK = ".lock"
+LOCK, NOTE = ".lock", ".lock.holder"
 SETTLING = 1.0
 """Seconds in which a new holder has written its note, and in which whoever only looks (`is_locked`) lets go."""
-SHOWN = 80
-"""Characters of a holder's command."""
 KEPT_TO_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 """Mount options of NFS and Lustre under which one host does not see the locks of another."""
 
@@ -35,37 +31,6 @@ class InUse(ValueError):
     """Another process is writing there."""
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A process that holds a lock, or held it when it was killed."""
-
-    host: str
-    pid: int
-    command: str
-
-    @classmethod
-    def this(cls) -> Holder:
-        """Describe this process."""
-        command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), SHOWN, placeholder=" ...")
-        return cls(socket.gethostname(), os.getpid(), command)
-
-    @classmethod
-    def read(cls, note: Path) -> Holder | None:
-        """Read a note; None where there is none."""
-        try:
-            return cls(**json.loads(note.read_text()))
-        except (OSError, TypeError, ValueError):
-            return None
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} ({self.command})"
-
-
-def note_of(lock: Path) -> Path:
-    """Name the file that says who holds a lock."""
-    return lock.with_name(f"{lock.name}.json")
-
-
 @contextmanager
 def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
     """Keep other processes out of a folder, which is created if need be, and removed again if it stays empty.
@@ -74,26 +39,21 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
     the holder, when there is one for longer than ``patience`` seconds, and OSError where nothing can be written.
     """
     folder = place.parent if beside else place
-    path = folder / (f".{place.name}.lock" if beside else LOCK)
+    path, note = (folder / (f".{place.name}{name}" if beside else name) for name in (LOCK, NOTE))
     if place.exists() and not (beside or place.is_dir()):
         raise NotADirectoryError(f"{place} is not a folder; pass another one.")
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    note = note_of(path)
     try:
         lock = _acquire(path, max(patience, SETTLING))
     except Timeout:
-        holder = Holder.read(note) or "another process"
-        raise InUse(f"{place} is in use by {holder}; wait for it, end it, or pass another folder.") from None
+        raise InUse(_refusal(place, note)) from None
     try:
-        if before := Holder.read(note):
-            if before.host != socket.gethostname() and _kept_to_one_host(path):
-                raise InUse(
-                    f"{place} is in use by {before}; wait for it, end it, remove {note} if that process is gone, or "
-                    "pass another folder."
-                )
-            log.info("%s was left by %s, which has ended; taking over", place, before)
-        note.write_text(json.dumps(asdict(Holder.this())))
+        if left := _read(note):
+            if f" on {socket.gethostname()} " not in left and _kept_to_one_host(path):
+                raise InUse(f"{_refusal(place, note)} If that process is gone, remove {note}.")
+            log.info("%s was left by %s, which has ended; taking over", place, left)
+        note.write_text(_this_process())
         try:
             yield
         finally:
@@ -129,6 +89,22 @@ def _acquire(path: Path, patience: float) -> BaseFileLock:
         lock = SoftFileLock(f"{path}.soft")
         lock.acquire(timeout=patience)
     return lock
+
+
+def _this_process() -> str:
+    command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
+    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
+
+
+def _read(note: Path) -> str:
+    with suppress(OSError):
+        return note.read_text()
+    return ""
+
+
+def _refusal(place: Path, note: Path) -> str:
+    holder = _read(note) or "another process"
+    return f"{place} is in use by {holder}; wait for it, end it, or pass another place."
 
 
 def _kept_to_one_host(path: Path) -> bool:
