@@ -89,7 +89,7 @@ def _summary(name: str) -> str:
     """Read the first line of a command's docstring without importing its file."""
     tree = ast.parse(Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in ("command", "main")]
-    return (ast.get_docstring(functions[-1]) or "").partition("\n")[0]
+    return (ast.get_docstring(functions[-1]) or "").partition("\n")[0].partition(";")[0].rstrip(".")
 
 
 @contextmanager
