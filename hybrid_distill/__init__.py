@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def _is_busy() -> bool:
-    """Return whether other processes have kept a core busy for the last minute and still do (Linux, proc(5) loadavg)."""
+    """Return whether other processes kept a core busy for the last minute and still do (Linux: proc(5), loadavg)."""
     try:
         last_minute, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     except (OSError, ValueError):
