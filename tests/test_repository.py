@@ -1,4 +1,4 @@
-"""What the files around the code promise: the README's tree, the launch files."""
+"""The files around the code keep their promises: the README's links, the launch files."""
 
 import re
 from pathlib import Path
