@@ -25,6 +25,7 @@ from ..probes.registry import options_of, probe_with
 from ..scoring import HeadScores, compare_files, score_heads
 from ..scoring.attention import attention_to_answer, copy_score
 from ..scoring.attribution import attribution_scores, measured_recall, prefilter
+from ..scoring.head_scores import Record
 from ..teacher import TINY, load_teacher, text_config
 
 __all__ = ["ScoreJob", "compare_files", "run_score", "table"]
@@ -117,7 +118,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     without scoring is refused first. A stopped run leaves its measurements (``*.partial.json``), from which the same
     call continues.
     """
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "pairs": tuple(numbers("pairs", job.pairs, least=1)),
         "lengths": tuple(numbers("lengths", job.lengths, least=1)),
         "facts": job.facts,
@@ -127,10 +128,10 @@ def run_score(job: ScoreJob) -> HeadScores:
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
-        device = connect().device
+        device: Any = connect().device
         dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
         limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
         ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
         check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
@@ -166,7 +167,7 @@ def _score(
 
 def _prefiltered(
     job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe], width: int
-) -> tuple[set[HeadId], dict[str, Any]]:
+) -> tuple[set[HeadId], Record]:
     """Return the heads to score, and for the record the share of the first k of a small exact sample among them."""
     estimate = attribution_scores(*asked, n_examples=min(job.examples, PREFILTER_EXAMPLES))
     recall = measured_recall(*asked, estimate, k=min(job.k, width), widths=[width], n_examples=RECALL_EXAMPLES)

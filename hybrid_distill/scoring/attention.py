@@ -112,7 +112,7 @@ def _copied(
 
     def word(token: int) -> str:
         """Return a token's text as the vocabulary writes it, without a leading space (Ġ or ▁ there)."""
-        piece: Any = tokenizer.convert_ids_to_tokens(token)
+        piece = str(tokenizer.convert_ids_to_tokens(token))
         return piece.lstrip("Ġ▁ ") or piece
 
     places: dict[str, list[int]] = {}
@@ -185,7 +185,7 @@ def _generate(
 
 
 def _last_maps(
-    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: Any = None
+    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: object = None
 ) -> tuple[Tensor, Any]:
     """Return (map_BKHS, output) of the last position; without a ``cache`` of the positions before it, make one."""
     if cache is None:
@@ -204,7 +204,7 @@ def _recorded_maps(sites: Sequence[HeadSite]) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
     site_of = {site.module: site for site in sites}  # layers may share a module, which then runs once for each
 
-    def record(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: object, output: object) -> None:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, Tensor) or weights.shape[1:2] != (site_of[module].n_heads,):
             raise ValueError(

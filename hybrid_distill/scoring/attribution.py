@@ -117,7 +117,7 @@ def _log_odds(logprob_B: Tensor) -> Tensor:
 def _gradients_of_activations(model: PreTrainedModel) -> Iterator[None]:
     """Build graphs from the embeddings on that keep nothing for parameters, whose settings are restored afterwards."""
 
-    def begin(module: nn.Module, args: Any, embedded_BTD: Tensor) -> Tensor:
+    def begin(module: nn.Module, args: object, embedded_BTD: Tensor) -> Tensor:
         return embedded_BTD.requires_grad_()
 
     embedding: nn.Module = model.get_input_embeddings()

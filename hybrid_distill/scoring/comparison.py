@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..plan import HeadId
-from ..probes import duplicates
 from .head_scores import HeadScores
 from .importers import load_ranking
+from .uncertainty import statistic
 
 Ranking = HeadScores | Sequence[HeadId]
 
@@ -60,8 +61,8 @@ def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
     return RankingComparison(
         overlap={k: len(set(ranked_a[:k]) & set(ranked_b[:k])) / k for k in ks},
         chance={k: k / n_heads for k in ks},
-        spearman=math.nan if few else float(stats.spearmanr(in_order, places).statistic),
-        kendall=math.nan if few else float(stats.kendalltau(in_order, places).statistic),
+        spearman=math.nan if few else statistic(stats.spearmanr(in_order, places)),
+        kendall=math.nan if few else statistic(stats.kendalltau(in_order, places)),
         n_common=len(places),
     )
 
@@ -108,7 +109,7 @@ def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
 
 def _heads(ranking: Ranking) -> list[HeadId]:
     heads = ranking.ranking() if isinstance(ranking, HeadScores) else [HeadId(*head) for head in ranking]
-    if twice := duplicates(heads):
+    if twice := sorted(head for head, count in Counter(heads).items() if count > 1):
         raise ValueError(f"a ranking names {', '.join(map(str, twice))} twice; name each head once.")
     return heads
 

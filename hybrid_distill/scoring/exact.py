@@ -29,7 +29,7 @@ from ..probes.plain_text import text_rows
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact, head_means
-from .head_scores import HeadScores, describe_run, heads_of
+from .head_scores import HeadScores, Record, describe_run, heads_of
 from .measure import Measured, Task
 from .probe_batch import Question, Text
 from .racing import Race
@@ -161,12 +161,12 @@ def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
-def _describe_control(texts: Sequence[str], tokens: int) -> dict[str, Any] | None:
+def _describe_control(texts: Sequence[str], tokens: int) -> Record | None:
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     return {"texts": len(texts), "tokens": tokens, "sha256": sha256} if texts else None
 
 
-def _autocast(model: PreTrainedModel, precision: str) -> AbstractContextManager[Any]:
+def _autocast(model: PreTrainedModel, precision: str) -> AbstractContextManager[object]:
     device = model.device.type
     cast = model.dtype == torch.float32 and (precision == "bfloat16" or (precision == "auto" and device == "cuda"))
     return torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext()

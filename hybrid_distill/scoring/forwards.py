@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,14 +97,22 @@ class FromLayer(Forwards):
     read.
     """
 
-    def __init__(self, *args: Any, answers_only: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: Sequence[HeadSite],
+        rows: Rows,
+        values: Mapping[int, Tensor] | None = None,
+        *,
+        answers_only: bool = True,
+    ) -> None:
+        super().__init__(model, sites, rows, values)
         self.blocks = [block for _, block in decoder_blocks(self.model)]
         self.last = len(self.blocks) - 1
         self.answers_only = answers_only and self.last > 0
         self.reached: dict[ProbeBatch, tuple[int, Tensor | None]] = {}
-        self.as_output: Callable[[Tensor], Any]
-        self.as_mixed: Callable[[Tensor], Any]
+        self.as_output: Callable[[Tensor], object]
+        self.as_mixed: Callable[[Tensor], object]
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
         self.reached = {batch: (0, None) for batch in batches}
@@ -141,13 +148,13 @@ class FromLayer(Forwards):
         site, block = self.sites[layer], self.blocks[layer]
         found: list[Tensor] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             found.append(args[0] if args else kwargs["hidden_states"])
 
-        def mixed(module: nn.Module, args: Any, output: Any) -> None:
+        def mixed(module: nn.Module, args: object, output: object) -> None:
             self.as_mixed = _filled_like(output)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.as_output = _filled_like(output)
             found.append(output[0] if isinstance(output, tuple) else output)
             raise _Enough
@@ -206,7 +213,7 @@ class _KeysAndValues:
     def __init__(self) -> None:
         self.found: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         if self.found is None:
             self.found = key, value
             raise _Enough
@@ -214,8 +221,8 @@ class _KeysAndValues:
 
 
 def _reading_only(
-    forward: Callable[..., Any], n_read: int, model: PreTrainedModel, queries: nn.Linear | None
-) -> Callable[..., Any]:
+    forward: Callable[..., object], n_read: int, model: PreTrainedModel, queries: nn.Linear | None
+) -> Callable[..., object]:
     """Return a decoder layer's forward that computes the last ``n_read`` positions alone.
 
     Attention modules pass their keys and values to a cache before they attend. A first call stops there, with those
@@ -227,7 +234,7 @@ def _reading_only(
         assert queries is not None
         return hidden_RLD.new_zeros(1).expand(*hidden_RLD.shape[:-1], queries.out_features)
 
-    def short(hidden_RLD: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def short(hidden_RLD: Tensor, *args: object, **kwargs: object) -> object:
         length = hidden_RLD.shape[1]
         cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         kwargs[cache] = _KeysAndValues()
@@ -248,7 +255,7 @@ def _reading_only(
     return short
 
 
-def _last_positions(value: Any, name: str, n_read: int, length: int) -> Any:
+def _last_positions(value: object, name: str, n_read: int, length: int) -> object:
     """Cut a layer's argument (rotations, masks, positions) to the last positions."""
     if isinstance(value, tuple):
         return tuple(_last_positions(each, name, n_read, length) for each in value)
@@ -261,7 +268,7 @@ def _last_positions(value: Any, name: str, n_read: int, length: int) -> Any:
     return value
 
 
-def _filled_like(output: Any) -> Callable[[Tensor], Any]:
+def _filled_like(output: object) -> Callable[[Tensor], object]:
     """Return how a module returns a tensor: by itself, or at the head of a tuple."""
     n_others = len(output) - 1 if isinstance(output, tuple) else None
     return lambda tensor: tensor if n_others is None else (tensor, *[None] * n_others)

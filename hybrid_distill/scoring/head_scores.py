@@ -36,6 +36,9 @@ CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a 
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
 MOST_NAMED = 8
 
+Record = dict[str, Any]
+"""A JSON object."""
+
 log = logging.getLogger(__name__)
 
 
@@ -59,13 +62,13 @@ class HeadScores:
     accuracy_se_LH: Tensor
     logprob_se_LH: Tensor
     control_se_LH: Tensor | None
-    baseline: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    baseline: Record = field(default_factory=dict)
+    provenance: Record = field(default_factory=dict)
     accuracy_interval_LH2: Tensor | None = None
     logprob_interval_LH2: Tensor | None = None
     control_interval_LH2: Tensor | None = None
     n_examples_LH: Tensor | None = None
-    agreement: dict[str, Any] | None = None
+    agreement: Record | None = None
 
     @property
     def n_layers(self) -> int:
@@ -168,7 +171,7 @@ class HeadScores:
         value_EKH: Tensor,
         table: Literal["accuracy", "logprob"],
         method: str,
-        baseline: dict[str, Any],
+        baseline: Record,
     ) -> HeadScores:
         """Average one number per example and head of K ``sites``; the other table is 0, there is no control drop."""
         value_HE = value_EKH.double().cpu().flatten(1).T
@@ -198,7 +201,7 @@ class HeadScores:
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
                 raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
-            tables: dict[str, Any] = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
+            tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
             tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
             shape = (record["n_layers"], record["n_heads"])
             for name, table in tables.items():
@@ -236,15 +239,19 @@ def _named(heads: Sequence[HeadId]) -> str:
     return f"{shown}{more} {'is' if len(heads) == 1 else 'are'}"
 
 
-def _to_rows(table: Tensor | None) -> list[Any] | None:
-    return None if table is None else np.where(table.isnan(), None, table).tolist()
+def _to_rows(table: Tensor | None) -> list[object] | None:
+    if table is None:
+        return None
+    rows = table.numpy().astype(object)
+    rows[table.isnan().numpy()] = None
+    return rows.tolist()
 
 
-def _to_table(rows: list[Any] | None) -> Tensor | None:
+def _to_table(rows: list[float] | None) -> Tensor | None:
     return None if rows is None else torch.tensor(np.array(rows, dtype=np.float64))
 
 
-def describe_run(model: PreTrainedModel) -> dict[str, Any]:
+def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software, for the provenance of a result."""
     on_gpu = model.device.type == "cuda"
     return {

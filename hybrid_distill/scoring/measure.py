@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..plan import HeadId
 from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
-from .head_scores import HeadScores, spread
+from .head_scores import HeadScores, Record, spread
 from .probe_batch import ProbeBatch, Question, Text, batches_of, own_batches
 from .racing import Race
 from .resume import Steps
@@ -107,7 +106,7 @@ class Measured:
             log.warning("scoring was interrupted; %s", steps.describe())
             raise
 
-    def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm[Any]) -> None:
+    def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm) -> None:
         racing, seen = list(range(len(self.heads))), 0
         bar.total = n_done = 0
         for end in self.rounds:
@@ -132,8 +131,8 @@ class Measured:
             seen = end
 
     def _step(
-        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, bar: tqdm[Any]
-    ) -> dict[str, Any]:
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, bar: tqdm
+    ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
 
         def read(batch: ProbeBatch) -> Tensor:
@@ -159,7 +158,7 @@ class Measured:
         found_B = forwards.rows.fitting(batch, lambda n: answer_generation(model, tokenizer, examples, batch_size=n))
         return found_B.double().cpu()
 
-    def scores(self, sites: Sequence[HeadSite], baseline: dict[str, Any], provenance: dict[str, Any]) -> HeadScores:
+    def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
         """Return all tables; heads that were not measured get NaN."""
         differences = {"accuracy": self.right_E - self.right_HE, "logprob": self.logprob_E - self.logprob_HE}
         if self.task.texts:
@@ -172,7 +171,7 @@ class Measured:
         }
         model, heads = self.task.model, self.heads
         scores = HeadScores.from_differences(model, sites, heads, differences, baseline=baseline, provenance=provenance)
-        ks = sorted({*AGREEMENT_AT, *([] if self.race is None else [self.race.k])})
+        ks = AGREEMENT_AT if self.race is None else (*AGREEMENT_AT, self.race.k)
         n_tried_LH = spread(model, sites, heads, (~self.right_HE.isnan()).sum(1))
         intervals = {
             f"{name}_interval_LH2": spread(model, sites, heads, bootstrap_interval(difference_HE))

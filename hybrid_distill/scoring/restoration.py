@@ -65,10 +65,10 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
         yield
 
 
-def _attention_of(teacher: AttentionSite) -> Callable[..., Any]:
+def _attention_of(teacher: AttentionSite) -> Callable[..., object]:
     """Return a forward for a mixer that runs the teacher's attention."""
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         output = teacher.module(hidden_states, *args, **_known_to_teachers(kwargs))
         if (cache := _cache_in(kwargs)) is not None:
             cache.layer(teacher.layer).advance(hidden_states.shape[1])
@@ -77,11 +77,11 @@ def _attention_of(teacher: AttentionSite) -> Callable[..., Any]:
     return forward
 
 
-def _known_to_teachers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _known_to_teachers(kwargs: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
 
-def _cache_in(kwargs: Mapping[str, Any]) -> Any:
+def _cache_in(kwargs: Mapping[str, object]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
 
 
@@ -90,7 +90,7 @@ def _restored(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
     """Run the teacher's attention before the student's mixer and swap heads in before its ``o_proj``."""
     found: list[Tensor] = []
 
-    def run_teacher(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
             found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 

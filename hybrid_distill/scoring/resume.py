@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..distributed import compute_everywhere, rank_and_world
 from ..io import write_json
+from .head_scores import Record
 
 PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/2"
 
@@ -22,13 +22,13 @@ class Steps:
     Without a path nothing is read or written. Steps of another model, probe or version are not used, which is logged.
     """
 
-    def __init__(self, path: str | Path | None, provenance: dict[str, Any]) -> None:
+    def __init__(self, path: str | Path | None, provenance: Record) -> None:
         self.path, self.provenance = None if path is None else Path(path), provenance
         # All processes use what the first one reads: not all machines may see the file.
-        self.measured: list[dict[str, Any]] = compute_everywhere(self._read)[0]
+        self.measured: list[Record] = compute_everywhere(self._read)[0]
         self.n_used = 0
 
-    def next(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def next(self, measure: Callable[[], Record]) -> Record:
         """Return the next step: read from the file, or else measured and added to it, whole or not at all."""
         if self.n_used == len(self.measured):
             self.measured.append(measure())
@@ -44,7 +44,7 @@ class Steps:
             return "nothing is kept of it; pass a resume_path to continue where it stops"
         return f"the layers measured so far ({len(self.measured)}) are in {self.path}: the same call continues from it"
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[Record]:
         if self.path is None or not self.path.exists():
             return []
         try:
@@ -58,7 +58,7 @@ class Steps:
         return []
 
 
-def _undated(provenance: dict[str, Any]) -> dict[str, Any]:
+def _undated(provenance: Record) -> Record:
     """Return it as JSON gives it back, without what differs between runs of the same task."""
     kept = {name: value for name, value in provenance.items() if name != "date"}
     return json.loads(json.dumps(kept))
