@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..comma_lists import numbers
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
 from ..lab.analysis.figures import can_draw
-from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields
+from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers
 from ..plan import HeadId
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -85,8 +85,6 @@ class ScoreJob:
     allow_bin: bool = False
     """Load weights that are a pickle (``*.bin``) too."""
     seed: int = 0
-    compare: tuple[Path, Path] | None = None
-    """Two files to compare; nothing is scored. One may be a published ranking."""
     combine: str | None = None
     """Removed: a ranking is by one probe."""
     weights: str | None = None
@@ -203,3 +201,14 @@ def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
     if warning := scores.tie_warning(min(k, n_heads)):
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
+
+
+def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
+    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and figures.
+
+    Continues where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
+    """
+    scores = run_score(job)
+    if connect().is_main_process:
+        print(table(scores, job.k))
+        print(f"scores: {job.out}")

@@ -5,11 +5,9 @@ Shapes: L layer, H query head, E example (of a table [H, E]: one row for each sc
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..io import write_json
 from ..plan import HeadId
 from ..probes import Probe
+from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint
 
 FORMAT = "hybrid-distill/head-scores/2"
@@ -260,10 +258,6 @@ def describe_run(model: PreTrainedModel) -> Record:
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "date": now(),
     }
