@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_distill.budget import cache_bytes
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SIZES = {"head_dim": 4, "d_state": 8}
 

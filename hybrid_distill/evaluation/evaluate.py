@@ -14,10 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..budget import cache_bytes
 from ..io import write_json
 from ..model import layer_windows
-from ..plan import HeadPlan
+from ..plan import HeadPlan, cache_bytes
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
