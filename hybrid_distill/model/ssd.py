@@ -110,9 +110,7 @@ def gated_ssd_scan(
         with torch.autocast(x_BLHP.device.type, enabled=False):
             return _kernels("ssd").ssd(*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     log_a_BLH = log_decay(raw_BLH)
-    y_BLHP, state = ssd_scan(
-        x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl
-    )
+    y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
     return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
