@@ -43,17 +43,25 @@ class HeadId(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
 
+class Table(Protocol):
+    """Numbers [layer, head] of numpy or torch."""
+
+    def tolist(self) -> list[list[float]]: ...
+
+
 class Scored(Protocol):
     """Scores of all heads (`HeadScores`); tables are [layer, head], NaN where a layer has no such head."""
 
     n_layers: int
     n_heads: int
     n_kv_heads: int
-    logprob_drop_LH: Any
+
+    @property
+    def logprob_drop_LH(self) -> Table: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
-    def value_LH(self, by: str = "retrieval") -> Any: ...
+    def value_LH(self, by: str = "retrieval") -> Table: ...
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,8 @@ def _tensors(
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
     """Yield every tensor of the student with its record."""
     generator = torch.Generator().manual_seed(seed)
-    config, source = student.config, teacher.state_dict()
-    inside: list[str] = []
+    config: Any = student.config
+    source, inside = teacher.state_dict(), list[str]()
 
     def made(name: str, action: Action, tensor: Tensor, *made_from: str) -> tuple[TensorRecord, Tensor]:
         return TensorRecord(name, action, tuple(tensor.shape), made_from), tensor

@@ -8,7 +8,7 @@ Shapes: L length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,7 +54,7 @@ def check_rows(model: PreTrainedModel) -> None:
 
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator) -> None:
     document_1L = ids_1L[:, BESIDE:]
-    ways: dict[str, Any] = {"padded on the left": lambda: _padded(model, ids_1L)}
+    ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
     if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     rope = rope_by_length(_backbone(model).config)

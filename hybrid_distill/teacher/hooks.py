@@ -84,15 +84,15 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
     """Pass ``edit`` a copy x_BLHP of this layer's heads; the projection reads the copy as edited."""
     in_layer, reached = not site.shared, False  # a shared module runs for other layers as well
 
-    def enter_layer(module: nn.Module, args: Any) -> None:
+    def enter_layer(module: nn.Module, args: object) -> None:
         nonlocal in_layer
         in_layer = True
 
-    def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+    def leave_layer(module: nn.Module, args: object, output: object) -> None:
         nonlocal in_layer
         in_layer = not site.shared
 
-    def start(module: nn.Module, args: Any) -> None:
+    def start(module: nn.Module, args: object) -> None:
         nonlocal reached
         reached = False
 
@@ -105,7 +105,7 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
         edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    def check(module: nn.Module, args: Any, output: Any) -> None:
+    def check(module: nn.Module, args: object, output: object) -> None:
         if not reached:
             raise ValueError(
                 f"{site.name} did not call its output projection, so its heads were left as they are: "
@@ -182,7 +182,7 @@ class MixerCall:
         def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: Any) -> None:
             self.out_BLD = output[0] if isinstance(output, tuple) else output
 
         return _hooked(
@@ -206,16 +206,16 @@ def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
 
 
 @contextmanager
-def record_block(model: nn.Module, layer: int) -> Iterator[list[Any]]:
+def record_block(model: nn.Module, layer: int) -> Iterator[list[object]]:
     """Yield a list that receives the output of decoder layer ``layer``, one entry per forward."""
-    outputs: list[Any] = []
+    outputs: list[object] = []
     block = decoder_blocks(model)[layer][1]
     with _hooked(block.register_forward_hook(lambda module, args, output: outputs.append(output))):
         yield outputs
 
 
 @contextmanager
-def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
+def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None]:
     """Make layers 0..``layer`` return ``output`` (from `record_block`) instead of running.
 
     A forward on the same input then computes only the layers above, with the same result. Not for use with a
@@ -228,7 +228,7 @@ def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Replace a module's forward while the context is open; its hooks stay."""
     own = module.__dict__.get("forward")
     module.forward = forward

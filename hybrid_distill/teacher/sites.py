@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -53,9 +53,7 @@ class HeadSite:
 
     def linear(self, name: str) -> nn.Linear:
         """Return a linear of the mixer by its name."""
-        found = self.module.get_submodule(name)
-        assert isinstance(found, nn.Linear)
-        return found
+        return _linear(self.module, name)
 
 
 AttentionSite = HeadSite  # found by `attention_sites`
@@ -156,7 +154,7 @@ def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, m
     is_hybrid = type(module).__name__ == "HybridMixer"
     layout = None if is_hybrid else find_layout(module, name)
     output = "o_proj" if layout is None else layout.output
-    config, o_proj = text_config(model), cast(nn.Linear, module.get_submodule(output))
+    config, o_proj = text_config(model), _linear(module, output)
     n_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or o_proj.in_features // n_heads
     if o_proj.in_features != n_heads * head_dim:
@@ -170,7 +168,7 @@ def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, m
     return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, "attention", layout)
 
 
-def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> HeadSite:
+def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: nn.Module) -> HeadSite:
     """Describe a Mamba mixer: Mamba-2's heads have one decay each, in Mamba-1 every channel has its own."""
     decay, out_proj = getattr(mixer, "A_log", None), getattr(mixer, "out_proj", None)
     if decay is None or not isinstance(out_proj, nn.Linear):
@@ -180,6 +178,12 @@ def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> Head
         )
     n_heads, kind = len(decay), "ssm" if decay.dim() == 1 else "channel"
     return HeadSite(layer, name, mixer, block, out_proj, n_heads, n_heads, out_proj.in_features // n_heads, kind)
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    found = module.get_submodule(name)
+    assert isinstance(found, nn.Linear)
+    return found
 
 
 def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
