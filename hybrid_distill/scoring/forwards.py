@@ -5,7 +5,7 @@ Without a head of layer l
 - the layers below l compute what they always do: they run once, for all heads;
 - the attention of layer l does too, but for one slice of the input of its output projection: it also runs once, several
   heads are taken out in one batch, and each costs the output projection and the layers above;
-- of the last layer only the positions that are read need queries and an MLP: keys and values suffice for all others.
+- of the last layer only the positions that are read attend and pass the MLP: keys and values suffice for all others.
 
 All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
 
@@ -198,9 +198,8 @@ class FromLayer(Forwards):
     def _short_last_layer(self, part: ProbeBatch) -> AbstractContextManager[None]:
         if not self.answers_only or part.n_read == part.length:
             return nullcontext()
-        block, site = self.blocks[self.last], self.sites.get(self.last)
-        queries = getattr(site.module, "q_proj", None) if site is not None else None
-        return replaced_forward(block, _reading_only(block.forward, part.n_read, self.model, queries))
+        block = self.blocks[self.last]
+        return replaced_forward(block, _reading_only(block.forward, part.n_read, self.model))
 
 
 class _Enough(Exception):
@@ -220,27 +219,19 @@ class _KeysAndValues:
         return self.found
 
 
-def _reading_only(
-    forward: Callable[..., object], n_read: int, model: PreTrainedModel, queries: nn.Linear | None
-) -> Callable[..., object]:
+def _reading_only(forward: Callable[..., object], n_read: int, model: PreTrainedModel) -> Callable[..., object]:
     """Return a decoder layer's forward that computes the last ``n_read`` positions alone.
 
     Attention modules pass their keys and values to a cache before they attend. A first call stops there, with those
-    of all positions and no ``queries``; a second one runs on the positions that are read, as if the others had come
-    before.
+    of all positions; a second one runs on the positions that are read, as if the others had come before.
     """
-
-    def no_queries(hidden_RLD: Tensor) -> Tensor:
-        assert queries is not None
-        return hidden_RLD.new_zeros(1).expand(*hidden_RLD.shape[:-1], queries.out_features)
 
     def short(hidden_RLD: Tensor, *args: object, **kwargs: object) -> object:
         length = hidden_RLD.shape[1]
         cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         kwargs[cache] = _KeysAndValues()
         try:
-            with nullcontext() if queries is None else replaced_forward(queries, no_queries):
-                forward(hidden_RLD, *args, **kwargs)
+            forward(hidden_RLD, *args, **kwargs)
         except _Enough:
             pass
         else:

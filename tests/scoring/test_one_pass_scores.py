@@ -219,8 +219,6 @@ def test_recall_is_the_share_of_the_exact_top_that_the_estimate_lets_through() -
     assert recalls == {(1, 1): 0, (1, 3): 1, (1, 5): 1, (3, 1): 1 / 3, (3, 3): 2 / 3, (3, 5): 1}
     with pytest.raises(ValueError, match="is 7, but 6 heads are scored"):
         prefilter(estimate, 7)
-    with pytest.raises(ValueError, match="same heads"):
-        recall_at_k(estimate, ranked(n_heads=4), 1, 1)
 
 
 def test_recall_is_measured_against_exact_ablation(teacher) -> None:
