@@ -16,7 +16,7 @@ import hybrid_distill
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("io", "limits", "locking", "provenance", "distributed"),
-    ("assets", "model", "plan", "budget"),
+    ("assets", "model", "plan"),
     ("guard",),
     ("teacher",),
     ("student", "probes"),
