@@ -30,9 +30,9 @@ from hybrid_distill.distributed import connect
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.train.config import LongConfig, OnPolicyConfig
-from hybrid_distill.train.loop import AlignConfig, DistillConfig, StageConfig, train_stage
-from hybrid_distill.train.parallel import fsdp
+from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig, StageConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.parallel import fsdp2
 from hybrid_distill.train.stages import Stage, make_stage
 
 SMALL: dict[str, Any] = {
@@ -146,20 +146,20 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def record_divided_teachers(path: Path) -> None:
-    """Write down how many bytes of parameters this process holds of every teacher that is divided from now on."""
-    divide = fsdp.with_divided_teacher
+def record_sharded_teachers(path: Path) -> None:
+    """Write down how many bytes of parameters this process holds of every teacher that is sharded from now on."""
+    shard = fsdp2.with_sharded_teacher
     found: list[int] = []
 
     def recording(*args: Any) -> Stage:
-        stage = divide(*args)
+        stage = shard(*args)
         held: list[Any] = list(stage.teacher.parameters())
         found.append(sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found))
         return stage
 
-    fsdp.with_divided_teacher = recording
+    fsdp2.with_sharded_teacher = recording
 
 
 def main() -> None:
@@ -173,23 +173,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--teacher-sharding", default="replicated")
     parser.add_argument("--signal", type=int, default=signal.SIGTERM)
     args = parser.parse_args()
     state = connect()
     is_last = state.process_index == state.num_processes - 1
-    record_divided_teachers(args.out / f"teacher-{state.process_index}.json")
+    record_sharded_teachers(args.out / f"teacher-{state.process_index}.json")
     student, teacher = sure_models(args.precision)
     for name in args.stages:
-        changes = {name: getattr(args, name) for name in ("steps", "micro_batch_size", "precision", "recompute")}
-        config = small_config(name, **changes)
+        same = ("steps", "micro_batch_size", "precision", "gradient_checkpointing")
+        config = small_config(name, **{option: getattr(args, option) for option in same})
         rows = StoppingRows(
             small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
         )
         stage = make_stage(config, student, teacher, vocab_size=99)
         train_stage(
-            stage, rows, config, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
+            stage, rows, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
         )
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from ..config import RunConfig, checked_config, config_of, in_recipe, on_embedded_teacher
+from ..config import RunConfig, checked_config, config_of, current_flags, in_recipe, on_embedded_teacher
 from ..distributed import WorldError, alone_in, connect, disconnect, is_launched_main
 from ..evaluation.evaluate import EvalResult
 from ..export import ExportError, verify_export
@@ -75,7 +75,7 @@ def run_recipe(
     ``--teacher tiny`` runs the very recipe on the embedded teacher and corpus, cut down to their size. ``recipe`` is
     the recipe's file where that is not the program.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = current_flags(sys.argv[1:] if argv is None else argv)
 
     def go() -> None:
         base = checked_config(default, recipe or sys.argv[0])
@@ -415,7 +415,7 @@ def _run_recipe_file(path: Path, argv: Sequence[str]) -> None:
 def _cache_recipe_file(path: Path, argv: Sequence[str]) -> None:
     recipe = _load_recipe(path)
     default = config_of(recipe)
-    default = on_embedded_teacher(default) if _asks_for_tiny(argv) else default
+    default, argv = on_embedded_teacher(default) if _asks_for_tiny(argv) else default, current_flags(argv)
     prog = f"hybrid-distill cache-logits {path}"
     job = tyro.cli(CacheJob, default=CacheJob(default), args=argv, description=CacheJob.__doc__, prog=prog)
     line = cache_logits(job)

@@ -82,7 +82,8 @@ def test_a_cache_goes_on_from_the_last_segment():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_long_stage_is_end_to_end_distillation_in_segments(recompute):
     batch, losses, gradients = small_rows(seq_len=40).batch(0, 4), [], []
-    for config in (DistillConfig(recompute=recompute), LongConfig(segment_len=7, recompute=recompute)):
+    options = {"gradient_checkpointing": recompute}
+    for config in (DistillConfig(**options), LongConfig(segment_len=7, **options)):
         stage = make_stage(config, *small_models()).train()
         loss = stage(batch).total
         loss.backward()

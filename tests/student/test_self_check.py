@@ -18,6 +18,7 @@ from hybrid_distill.scoring.restoration import restore_heads, restore_layers
 from hybrid_distill.student import self_check
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.self_check import check_rows
+from hybrid_distill.train.config import AlignConfig
 from hybrid_distill.train.stages import LayerAlignment
 
 FamilyModel = Callable[..., PreTrainedModel]
@@ -194,7 +195,7 @@ def test_alignment_of_packed_rows_is_that_of_documents(
     settings = {"gemma3": {"sliding_window": 4, "sliding_window_pattern": 2}, "llama4": {"attention_chunk_size": 4}}
     teacher = family_model(family, **settings.get(family, {}))
     student, _ = build_student(teacher, keep(teacher, (0, 1, 5), (), (2,)), d_state=4)
-    stage = LayerAlignment(student, teacher, target=target, train="ssm", recompute=recompute)
+    stage = LayerAlignment(student, teacher, AlignConfig(target=target, gradient_checkpointing=recompute))
     ids = tokens(2, 9)
 
     def run(ids: Tensor, seq_idx: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ from hybrid_distill.train import checkpoint, loop
 from hybrid_distill.train.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.train.optimizer import make_adamw, wsd
-from hybrid_distill.train.spikes import PROFILED, WINDOW, Watch, flops_per_token
+from hybrid_distill.train.spikes import PROFILED, WINDOW, SpikeDetector, flops_per_token
 from hybrid_distill.train.stages import make_stage
 
 NAMES = ("align", "distill")
@@ -38,7 +38,7 @@ def train(name: str, out: Path, rows=None, **changes) -> StageManifest:
         key: changes.pop(key) for key in ("resume", "seed", "parent_hash", "trackers") if key in changes
     }
     config = small_config(name, **changes)
-    return train_stage(small_stage(config), rows or small_rows(), config, out, progress=False, **options)
+    return train_stage(small_stage(config), rows or small_rows(), out, progress=False, **options)
 
 
 def metrics(out: Path) -> list[dict]:
@@ -64,7 +64,7 @@ def uninterrupted(tmp_path_factory) -> dict[str, tuple[StageManifest, list]]:
 def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, name):
     config = small_config(name)
     stage = small_stage(config)
-    manifest = train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    manifest = train_stage(stage, small_rows(), tmp_path, progress=False)
     curve = [loss for _, loss, _ in losses(tmp_path)]
     assert curve[-1] < 0.95 * curve[0]
     assert manifest.finished and manifest.steps == config.steps
@@ -270,10 +270,10 @@ def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(uni
 
 def test_a_finished_stage_is_loaded_not_run_again(uninterrupted, tmp_path, monkeypatch):
     manifest = train("align", tmp_path)
-    monkeypatch.setattr(loop._Run, "train", pytest.fail)
+    monkeypatch.setattr(loop._Training, "run", pytest.fail)
     config = small_config("align")
     stage = small_stage(config)
-    assert train_stage(stage, small_rows(), config, tmp_path, progress=False) == manifest
+    assert train_stage(stage, small_rows(), tmp_path, progress=False) == manifest
     assert weights_hash(stage.student) == manifest.weights
     with pytest.raises(ValueError, match="other settings"):
         train("align", tmp_path, steps=13)
@@ -303,7 +303,7 @@ def test_a_broken_checkpoint_is_passed_over(uninterrupted, tmp_path):
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9))
     os.truncate(tmp_path / "checkpoints" / "step-00000010" / "optimizer.safetensors", 50)
-    with pytest.warns(UserWarning, match="Going on from step-00000008"):
+    with pytest.warns(UserWarning, match="Resuming from step-00000008"):
         assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
 
 
@@ -334,12 +334,12 @@ def test_stages_follow_each_other_by_hash(tmp_path):
     student, teacher = small_models()
     first = small_config("align")
     aligned = train_stage(
-        make_stage(first, student, teacher), small_rows(), first, tmp_path / "1-align", progress=False
+        make_stage(first, student, teacher), small_rows(), tmp_path / "1-align", progress=False
     )
     second = small_config("distill")
     stage = make_stage(second, student, teacher, vocab_size=99)
     distilled = train_stage(
-        stage, small_rows(), second, tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
+        stage, small_rows(), tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
     )
     assert distilled.parent == aligned.weights
 
@@ -365,7 +365,7 @@ def test_a_stage_that_came_from_another_parent_is_refused(tmp_path, finished):
     with torch.no_grad():
         student.mixers()[0].ssm.D.add_(1.0)
     with pytest.raises(StageParentError) as caught:
-        train_stage(make_stage(config, student, teacher), small_rows(), config, tmp_path, progress=False)
+        train_stage(make_stage(config, student, teacher), small_rows(), tmp_path, progress=False)
     for model in (small_models()[0], student):
         assert weights_hash(model)[:16] in str(caught.value)
 
@@ -379,7 +379,7 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
             stage.student.mixers()[1].ssm.D[0] = float("nan")
 
     with pytest.raises(Diverged, match=r"step 7: loss nan.* in layer.1, on rows 48 to 55"):
-        train_stage(stage, StoppingRows(small_rows(), 6, spoil), config, tmp_path, progress=False)
+        train_stage(stage, StoppingRows(small_rows(), 6, spoil), tmp_path, progress=False)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
@@ -409,7 +409,7 @@ class SpoiltRows:
 def test_a_bad_batch_can_be_left_out(tmp_path):
     config = small_config("distill", on_divergence="skip", max_skips=2, log_every=1)
     stage = small_stage(config)
-    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), config, tmp_path, progress=False)
+    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), tmp_path, progress=False)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
     assert lines[4]["skipped"].startswith("loss nan") and lines[4]["loss"] is None
@@ -422,24 +422,24 @@ def test_too_many_bad_batches_in_a_row_stop_the_run(tmp_path):
     config = small_config("distill", on_divergence="skip", max_skips=2)
     stage = small_stage(config)
     with pytest.raises(Diverged, match="step 7: loss nan"):
-        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), config, tmp_path, progress=False)
+        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), tmp_path, progress=False)
 
 
 def test_a_loss_far_above_the_usual_is_a_divergence():
-    watch = Watch(small_config("align", spike=5.0))
-    assert watch.complaint(90.0, 1.0, {}) is None, "nothing is usual yet"
+    spikes = SpikeDetector(5.0)
+    assert spikes.reason(90.0, 1.0, {}) is None, "nothing is usual yet"
     for _ in range(WINDOW):
-        assert watch.complaint(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
-    assert watch.complaint(9.9, 1.0, {}) is None
-    again = Watch(small_config("align", spike=5.0))
-    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    for one in (watch, again):
-        assert "5 times the usual 2, highest in layer.1" in one.complaint(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+        assert spikes.reason(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
+    assert spikes.reason(9.9, 1.0, {}) is None
+    again = SpikeDetector(5.0)
+    again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
+    for one in (spikes, again):
+        assert "5 times the usual 2, highest in layer.1" in one.reason(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
 
 
 def test_a_trace_of_some_steps_is_written_when_asked_for(tmp_path):
     config = small_config("align")
-    train_stage(small_stage(config), small_rows(), config, tmp_path, progress=False, profile=True)
+    train_stage(small_stage(config), small_rows(), tmp_path, progress=False, profile=True)
     trace = json.loads((tmp_path / "trace-0.json").read_text())
     assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
 
@@ -458,7 +458,7 @@ def test_operations_of_a_step_follow_from_the_weights():
 def test_bf16_trains_float32_weights(tmp_path):
     config = small_config("distill", precision="bf16")
     stage = small_stage(config)
-    train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    train_stage(stage, small_rows(), tmp_path, progress=False)
     curve = [loss for _, loss, _ in losses(tmp_path)]
     assert curve[-1] < curve[0]
     assert {p.dtype for p in stage.student.parameters()} == {torch.float32}
@@ -469,7 +469,7 @@ def test_a_bfloat16_teacher_needs_bf16_compute(tmp_path):
     config = small_config("align")
     stage = make_stage(config, student.bfloat16(), teacher.bfloat16())
     with pytest.raises(ValueError, match="use precision bf16"):
-        train_stage(stage, small_rows(), config, tmp_path, progress=False)
+        train_stage(stage, small_rows(), tmp_path, progress=False)
 
 
 def test_weight_decay_is_for_matrices_only():
@@ -594,5 +594,5 @@ def test_a_step_costs_little_beside_its_maths(tmp_path):
 
     maths()
     bare = spent(maths)
-    whole = spent(lambda: train_stage(stage, rows, config, tmp_path, progress=False))
+    whole = spent(lambda: train_stage(stage, rows, tmp_path, progress=False))
     assert (whole - bare) / 40 < 0.02

@@ -51,7 +51,7 @@ CASES: dict[str, StageConfig] = {
         for target in ("mixer", "layer", "head")
         for loss in ("l2", "nmse")
     },
-    "align all nmse recomputed": AlignConfig(loss="nmse", train="mixer", recompute=True, **COMMON),
+    "align all nmse recomputed": AlignConfig(loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON),
     "matrix": MatrixConfig(**COMMON),
     **{
         f"distill {kind} {'fused' if fused else 'plain'}": DistillConfig(
@@ -61,7 +61,7 @@ CASES: dict[str, StageConfig] = {
         for fused in (True, False)
     },
     "distill soft": DistillConfig(**COMMON),
-    "distill recomputed": DistillConfig(hard_weight=0.3, recompute=True, **COMMON),
+    "distill recomputed": DistillConfig(hard_weight=0.3, gradient_checkpointing=True, **COMMON),
     "top k fused": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, **COMMON),
     "top k plain": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, fused=False, **COMMON),
     "long": LongConfig(segment_len=6, hard_weight=0.3, **COMMON),
@@ -121,7 +121,7 @@ def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
         patch.setattr(Replicated, "clip_gradients", clip_gradients)
         patch.setattr(loop, "_check_precision", lambda stage, config: None)
         rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
-        loop.train_stage(stage, rows, config, out, progress=False)
+        loop.train_stage(stage, rows, out, progress=False)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     found |= {f"update of {name}": (p - before[name]).detach() for name, p in trainable(stage).items()}
