@@ -96,7 +96,7 @@ _BF16_TILES = {
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (90, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=2),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
@@ -123,7 +123,7 @@ _BF16_TILES = {
 }
 # To check by, not to train with: three products for one take twice the registers, so larger states run in blocks.
 _FP32_TILES = {
-    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
     (90, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
     (90, 16, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
     (90, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
@@ -133,7 +133,7 @@ _FP32_TILES = {
     (90, 64, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (90, 64, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
-    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
     (80, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
 }
