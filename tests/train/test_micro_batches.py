@@ -119,7 +119,7 @@ def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replicated, "clip_gradients", clip_gradients)
-        patch.setattr(loop, "_check_precision", lambda stage, config: None)
+        patch.setattr(loop, "_check_precision", lambda stage: None)
         rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
         loop.train_stage(stage, rows, out, progress=False)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
