@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from conftest import make_family_model
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
-from hybrid_distill.data import PackedRows
+from hybrid_distill.data import DataConfig, PackedRows
 from hybrid_distill.distributed import connect
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -47,7 +47,8 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
         out=out,
         scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, restoration_examples=2, min_accuracy=0.0),
         plan=PlanConfig("random", k=3),
-        student=StudentConfig(d_state=4),
+        student=StudentConfig(d_state=4, init="teacher"),
+        data=DataConfig(seq_len=64),
         align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
         distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),

@@ -172,7 +172,7 @@ def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(uninterrupted, tm
             return save(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save_stage", save_and_stop)
-    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; the same command goes on"):
+    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; run the same command to resume"):
         train("align", tmp_path, rows)
     assert (StageManifest.read(tmp_path), losses(tmp_path)) == uninterrupted["align"]
     assert train("align", tmp_path) == uninterrupted["align"][0]
