@@ -11,10 +11,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -55,6 +57,16 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
         export=False,
     )
     return replace(run, **changes)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
+    """Run a recipe with flags that it refuses; returns the error."""
+    from hybrid_distill.cli.app import run_recipe
+
+    with pytest.raises(SystemExit) as exit_:
+        run_recipe(config, list(argv))
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,28 +128,48 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     return classes[name](**{**settings, **changes})
 
 
-class StoppingRows:
-    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+class WrappedRows:
+    """Rows with a behavior of their own; as they stand, those that they wrap."""
 
-    def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
-        self.rows, self.step, self.action = rows, step, action
-        self.fingerprint = rows.fingerprint
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows, self.fingerprint = rows, rows.fingerprint
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
-        if step == self.step:
-            self.stop()
         return self.rows.batch(step, batch_size, rank, world)
-
-    def stop(self) -> None:
-        if self.action is None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self.action()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StoppingRows(WrappedRows):
+    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+
+    def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
+        super().__init__(rows)
+        self.step, self.action = step, action or (lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def batch(self, step: int, *args: int) -> Any:
+        if step == self.step:
+            self.action()
+        return super().batch(step, *args)
+
+
+def killed(action: Callable[[], Any]) -> None:
+    """Run ``action`` in a child process, which must die of SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -131,8 +131,7 @@ class Checkpoints:
             _remove(temporary)
             kept = ", ".join(p.name for p in self.paths()) or "none"
             raise SaveFailed(
-                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): "
-                "make room and run again."
+                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): make room and run again."
             ) from error
         for old in self.paths()[: -self.keep]:
             _remove(old)
@@ -149,16 +148,14 @@ class Checkpoints:
                 verify(path)
             except CorruptCheckpoint as error:
                 problems.append(str(error))
-                continue
-            for problem in problems:
-                warnings.warn(f"{problem} Resuming from {path.name}.", stacklevel=2)
-            return path
-        if problems:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {self.folder} is intact: {' '.join(problems)} "
-                "Start again with --resume never."
-            )
-        return None
+            else:
+                for problem in problems:
+                    warnings.warn(f"{problem} Resuming from {path.name}.", stacklevel=2)
+                return path
+        if not problems:
+            return None
+        found = " ".join(problems)
+        raise CorruptCheckpoint(f"no checkpoint in {self.folder} is intact: {found} Begin again with --resume never.")
 
     def clear(self, after: int = -1) -> None:
         """Delete the checkpoints of later steps than ``after``."""
@@ -236,13 +233,10 @@ class StageManifest:
             raise CorruptCheckpoint(f"{folder / MANIFEST} is not the manifest of a stage ({error}).") from error
 
 
-def save_stage(
-    folder: str | Path, student: nn.Module, *, name: str, steps: int, parent: str, data: str, seed: int,
-    config: dict[str, Any],
-) -> StageManifest:  # fmt: skip
+def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageManifest:
     """Write a student as the result of a stage: the weights first, then the manifest that makes them count.
 
-    Raises SaveFailed when the disk is full or cannot be written.
+    ``record`` is the rest of the manifest. Raises SaveFailed when the disk is full or cannot be written.
     """
     folder = Path(folder)
     tensors, tied = untied_state(student)
@@ -251,8 +245,7 @@ def save_stage(
         with replacing(folder / WEIGHTS) as temporary:
             save_file(tensors, temporary)
             files = {WEIGHTS: file_hash(temporary)}
-        weights = weights_hash(student)
-        manifest = StageManifest(name, steps, weights, parent, data, seed, config, files, tied)
+        manifest = StageManifest(**record, weights=weights_hash(student), files=files, tied=tied)
         write_manifest(folder, asdict(manifest))
     except (OSError, SafetensorError) as error:
         raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
@@ -262,9 +255,8 @@ def save_stage(
 def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     """Load a finished stage's weights into a student of the same build, every tensor of them.
 
-    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first,
-    unless the stage left those weights alone. Raises ValueError for a folder without a finished stage or with
-    another student, CorruptCheckpoint for files that are not what the manifest says.
+    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first, unless the
+    stage left those weights alone. Raises ValueError for another student, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
     manifest = StageManifest.read(folder)
@@ -273,20 +265,15 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     check_files(folder, manifest.files)
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)
-    expected = set(own) - set(manifest.tied)
-    if stored.keys() != expected:
-        odd = sorted(stored.keys() ^ expected)
+    shapes, expected = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (stored, own))
+    if odd := sorted(name for name, _ in shapes.items() ^ expected.items() if name not in manifest.tied):
         raise ValueError(
-            f"{folder} holds another student: {len(odd)} tensors differ, for example {odd[0]}; "
-            "build the student with the plan and options of that run."
+            f"{folder} holds another student: {len(odd)} tensors differ, for example {odd[0]}, of shape "
+            f"{shapes.get(odd[0])} there and {expected.get(odd[0])} here; build the student with the plan and options "
+            "of that run."
         )
     for name, tensor in stored.items():
         target = own[name]
-        if target.shape != tensor.shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {tuple(tensor.shape)}, the student's has {tuple(target.shape)}; "
-                "build the student with the plan and options of that run."
-            )
         if target.dtype == tensor.dtype:
             target.data.copy_(tensor)
         else:

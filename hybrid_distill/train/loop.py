@@ -76,15 +76,12 @@ def train_stage(
 
     ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto``
-    (resume from the newest intact checkpoint, if there is one), ``never`` (begin again) or a checkpoint's folder.
-    ``tracked`` names the run in ``trackers``; by default each stage is a run of its own. ``profile`` writes a trace of
-    a few steps, ``trace-<process>.json``. ``teacher_sharding`` is ``replicated`` or ``sharded``
-    (`fsdp2.with_sharded_teacher`).
+    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto``,
+    ``never`` or a checkpoint's folder; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
+    ``trace-<process>.json``; ``tracked`` names the run in ``trackers``.
 
-    Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
-    CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that is not
-    finite or far above the usual, and Interrupted, after saving, on SIGINT, SIGTERM or SIGUSR1.
+    Raises StageParentError, ValueError for a folder that holds a run with other settings, CorruptCheckpoint when no
+    checkpoint is intact, SaveFailed when the disk is full, Diverged, and, after saving, Interrupted.
     """
     config, out = stage.config, Path(out_dir)
     tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())

@@ -14,23 +14,15 @@ from pathlib import Path
 
 import pytest
 import transformers
-from training import small_run
+from training import refusal, small_run
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main, run_recipe
-from hybrid_distill.config import RunConfig, from_json
+from hybrid_distill.config import from_json
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
-    """The error that these flags end in."""
-    with pytest.raises(SystemExit) as exit_:
-        run_recipe(config, list(argv))
-    assert exit_.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

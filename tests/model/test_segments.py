@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_family_model
-from test_cli import refusal
 from test_memory_plan import benchmark
-from training import SMALL, small_models, small_rows, small_run
+from training import SMALL, refusal, small_models, small_rows, small_run
 from transformers import LlamaConfig
 
 from hybrid_distill.config import RunConfig

@@ -20,7 +20,7 @@ from hybrid_distill.train.stages import make_stage
 
 pytestmark = pytest.mark.launched
 
-PROGRAM = Path(__file__).with_name("training.py")
+PROGRAM = Path(__file__).parents[1] / "training.py"
 LAUNCH_FILES = Path(__file__).parents[2] / "launch"
 DDP = ("--multi_gpu", "--num_processes", "2")
 ZERO_2 = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2")

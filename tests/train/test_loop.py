@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import signal
@@ -13,15 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training import (
-    StoppingRows,
-    small_config,
-    small_models,
-    small_rows,
-    small_stage,
-)
+from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
-from hybrid_distill.distributed import WorldError, _name_gloo_interface, check_trackers, make_accelerator
 from hybrid_distill.train import checkpoint, loop
 from hybrid_distill.train.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
@@ -172,26 +164,10 @@ def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(uninterrupted, tm
             return save(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save_stage", save_and_stop)
-    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; run the same command to resume"):
+    with pytest.raises(Interrupted, match=f"align is finished and saved in {tmp_path}; run the same command"):
         train("align", tmp_path, rows)
     assert (StageManifest.read(tmp_path), losses(tmp_path)) == uninterrupted["align"]
     assert train("align", tmp_path) == uninterrupted["align"][0]
-
-
-def killed(action) -> None:
-    """Run ``action`` in a child process, which must die of SIGKILL."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def die(*args, **kwargs) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "step"), [("align", 0), ("align", 3), ("align", 10), ("distill", 7)])
@@ -383,15 +359,14 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
-class SpoiltRows:
-    """Rows whose batch at some steps breaks the loss: all tokens, but for one, are padding of no account."""
+class SpoiltRows(WrappedRows):
+    """Rows whose batch at some steps breaks the loss."""
 
     def __init__(self, rows, steps: set[int], stage) -> None:
-        self.rows, self.steps, self.stage = rows, steps, stage
-        self.fingerprint = rows.fingerprint
-        self.handle = stage.student.get_input_embeddings().register_forward_hook(self._spoil)
-        self.handle = stage.teacher.get_input_embeddings().register_forward_hook(self._spoil)
-        self.step = -1
+        super().__init__(rows)
+        self.steps, self.step = steps, -1
+        for model in (stage.student, stage.teacher):
+            model.get_input_embeddings().register_forward_hook(self._spoil)
 
     def _spoil(self, module, args, output):
         return output * float("nan") if self.step in self.steps else output
@@ -399,11 +374,6 @@ class SpoiltRows:
     def batch(self, step: int, *args):
         self.step = step
         return self.rows.batch(step, *args)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state) -> None: ...
 
 
 def test_a_bad_batch_can_be_left_out(tmp_path):
@@ -494,88 +464,9 @@ def test_the_schedule_rises_stays_and_falls():
     assert all(0 < wsd(step, n, 0.1, 0.1) <= 1 for n in (1, 2, 7) for step in range(n))
 
 
-def test_a_tracker_is_asked_for_by_name(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"tracker 'mlflow' is unknown; choose from tensorboard, trackio, wandb"
-    ):
-        check_trackers(["mlflow"])
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"):
-            check_trackers(["wandb"])
+def test_a_stage_reports_to_a_tracker(tmp_path):
     train("align", tmp_path, trackers=("tensorboard",))
     assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    check_trackers(["wandb"])
-    assert os.environ.pop("WANDB_MODE") == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    check_trackers(["wandb"])
-    assert "WANDB_MODE" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported; .* launch/fsdp2.yaml"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-            "or add --fsdp_cpu_ram_efficient_loading false",
-        ),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0"}, None),
-    ],
-)
-def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if message is None:
-        monkeypatch.setattr("hybrid_distill.distributed.Accelerator", one_process)
-        message = "the launcher announced 2 processes and 1 run together"
-    with pytest.raises(WorldError, match=message):
-        make_accelerator()
-
-
-def one_process(**kwargs):
-    """What accelerate makes of a launch that it does not understand."""
-
-    class Accelerator:
-        num_processes = 1
-
-    return Accelerator()
-
-
-def test_a_number_of_processes_that_was_asked_for_is_checked():
-    with pytest.raises(WorldError, match="the configuration asks for 4 processes and 1 run together"):
-        make_accelerator(processes=4)
-
-
-SEVERAL_MACHINES = {
-    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    "GLOO_SOCKET_IFNAME": "",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "lo"),
-        ({"MASTER_ADDR": "no.such.host.invalid"}, ""),
-        ({"WORLD_SIZE": "1"}, ""),
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
-    ],
-    ids=["leads to machine 0", "unknown machine", "one machine", "named already"],
-)
-def test_gloo_is_told_the_interface_on_several_machines(monkeypatch, changes, expected):
-    for name, value in {**SEVERAL_MACHINES, **changes}.items():
-        monkeypatch.setenv(name, value)
-    _name_gloo_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
 
 
 def test_a_step_costs_little_beside_its_maths(tmp_path):

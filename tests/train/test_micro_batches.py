@@ -22,7 +22,7 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from training import small_models, small_rows
+from training import WrappedRows, small_models, small_rows
 
 from hybrid_distill.cli.cache_logits import top_k_of
 from hybrid_distill.distributed import connect
@@ -71,13 +71,12 @@ CASES: dict[str, StageConfig] = {
 }
 
 
-class UnevenRows:
+class UnevenRows(WrappedRows):
     """Rows with documents and masks of every length: two without a token to judge, one with a token and no label."""
 
-    fingerprint = "uneven"
-
     def __init__(self, teacher: nn.Module | None = None) -> None:
-        self.rows, self.teacher = small_rows(), teacher
+        super().__init__(small_rows())
+        self.teacher = teacher
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch: Any = self.rows.batch(step, batch_size)
@@ -92,11 +91,6 @@ class UnevenRows:
             batch |= {"teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
         share = batch_size // world
         return {name: tensor[rank * share : (rank + 1) * share] for name, tensor in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
