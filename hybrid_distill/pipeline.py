@@ -111,8 +111,9 @@ class Run(RunInputs):
         if not path.exists():
             check_rows(self.teacher)  # `build_student` would refuse after hours of scoring
             partial = self.out / "scores.partial.json"
+            nn.Module.to(self.teacher, connect().device)
             scores = score_heads(  # all processes share the work
-                nn.Module.to(self.teacher, connect().device),
+                self.teacher,
                 self.tokenizer,
                 self.scoring_probe(),
                 n_examples=options.n_examples,
@@ -208,8 +209,13 @@ class Run(RunInputs):
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student with the weights that a stage has left in its folder."""
         options = self.config.student
-        shape = {"d_state": options.d_state, "conv_width": options.conv_width}
-        student, _ = build_student(self.teacher, plan, recurrence=options.recurrence, **shape)
+        student, _ = build_student(
+            self.teacher,
+            plan,
+            d_state=options.d_state,
+            conv_width=options.conv_width,
+            recurrence=options.recurrence,
+        )
         load_stage(stage, student)
         return student
 

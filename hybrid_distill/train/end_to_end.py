@@ -73,15 +73,14 @@ class EndToEnd(Stage[DistillConfig]):
     ) -> Tensor:
         """``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
         ours = OutputEmbedding.of(self.model)
-        fused, teacher = self.config.fused and ours.is_product, theirs
+        fused, known = self.config.fused and ours.is_product, theirs
         if isinstance(theirs, Tensor):
-            embedding = OutputEmbedding.of(self.teacher)
-            fused = fused and embedding.is_product
+            head = OutputEmbedding.of(self.teacher)
             with torch.no_grad():
-                teacher = TeacherHead(theirs, embedding.module.weight) if fused else embedding(theirs)
-        if fused:
-            return fused_distillation_loss(ours_BLD, ours.module.weight, teacher, mask_BL, **options)
-        return distillation_loss(ours(ours_BLD), teacher, mask_BL, **options)
+                known = TeacherHead(theirs, head.module.weight) if fused and head.is_product else head(theirs)
+        if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
+            return fused_distillation_loss(ours_BLD, ours.module.weight, known, mask_BL, **options)
+        return distillation_loss(ours(ours_BLD), known, mask_BL, **options)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +59,7 @@ class StageParentError(ValueError):
 
 
 def train_stage(
-    stage: Stage[Any],
+    stage: Stage,
     rows: Rows,
     out_dir: str | Path,
     *,
@@ -119,23 +119,21 @@ def train_stage(
         training.close()
 
 
+@dataclass
 class _Training:
     """A stage while it is trained."""
 
-    def __init__(
-        self,
-        stage: Stage[Any],
-        rows: Rows,
-        out: Path,
-        accelerator: Accelerator,
-        identity: Mapping[str, Any],
-        checkpoints: Checkpoints,
-        tracked: TrackedRun,
-    ) -> None:
-        self.stage, self.config, self.rows, self.out = stage, stage.config, rows, out
-        self.accelerator, self.identity, self.checkpoints = accelerator, identity, checkpoints
-        self.tracked = tracked
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+    stage: Stage
+    rows: Rows
+    out: Path
+    accelerator: Accelerator
+    identity: Mapping[str, Any]
+    checkpoints: Checkpoints
+    tracked: TrackedRun
+
+    def __post_init__(self) -> None:
+        self.config = self.stage.config
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.n_rows = self.config.batch_size // self.world
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spikes = SpikeDetector(self.config.spike)
@@ -324,7 +322,7 @@ class _Training:
             self.accelerator.free_memory()
 
 
-def _spread(stage: Stage[Any], accelerator: Accelerator, teacher_sharding: str) -> Strategy:
+def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
     """Spread the student by the strategy of the launch file, and the teacher as asked for."""
     if teacher_sharding == "sharded" and stage.teachers and accelerator.num_processes > 1:
         from .parallel.fsdp2 import process_mesh, with_sharded_teacher
@@ -371,7 +369,7 @@ def _check_same_run(ours: Mapping[str, Any], found: Mapping[str, Any], place: Pa
         )
 
 
-def _check_precision(stage: Stage[Any]) -> None:
+def _check_precision(stage: Stage) -> None:
     dtype = next(iter(stage.teachers), stage.student).dtype
     if stage.config.precision == "fp32" and dtype != torch.float32:
         raise ValueError(

@@ -90,7 +90,7 @@ def distillation_loss(
     different amounts. By default it is the smaller of the two widths.
     """
     known = teacher if isinstance(teacher, TeacherTopK) else (teacher,)
-    compared = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
+    compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
     n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
     divergence = _divergence(kind, beta)
     shape = student_logits_BLV.shape[:-1]

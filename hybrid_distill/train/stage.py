@@ -61,7 +61,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
         self.bf16 = config.precision == "bf16"
         """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
         # Tuples: neither model becomes a submodule.
-        self._student, self.teachers = (student,), () if teacher is None else (teacher.eval(),)
+        self._student = (student,)
+        self.teachers: tuple[PreTrainedModel, ...] = () if teacher is None else (teacher.eval(),)
 
     @property
     def student(self) -> HybridForCausalLM:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from ..model.modeling_hybrid import HybridForCausalLM
@@ -23,7 +21,7 @@ def make_stage(
     teacher: PreTrainedModel | None,
     *,
     vocab_size: int | None = None,
-) -> Stage[Any]:
+) -> Stage:
     """Make the stage that a config describes; one with cached logits leaves the teacher alone.
 
     Raises ValueError where there is no teacher and the stage needs one.

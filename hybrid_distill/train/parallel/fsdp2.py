@@ -30,7 +30,7 @@ from .strategy import Strategy, stage_adamw
 class Fsdp2(Strategy):
     """Every process holds a share of each parameter; a layer is gathered while it runs."""
 
-    def __init__(self, stage: Stage[Any], accelerator: Accelerator) -> None:
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if not stage.shardable:
             raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
@@ -69,7 +69,7 @@ def process_mesh(accelerator: Accelerator) -> DeviceMesh:
         return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
 
 
-def sharded_stage(stage: Stage[Any], mesh: DeviceMesh) -> Stage[Any]:
+def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     """Copy a stage with the student's weights sharded; ``stage`` and the teacher are left as they are."""
     shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
     copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
@@ -81,7 +81,7 @@ def sharded_stage(stage: Stage[Any], mesh: DeviceMesh) -> Stage[Any]:
     return copied
 
 
-def with_sharded_teacher(stage: Stage[Any], mesh: DeviceMesh) -> Stage[Any]:
+def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
     """Copy a stage, with the same student, such that every process holds a share of the teacher's decoder layers.
 
     A layer is gathered while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
@@ -105,7 +105,7 @@ def with_sharded_teacher(stage: Stage[Any], mesh: DeviceMesh) -> Stage[Any]:
     return copied
 
 
-def _copied(stage: Stage[Any], *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage[Any]:
+def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
     """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters over the same storage."""
     known: dict[int, Any] = {}
     for module in left_alone:

@@ -22,14 +22,14 @@ from ..stage import Stage
 class Strategy(ABC):
     """A stage on its device and ready to train. Every process must call each method, in the same order."""
 
-    stage: Stage[Any]
+    stage: Stage
     """The stage as it trains: the given one, or a copy."""
     model: Any
     """Module that takes a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
 
     @abstractmethod
-    def __init__(self, stage: Stage[Any], accelerator: Accelerator) -> None: ...
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None: ...
 
     @abstractmethod
     def weights(self) -> Content:
@@ -52,7 +52,7 @@ class Strategy(ABC):
         """End the training: leave the trained parameters, whole, in the given stage on its device."""
 
 
-def stage_adamw(stage: Stage[Any]) -> AdamW:
+def stage_adamw(stage: Stage) -> AdamW:
     """Make the optimizer of a stage's config, for the parameters as they are now."""
     config = stage.config
     return make_adamw(
@@ -63,7 +63,7 @@ def stage_adamw(stage: Stage[Any]) -> AdamW:
 class Replicated(Strategy):
     """One process, or DDP: every process holds everything."""
 
-    def __init__(self, stage: Stage[Any], accelerator: Accelerator) -> None:
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))

@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Zero(Strategy):
     """Optimizer states and gradients sharded (ZeRO-1, ZeRO-2), weights too (ZeRO-3)."""
 
-    def __init__(self, stage: Stage[Any], accelerator: Accelerator) -> None:
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if stage.config.on_divergence == "skip":
             raise ValueError(
                 f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked "
