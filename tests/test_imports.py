@@ -15,8 +15,8 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "comma_lists", "distributed"),
-    ("assets", "model", "plan", "budget"),
+    ("io", "limits", "locking", "provenance", "distributed"),
+    ("assets", "model", "plan"),
     ("guard",),
     ("teacher",),
     ("student", "probes"),

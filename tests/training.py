@@ -60,13 +60,15 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
-    """Run a recipe with flags that it refuses; returns the error."""
+    """Run a config with flags that must end in one line and exit status 2; returns the line."""
     from hybrid_distill.cli.app import run_recipe
 
+    capsys.readouterr()
     with pytest.raises(SystemExit) as exit_:
         run_recipe(config, list(argv))
-    assert exit_.value.code == 2
-    return capsys.readouterr().err
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit_.value.code == 2 and len(said) == 1
+    return said[0]
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..budget import cache_bytes
 from ..config import PlanConfig, RunConfig, to_json
 from ..lab.memory.plan import (
     GB,
@@ -24,7 +23,7 @@ from ..lab.memory.plan import (
 )
 from ..model import layer_windows
 from ..pipeline import Run
-from ..plan import HeadId, HeadPlan
+from ..plan import HeadId, HeadPlan, cache_bytes
 from ..run_folder import outdated
 from ..run_inputs import shape_of_teacher
 from ..student.build import empty_student
