@@ -309,7 +309,7 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch) ->
         replace(job, check_rows=0)
     with pytest.raises(ValueError, match=r"name one with --distill.teacher-logits DIR"):
         cache_logits(changed(job, "distill", teacher_logits=None))
-    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* on no disk"):
+    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):
         OnPolicyConfig(teacher_logits=job.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
     with pytest.raises(ValueError, match=r"0.000 GB free and the logits need 0.000 GB more; make room"):
