@@ -37,8 +37,8 @@ from .config import (
 )
 from .data import (
     Batch,
+    CachedLogitsDataset,
     Rows,
-    TaughtRows,
     check_same_vocabulary,
     check_sources,
     open_logits,
@@ -500,7 +500,7 @@ class Run:
             places=options.rows_read,
             temperature=options.temperature,
         )
-        return TaughtRows(rows, logits)
+        return CachedLogitsDataset(rows, logits)
 
     def _release_teacher(self, student: HybridForCausalLM) -> None:
         """No second model in memory. Who asks for the teacher later loads it again; one that was handed over is still

@@ -420,7 +420,7 @@ def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _top_k(batch: Batch) -> TopK:
-    assert "teacher_ids_BLK" in batch, "without a teacher, rows are data.logits.TaughtRows"
+    assert "teacher_ids_BLK" in batch, "without a teacher, rows are data.logits.CachedLogitsDataset"
     taught = cast(TaughtBatch, batch)
     return TopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
 
