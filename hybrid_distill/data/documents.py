@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -88,8 +88,8 @@ def source_files(source: str) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
         raise ValueError(f"data source {source!r} holds the splits {splits}; pass the folder of one.")
-    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    files = [p for p in found if p.name.endswith((".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES)]
+    suffixes = (".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES
+    files = [p for p in _files_in(path) if p.name.endswith(suffixes)]
     if not path.exists() or not files:
         problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise ValueError(
@@ -97,6 +97,10 @@ def source_files(source: str) -> list[Path]:
             "`hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
         )
     return files
+
+
+def _files_in(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
 def source_fingerprint(source: str) -> str:
@@ -123,7 +127,11 @@ def text_of(record: object, text_column: str | None, place: str) -> str:
         return conversation_of(record, place)
     text = record.get(text_column, False) if isinstance(record, dict) else False
     if text is not None and not isinstance(text, str):
-        raise _no_column(place, text_column, record if isinstance(record, dict) else ())
+        names = ", ".join(record) if isinstance(record, dict) else ""
+        raise ValueError(
+            f"{place} has no text in column {text_column!r}; its columns are {names or 'none'}: "
+            "choose one with --data.text-column, or --text-column of prepare-data."
+        )
     return text or ""
 
 
@@ -154,16 +162,12 @@ def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable
     files = source_files(source)
     if _is_saved_dataset(path):
         return [partial(_read_saved_dataset, path, text_column)]
-    _log_skipped_files(path, files)
-    return [partial(_read_file, file, text_column) for file in files]
-
-
-def _log_skipped_files(path: Path, files: Sequence[Path]) -> None:
-    others = sorted(p for p in path.rglob("*") if p.is_file() and p not in files and not p.name.startswith("."))
+    others = [p for p in _files_in(path) if p not in files and not p.name.startswith(".")]
     if others:
         shown = ", ".join(str(p.relative_to(path)) for p in others[:_SHOWN_FILES])
         more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
         log.info("%s: %s%s left out; only %s are read", path, shown, more, ", ".join(SUFFIXES))
+    return [partial(_read_file, file, text_column) for file in files]
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -225,7 +229,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
-    columns = _columns(path, text_column, file.schema_arrow.names)
+    columns = _columns(text_column, file.schema_arrow.names)
     for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns):
         for record in batch.to_pylist():
             yield text_of(record, text_column, str(path))
@@ -235,17 +239,15 @@ def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
     from datasets import Dataset
 
     dataset = Dataset.load_from_disk(str(path))
-    for record in dataset.select_columns(_columns(path, text_column, dataset.column_names)):
-        yield text_of(record, text_column, str(path))
+    for batch in dataset.select_columns(_columns(text_column, dataset.column_names)).iter(_BATCH_DOCUMENTS):
+        for values in zip(*batch.values()):
+            yield text_of(dict(zip(batch, values)), text_column, str(path))
 
 
-def _columns(path: Path, text_column: str | None, present: Sequence[str]) -> list[str]:
-    """Return the columns to read of a table. Raises ValueError where they are missing."""
-    if text_column is None:
-        return [name for name in present if name in CHAT_COLUMNS] or list(present[:1])
-    if text_column not in present:
-        raise _no_column(str(path), text_column, present)
-    return [text_column]
+def _columns(text_column: str | None, present: list[str]) -> list[str]:
+    """Return the columns to read of a table: all, for `text_of` to name, where none is the right one."""
+    wanted = CHAT_COLUMNS if text_column is None else (text_column,)
+    return [name for name in present if name in wanted] or present
 
 
 def no_conversations(place: str) -> ValueError:
@@ -253,14 +255,6 @@ def no_conversations(place: str) -> ValueError:
     return ValueError(
         f"{place} is plain text and holds no conversations; pass .jsonl or .parquet files whose records have "
         "`messages`, or `prompt` and `completion` (for the post stage: with --post.data.sources)."
-    )
-
-
-def _no_column(place: str, text_column: str, columns: Iterable[str]) -> ValueError:
-    names = ", ".join(columns) or "none"
-    return ValueError(
-        f"{place} has no text in column {text_column!r}; its columns are {names}: "
-        "choose one with --data.text-column, or --text-column of prepare-data."
     )
 
 

@@ -206,11 +206,18 @@ def write_tokens(
     writer = _Writer(folder, header)
     batches = _batches(sources, text_column, writer.place, min(BATCH_CHARACTERS, 4 * shard_tokens))
     start = writer.header.tokens
-    with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
-        for shard, place in _encoded(batches, tokenizer, chat, workers):
-            bar.update(writer.add(shard, place))
-            if writer.full:
-                break
+    try:
+        with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
+            for shard, place in _encoded(batches, tokenizer, chat, workers):
+                bar.update(writer.add(shard, place))
+                if writer.full:
+                    break
+    except Exception as error:  # raised by a signal handler, so at any place
+        if "DataLoader worker" not in str(error):
+            raise
+        raise OSError(
+            f"one of {workers} worker processes died, perhaps for want of memory; run again with fewer --workers."
+        ) from error
     return writer.finish()
 
 
@@ -241,7 +248,7 @@ class _Encoder(Dataset[tuple["Shard | ValueError", SourcePlace]]):
 def _encoded(
     batches: Iterable[tuple[list[str], SourcePlace]], tokenizer: PreTrainedTokenizerBase, chat: bool, workers: int
 ) -> Iterator[tuple[Shard, SourcePlace]]:
-    """Tokenize batches in order, in this process or in several. Raises OSError when a worker dies."""
+    """Tokenize batches in order, in this process or in several."""
     several = workers > 1
     loader = DataLoader(
         _Encoder(tokenizer, chat),
@@ -251,19 +258,12 @@ def _encoded(
         num_workers=workers if several else 0,
         multiprocessing_context="fork" if several else None,  # copies no tokenizer, imports nothing again
         worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # the global one seeds the training
+        generator=torch.Generator(),  # the global one is the training's
     )
-    try:
-        for shard, place in loader:
-            if isinstance(shard, ValueError):
-                raise shard
-            yield shard, place
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise OSError(
-            f"one of {workers} worker processes died, perhaps for want of memory; run again with fewer --workers."
-        ) from error
+    for shard, place in loader:
+        if isinstance(shard, ValueError):
+            raise shard
+        yield shard, place
 
 
 def _unchanged(item: object) -> object:

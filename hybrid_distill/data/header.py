@@ -69,7 +69,7 @@ class FolderHeader:
             if (found := size_of(path)) != expected:
                 raise ValueError(
                     f"{path} has {found} bytes, the header says {expected}; copy the folder again, or delete it and "
-                    f"{self.REMAKE}."
+                    "make it again."
                 )
 
 
