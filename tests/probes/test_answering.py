@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import FAMILIES, make_family_model
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -28,12 +29,6 @@ TOKENIZERS = {
     "digits": (DIGITS, "removed"),
     "space, then digits": (DIGITS, "isolated"),
 }
-
-
-@pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    pattern, spaces = TOKENIZERS[request.param]
-    return word_tokenizer(probe_texts(), pattern, spaces)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +59,15 @@ def brute_force(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, exam
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_pairs", [1, 12])
-def test_choices_equal_brute_force(family_model, family, tokenizer, n_pairs: int) -> None:
-    model = sharp(family_model(family, vocab_size=len(tokenizer), num_hidden_layers=2))
-    examples = KVRetrieval(n_pairs, keys=KEYS).examples(5)
-    result = answer_choices(model, tokenizer, examples, batch_size=3)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((family, "space, then digits") for family in FAMILIES), *(("llama", kind) for kind in list(TOKENIZERS)[:3])],
+)
+def test_choices_equal_brute_force(family: str, kind: str) -> None:
+    tokenizer = word_tokenizer(probe_texts(), *TOKENIZERS[kind])
+    model = sharp(make_family_model(family, vocab_size=len(tokenizer), num_hidden_layers=2))
+    examples = KVRetrieval((1, 12), keys=KEYS).examples(6)
+    result = answer_choices(model, tokenizer, examples, batch_size=4)
     for row, example, correct, answer in zip(
         result.logprob_EC, examples, result.correct_E, result.answer_logprob_E, strict=True
     ):
@@ -114,8 +113,7 @@ def test_prompts_run_once_however_many_choices(family_model, monkeypatch) -> Non
         return forward(*args, **kwargs)
 
     example = KVRetrieval(30, keys=KEYS).examples(1)
-    signature = "hybrid_distill.probes.answering.accepts"
-    monkeypatch.setattr(signature, lambda model, name: True)
+    monkeypatch.setattr("hybrid_distill.probes.answering.accepts", lambda model, name: True)
     monkeypatch.setattr(model, "forward", counting)
     answer_choices(model, tokenizer, example)
     assert len(n_tokens) == 2
