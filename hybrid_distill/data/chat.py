@@ -97,7 +97,9 @@ def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBas
         text = _rendered(messages, tokenizer)
         return text, list(_answers(messages, text, tokenizer))
     special: dict[str, Any] = tokenizer.special_tokens_map
-    rendered = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True, **special)
+    rendered: Any = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True, **special
+    )
     (text,), (spans,) = rendered
     return text, spans
 

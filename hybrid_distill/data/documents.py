@@ -238,10 +238,11 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
 def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
     from datasets import Dataset
 
-    dataset = Dataset.load_from_disk(str(path))
-    for batch in dataset.select_columns(_columns(text_column, dataset.column_names)).iter(_BATCH_DOCUMENTS):
-        for values in zip(*batch.values()):
-            yield text_of(dict(zip(batch, values)), text_column, str(path))
+    dataset: Any = Dataset.load_from_disk(str(path))
+    columns = _columns(text_column, dataset.column_names)
+    for batch in dataset.select_columns(columns).iter(_BATCH_DOCUMENTS):
+        for values in zip(*(batch[name] for name in columns)):
+            yield text_of(dict(zip(columns, values)), text_column, str(path))
 
 
 def _columns(text_column: str | None, present: list[str]) -> list[str]:
