@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..budget import cache_bytes
 from ..config import PlanConfig, RunConfig, Stage, to_json
 from ..lab.memory.plan import (
     GB,
@@ -23,7 +22,7 @@ from ..lab.memory.plan import (
 )
 from ..model import layer_windows
 from ..pipeline import Run, shape_of_teacher
-from ..plan import HeadId, HeadPlan
+from ..plan import HeadId, HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tyro
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..assets import tiny_teacher_path
@@ -83,3 +84,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"the tokenizer {name!r} cannot be loaded ({reason}); pass the teacher's folder with --tokenizer PATH, "
             f"or the embedded one with --tokenizer {TINY}."
         ) from error
+
+
+def command(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:
+    """Tokenize text once, into a folder that --data.sources takes; resumes where it was stopped."""
+    print(prepare(job))

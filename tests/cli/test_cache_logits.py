@@ -189,7 +189,8 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_p
     found = from_disk("six words", small.folder)
     assert_same(found, curve("live", live_rows(teacher, 6, config.temperature), cached, False))
     assert whole[0] - found[0] > 10 * ROUNDING, "six words of 99 should make a difference"
-    unfused = curve("unfused", CachedLogitsDataset(small_rows(), open_logits(small.folder)), replace(cached, fused=False), False)
+    rows = CachedLogitsDataset(small_rows(), open_logits(small.folder))
+    unfused = curve("unfused", rows, replace(cached, fused=False), False)
     np.testing.assert_allclose(unfused, found, rtol=1e-4)
 
 
