@@ -77,7 +77,7 @@ class TokenHeader(FolderHeader):
 
     @property
     def chat(self) -> bool:
-        """Whether the folder holds conversations."""
+        """True for a folder of conversations."""
         return bool(self.chat_template)
 
     def check(self) -> None:

@@ -93,7 +93,7 @@ class PackedRows:
         self.rows_per_epoch = sum(self._shares)
         self._ends, self._row_ends = np.cumsum(self._shares), np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
-        """Whether an epoch holds every row once."""
+        """True if an epoch holds every row once."""
         prints = [tokens.fingerprint for tokens in self.sources]
         self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
         self.text_fingerprint = hash_of(prints)

@@ -35,7 +35,7 @@ from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
 WORDS = 99
-"""Of the tokenizer; the model has two more logits, as padded vocabularies do."""
+"""Words of the tokenizer; the model has two more logits, as padded vocabularies do."""
 SEQ_LEN = 16
 SHARP = {"initializer_range": 0.3}
 """A model that is as sure of some next tokens as trained ones are."""
@@ -82,7 +82,7 @@ def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What the shards and the list of rows hold."""
+    """Bytes of the shards and of the list of rows."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
 
@@ -261,7 +261,7 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
 
 
 def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
-    """What the error must say, and a run that must be refused."""
+    """Runs that must be refused, by their error."""
     other_teacher, other_tokenizer = tmp_path / "other_teacher", tmp_path / "other_tokenizer"
     for folder, changes in ((other_teacher, {"seed": 5}), (other_tokenizer, {})):
         make_family_model("llama", **SMALL, **SHARP, **changes).save_pretrained(folder)
@@ -322,7 +322,7 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def parameter_bytes() -> int:
-    """Of all parameters that are alive, each storage once."""
+    """Bytes of all parameters that are alive, each storage once."""
     gc.collect()
     alive = [item for item in gc.get_objects() if issubclass(type(item), nn.Parameter) and item.device.type == "cpu"]
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
@@ -370,7 +370,7 @@ def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None
 
 
 def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_path: Path) -> None:
-    """Of the rows that are checked, read one by one, the loss of all of them together."""
+    """The rows that are checked are read one by one; the loss is that of all of them together."""
     job = changed(job, "distill", hard_weight=0.3)
     first = replace(job.run, stages=("align",), distill=replace(job.run.distill, teacher_logits=None))
     run = Run(first)
