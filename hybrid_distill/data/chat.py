@@ -19,13 +19,16 @@ COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Messages = list[dict[str, Any]]
+Record = dict[str, Any]
+"""One JSON object."""
+Span = tuple[int, int]
+"""Beginning and end in a text, in characters."""
 
 
 def conversation_of(record: object, place: str) -> str:
     """Return a record's messages as JSON; "" where the assistant is silent. Raises ValueError where there are none."""
-    columns: dict[str, Any] = record if isinstance(record, dict) else {}
-    messages: Messages | None = None
+    columns: Record = record if isinstance(record, dict) else {}
+    messages: list[Record] | None = None
     for question, answer in PAIRS:
         if isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
             messages = [
@@ -45,8 +48,8 @@ def conversation_of(record: object, place: str) -> str:
     return json.dumps(messages) if any(message["role"] == "assistant" for message in messages) else ""
 
 
-def _message(message: object, place: str) -> dict[str, Any]:
-    fields: dict[str, Any] = message if isinstance(message, dict) else {}
+def _message(message: object, place: str) -> Record:
+    fields: Record = message if isinstance(message, dict) else {}
     role, content = (fields.get(name, fields.get(other)) for name, other in (("role", "from"), ("content", "value")))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{place} holds the message {message!r}; give it a role and a content, both text.")
@@ -86,7 +89,9 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
     return encoded["input_ids"], [*own[1:], False]
 
 
-def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+def _rendered_with_answers(
+    messages: list[Record], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[Span]]:
     """Return the conversation as text, and where in it, in characters, each answer begins and ends.
 
     ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: where a mark begins or ends on a blank that
@@ -96,7 +101,7 @@ def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBas
     if not _MARK.search(template):
         text = _rendered(messages, tokenizer)
         return text, list(_answers(messages, text, tokenizer))
-    special: dict[str, Any] = tokenizer.special_tokens_map
+    special: Record = tokenizer.special_tokens_map
     rendered: Any = render_jinja_template(
         [messages], chat_template=template, return_assistant_tokens_mask=True, **special
     )
@@ -104,7 +109,7 @@ def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBas
     return text, spans
 
 
-def _answers(messages: Messages, text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+def _answers(messages: list[Record], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
     """Locate each answer by rendering the conversation with and without it."""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -120,5 +125,5 @@ def _answers(messages: Messages, text: str, tokenizer: PreTrainedTokenizerBase) 
         yield len(before), len(through)
 
 
-def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+def _rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""

@@ -17,7 +17,7 @@ from ..assets import corpus_documents
 from ..probes.kv_retrieval import write_probe_documents
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
-from .chat import conversation_of
+from .chat import Record, conversation_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -292,7 +292,7 @@ def _hub_documents(source: str, text_column: str | None, place: Place) -> Iterat
         yield text_of(record, text_column, source), dataset.state_dict
 
 
-def records_of(dataset: IterableDataset, source: str) -> Iterator[dict[str, Any]]:
+def records_of(dataset: IterableDataset, source: str) -> Iterator[Record]:
     """Read records to the end of the data. Raises DataUnavailable where the hub stops answering."""
     records = iter(dataset)
     while True:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .header import FolderHeader, size_of
-from .rows import PackedRows, Rows, TaughtBatch
+from .rows import PackedRows, Rows, State, TaughtBatch
 from .tokens import hash_of, tokenizer_fingerprint
 
 HEADER = "logits.json"
@@ -227,10 +227,10 @@ class CachedLogitsDataset:
         ids_BLK, log_probs_BLK = unpack(self.logits.read(row_ids))
         return {**self.rows.read(row_ids), "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.rows.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.rows.load_state_dict(state)
 
 

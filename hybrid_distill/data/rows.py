@@ -5,9 +5,9 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from .tokens import Tokens, hash_of, tokens_of
 
 ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
+
+State = dict[str, Any]
+"""JSON of where a process stands in its rows."""
 
 
 class Batch(TypedDict):
@@ -46,13 +49,17 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 def pick_rows(batch: AnyBatch, rows: slice | list[int]) -> AnyBatch:
     """Return some rows of a batch, with all of its entries."""
-    return cast(AnyBatch, {name: tensor[rows] for name, tensor in cast(dict[str, Tensor], batch).items()})
+    return _changed(batch, lambda tensor: tensor[rows])
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """Copy a batch to a device, if it is not there."""
-    tensors = cast(dict[str, Tensor], batch)
-    return cast(AnyBatch, {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+    return _changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
+    tensors: Any = batch
+    return {name: change(tensor) for name, tensor in tensors.items()}  # type: ignore[return-value]
 
 
 def batch_of(rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
@@ -70,9 +77,9 @@ class Rows(Protocol):
         """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 class PackedRows:
@@ -144,11 +151,11 @@ class PackedRows:
         row = row_id - (int(self._row_ends[number]) - self._n_rows[number])
         return self.sources[number].row(row, self.seq_len)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return nothing: the step says where the rows are."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Do nothing, as `state_dict` holds nothing."""
 
 

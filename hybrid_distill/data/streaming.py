@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .chat import Record
 from .documents import records_of, text_of
-from .rows import Batch, batch_of, rows_of_each
+from .rows import Batch, State, batch_of, rows_of_each
 from .tokens import encode_documents, hash_of, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -69,12 +70,12 @@ class StreamingRows:
         self._counts[number] += 1
         return self._packers[number].next_row()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return where this process stands, as JSON."""
         packers = [packer.state_dict() for packer in self._packers]
         return {"step": self._step, "counts": self._counts.tolist(), "place": list(self._place), "packers": packers}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Return to where `state_dict` was taken. Raises ValueError for the state of another process."""
         if tuple(state["place"]) != self._place:
             raise ValueError(
@@ -95,7 +96,7 @@ class _Packer:
         self.dataset, self.tokenizer, self.seq_len = dataset, tokenizer, seq_len
         self.text_column, self.name = text_column, name
         self._start = dataset.state_dict()
-        self._records: Iterator[dict[str, Any]] | None = None
+        self._records: Iterator[Record] | None = None
         self._left: list[list[int]] = []
 
     def next_row(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,13 +127,13 @@ class _Packer:
                 self._restart_at(self._start)
         raise ValueError(f"data source {self.name} holds no text in column {self.text_column!r}.")
 
-    def _restart_at(self, state: dict[str, Any]) -> None:
+    def _restart_at(self, state: State) -> None:
         self.dataset.load_state_dict(state)
         self._records = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"dataset": self.dataset.state_dict(), "left": list(self._left)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._restart_at(state["dataset"])
         self._left = [list(document) for document in state["left"]]

@@ -10,17 +10,24 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import eval_mode
 from . import Example, check_counts
 
 Tokens = tuple[int, ...]
+
+
+class Output(Protocol):
+    """Output of a causal language model."""
+
+    logits: Tensor
+    past_key_values: Cache
 
 
 @dataclass(frozen=True)
@@ -105,9 +112,8 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
     """Tokenize each text, after the tokenizer's beginning-of-text token if it sets one; no end-of-text."""
     rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-    bos: Any = tokenizer.bos_token_id
-    begins = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-    start: list[Any] = [bos] if begins else []
+    first: Any = tokenizer("a")["input_ids"]
+    start = first[:1] if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id] else []
     return [(*start, *row) for row in rows]
 
 
@@ -168,7 +174,7 @@ class ChoiceBatch:
             found |= _logprobs_at(self._context_logits(model, output.past_key_values), self._in_contexts)
         return found
 
-    def _context_logits(self, model: PreTrainedModel, cache: Any) -> Tensor:
+    def _context_logits(self, model: PreTrainedModel, cache: Cache) -> Tensor:
         """Return logits_RTV after each context, from the prompts' cache."""
         device = self.mask_BL.device
         example_R = torch.tensor([example for example, _ in self.contexts], device=device)
@@ -305,8 +311,8 @@ def forward(
     *,
     logits_to_keep: int = 0,
     use_cache: bool = False,
-    past_key_values: Any = None,
-) -> Any:
+    past_key_values: Cache | None = None,
+) -> Output:
     """Run the model on tokens that end where the mask ends; positions do not count pads.
 
     Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where

@@ -152,13 +152,6 @@ def test_batches_and_padding_change_nothing(planted) -> None:
     assert one == other
 
 
-def test_both_readings_find_a_known_circuits_answers(planted) -> None:
-    model, tokenizer = planted
-    examples = KVRetrieval(8, keys=KEYS).examples(32)
-    assert answer_choices(model, tokenizer, examples).accuracy > 0.95
-    assert answer_generation(model, tokenizer, examples).double().mean() > 0.95
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("pattern", [WHOLE, DIGITS])
 def test_generation_is_greedy_whatever_the_model_is_set_to(family_model, pattern: str) -> None:
@@ -185,16 +178,16 @@ def test_the_answer_must_be_above_every_other_choice() -> None:
     assert result.accuracy == pytest.approx(1 / 3)
 
 
-def test_nothing_of_the_callers_is_changed(planted) -> None:
+def test_both_readings_find_a_known_circuits_answers_and_change_nothing(planted) -> None:
     model, tokenizer = planted
     model = copy.deepcopy(model).train()
     model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
     settings = model.generation_config.to_dict()
     assert tokenizer.pad_token is None and model.generation_config.pad_token_id is None
     before = (tokenizer.padding_side, dict(tokenizer.special_tokens_map), len(tokenizer))
-    examples = KVRetrieval(8, keys=KEYS).examples(16)
+    examples = KVRetrieval(8, keys=KEYS).examples(24)
+    assert answer_choices(model, tokenizer, examples).accuracy > 0.9
     assert answer_generation(model, tokenizer, examples).double().mean() > 0.9
-    answer_choices(model, tokenizer, examples)
     assert (tokenizer.padding_side, dict(tokenizer.special_tokens_map), len(tokenizer)) == before
     assert model.generation_config.to_dict() == settings
     assert model.training
@@ -219,21 +212,11 @@ def test_choices_that_a_tokenizer_cannot_tell_apart_are_refused() -> None:
         encode_example(tokenizer, Example("these words", " 1", (" 1", " 2")))
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "expected"),
-    [
-        (" 84", " 84", True),
-        ("84\nThe", " 84", True),
-        (" 84.", " 84", True),
-        (" 84 and", " 84", True),
-        (" 845", " 84", False),
-        (" 8", " 84", False),
-        (" 8 4", " 84", False),
-        (" 184", " 84", False),
-        ("", " 84", False),
-        (" bluebird", " blue", False),
-        (" blue, they say", " blue", True),
-    ],
-)
-def test_answers_are_compared_whole(text: str, answer: str, expected: bool) -> None:
-    assert begins_with(text, answer) is expected
+@pytest.mark.parametrize("text", [" 84", "84\nThe", " 84.", " 84 and"])
+def test_an_answer_may_be_followed_by_anything_but_its_own_kind(text: str) -> None:
+    assert begins_with(text, " 84") and begins_with(" blue, they say", " blue")
+
+
+@pytest.mark.parametrize("text", [" 845", " 8", " 8 4", " 184", ""])
+def test_another_number_or_word_is_another_answer(text: str) -> None:
+    assert not begins_with(text, " 84") and not begins_with(" bluebird", " blue")

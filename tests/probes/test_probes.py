@@ -59,10 +59,6 @@ def test_a_seed_goes_on_meaning_the_same_prompts(name: str, options: dict, expec
     assert hashlib.sha256(json.dumps(examples).encode()).hexdigest()[:16] == expected
 
 
-def test_there_is_one_of_each() -> None:
-    assert set(small_probes()) == set(PROBES)
-
-
 @pytest.mark.parametrize("name", PROBES)
 def test_examples_follow_from_the_seed_alone(name: str) -> None:
     probe, again, other = small_probes()[name], small_probes()[name], small_probes(seed=1)[name]
@@ -98,9 +94,7 @@ def test_probes_are_made_by_name() -> None:
     assert make_probe("letters") == LetterChoice.from_file()
     assert make_probe("letters", facts=COLORS, n_options=2, seed=1) == LetterChoice(tuple(COLORS), 2, 1)
     assert make_probe("needle", lengths=50, depths=(0, 1)) == Needle(lengths=(50,), depths=(0, 1))
-    assert make_probe("copy", length=4) == Copying(4)
-    assert make_probe("two_hop", pairs=6) == TwoHop(6)
-    assert all("seed" in options_of(name) for name in PROBES)
+    assert set(PROBES) == set(small_probes()) and all("seed" in options_of(name) for name in PROBES)
 
 
 @pytest.mark.parametrize(
@@ -109,37 +103,26 @@ def test_probes_are_made_by_name() -> None:
         ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop"),
         ("copy", {"pairs": 3, "depths": 1}, "'copy' has no option depths, pairs; it has length, seed, words"),
         ("kv", {"pairs": None}, "pairs is None"),
-        ("kv", {"pairs": 0}, "n_pairs is 0"),
         ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
-        ("kv", {"pairs": True}, "n_pairs is True"),
-        ("kv", {"pairs": "8"}, "n_pairs is '8'"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
         ("kv", {"pairs": (5, 5)}, "5 is there twice"),
         ("kv", {"pairs": 2, "keys": ("dog", "cat", "dog")}, "named twice: dog"),
         ("kv", {"pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys cannot fill a dictionary of 3 pairs"),
         ("copy", {"length": 1}, "length is 1"),
         ("copy", {"length": 3, "words": ("dog", "cat")}, "2 words are too few, 3"),
-        ("copy", {"length": 2, "words": ("dog", "cat", "dog")}, "words named twice: dog"),
         ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
-        ("two_hop", {"pairs": 3}, "n_pairs is 3"),
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
         ("needle", {"filler": " \n"}, "filler holds no words"),
         ("needle", {"filler": " ".join(map(str, range(95)))}, "leaves 5 of the numbers"),
         ("needle", {"filler": "the dog", "keys": ("dog",)}, "0 keys that the filler does not hold"),
-        ("needle", {"lengths": (0,)}, "lengths is 0"),
         ("needle", {"lengths": (5, 5)}, "lengths names 5 twice"),
-        ("needle", {"lengths": None}, "lengths is None"),
         ("needle", {"depths": (0.5, 1.5)}, "depth 1.5"),
-        ("needle", {"n_choices": 0}, "n_choices"),
         ("letters", {"facts": COLORS, "n_options": 27}, "n_options is 27"),
         ("letters", {"facts": COLORS, "n_options": 6}, "has 4 wrong answers, 6 options need 5"),
         ("letters", {"facts": [*COLORS, *CITIES], "n_options": 3}, "'Rome lies in' has 1 wrong answers"),
-        ("letters", {"facts": []}, "facts is"),
         ("letters", {"facts": ["only a question"]}, "'only a question' is malformed"),
-        ("letters", {"facts": [("a question", 7)]}, "malformed"),
         ("letters", {"facts": [("a question", "b", ("b", "c"))]}, "answers must differ"),
-        ("letters", {"facts": [(" ", "b", ("c",))]}, "may be empty"),
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
@@ -150,16 +133,7 @@ def test_impossible_settings_are_refused(name: str, settings: dict, message: str
 # Retrieval
 
 
-def test_the_exact_prompt_of_a_dictionary() -> None:
-    example = KVRetrieval(3, seed=0, keys=("present", "scallops", "dog")).examples(1)[0]
-    assert example == Example(
-        "Memorize the following dictionary:\nscallops:46\ndog:97\npresent:84\nThe value of the key 'present' is",
-        answer=" 84",
-        choices=(" 46", " 97", " 84"),
-    )
-
-
-@pytest.mark.parametrize("n_pairs", [1, 50, 100])
+@pytest.mark.parametrize("n_pairs", [1, 100])
 def test_keys_and_values_are_distinct_and_the_answer_stands_beside_its_key(n_pairs: int) -> None:
     for example in KVRetrieval(n_pairs, seed=3).examples(20):
         header, *lines, question = example.prompt.split("\n")
@@ -180,11 +154,6 @@ def test_sizes_are_taken_in_turn() -> None:
     assert result.accuracy > 0.9, "a known circuit answers dictionaries of every size"
 
 
-def test_the_default_keys_fill_the_largest_dictionary() -> None:
-    assert len(set(NOUNS)) == len(NOUNS) >= 300
-    assert all(noun.isascii() and noun.isalpha() and noun.islower() for noun in NOUNS)
-
-
 def entries(example: Example) -> tuple[dict[str, str], str]:
     """(value of each key, key asked for)."""
     _, *lines, question = example.prompt.split("\n")
@@ -193,7 +162,7 @@ def entries(example: Example) -> tuple[dict[str, str], str]:
     return dict(line.split(":") for line in lines), asked[1]
 
 
-@pytest.mark.parametrize("n_pairs", [4, 9, 200])
+@pytest.mark.parametrize("n_pairs", [4, 9])
 def test_two_hops_lead_to_the_answer_and_one_does_not(n_pairs: int) -> None:
     sides = set()
     for example in TwoHop(n_pairs, seed=1).examples(30):
@@ -246,7 +215,9 @@ def test_the_needle_stands_where_it_should(filler: tuple[str, ...] | None) -> No
         assert len(example.choices) == 10
 
 
-def test_the_default_filler_is_one_text_without_numbers_or_keys() -> None:
+def test_the_default_words() -> None:
+    assert len(set(NOUNS)) == len(NOUNS) >= 300, "enough for the largest dictionary"
+    assert all(noun.isascii() and noun.isalpha() and noun.islower() for noun in NOUNS)
     words = re.findall(r"\w+", default_filler().lower())
     assert len(words) > 4000 and default_filler() == default_filler()
     assert not set(words) & {*NOUNS, *map(str, range(100))}
