@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 import tyro
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..config import RunConfig, config_of
 from ..data import (
@@ -38,6 +37,7 @@ from ..distributed import alone_in, connect, is_launched_main, on_main_process
 from ..io import replacing
 from ..limits import COUNT, check_fields
 from ..pipeline import Run, finished_run
+from ..provenance import now
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
 from ..train.losses import CHUNK_LOGITS
@@ -100,7 +100,25 @@ def cache_logits(job: CacheJob) -> str:
     teacher, tokenizer = run.teacher_of(job.stage)
     rows = numbered(open_rows(job.run.data_of(job.stage), tokenizer))
     row_ids = row_ids_of(rows, job.config.rows_read)
-    header = _header(job, teacher, tokenizer, len(run.tokenizer), rows, len(row_ids))
+    if job.top_k > (n_words := len(run.tokenizer)):
+        raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; pass at most {n_words}.")
+    header = LogitHeader(
+        format=LogitHeader.FORMAT,
+        teacher=job.run.teacher_of(job.stage).path,
+        teacher_fingerprint=fingerprint(teacher),
+        dtype=job.run.teacher_of(job.stage).dtype,
+        precision=job.config.precision,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        vocabulary_size=n_words,
+        temperature=job.config.temperature,
+        top_k=job.top_k,
+        seq_len=rows.seq_len,
+        text_fingerprint=rows.text_fingerprint,
+        order=rows.fingerprint,
+        places=job.config.rows_read,
+        rows=len(row_ids),
+        shard_rows=max(1, job.shard_tokens // rows.seq_len),
+    )
     on_main_process(lambda: log.info("%s: %s; %.3f GB are free", folder, _size(header), _free(folder) / 1e9))
     if job.run.dry_run:
         return "nothing was written (--dry-run)"
@@ -159,36 +177,6 @@ def summary(header: LogitHeader, folder: Path, seconds: float) -> str:
             f"teacher, {student['difference']:+.2e}"
         )
     return line
-
-
-def _header(
-    job: CacheJob,
-    teacher: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    n_words: int,
-    rows: PackedRows,
-    n_rows: int,
-) -> LogitHeader:
-    stage, options = job.config, job.run.teacher_of(job.stage)
-    if job.top_k > n_words:
-        raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; pass at most {n_words}.")
-    return LogitHeader(
-        format=LogitHeader.FORMAT,
-        teacher=options.path,
-        teacher_fingerprint=fingerprint(teacher),
-        dtype=options.dtype,
-        precision=stage.precision,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        vocabulary_size=n_words,
-        temperature=stage.temperature,
-        top_k=job.top_k,
-        seq_len=rows.seq_len,
-        text_fingerprint=rows.text_fingerprint,
-        order=rows.fingerprint,
-        places=stage.rows_read,
-        rows=n_rows,
-        shard_rows=max(1, job.shard_tokens // rows.seq_len),
-    )
 
 
 def _size(header: LogitHeader) -> str:
@@ -261,7 +249,7 @@ def _finish(job: CacheJob, header: LogitHeader, run: Run, teacher: PreTrainedMod
     header.measured = {"rows": n_rows, **_coverage(teacher, batches, header)}
     if job.student_run is not None:
         header.measured["student"] = _loss_difference(job, job.student_run, run, teacher, batches)
-    header.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    header.created = now()
     header.save(job.folder / HEADER)
     (job.folder / PARTIAL).unlink(missing_ok=True)
 

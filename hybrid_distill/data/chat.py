@@ -89,9 +89,7 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
     return encoded["input_ids"], [*own[1:], False]
 
 
-def _rendered_with_answers(
-    messages: list[Record], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
+def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
     """Return the conversation as text, and where in it, in characters, each answer begins and ends.
 
     ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: where a mark begins or ends on a blank that

@@ -14,7 +14,6 @@ import shutil
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..provenance import now
 from .chat import template_hash
 from .documents import BATCH_CHARACTERS, Place, document_batches, source_fingerprint
 from .header import FolderHeader
@@ -254,7 +254,7 @@ def _encoded(
         _Encoder(tokenizer, chat),
         sampler=batches,
         batch_size=None,
-        collate_fn=_unchanged,
+        collate_fn=tuple,  # arrays stay arrays
         num_workers=workers if several else 0,
         multiprocessing_context="fork" if several else None,  # copies no tokenizer, imports nothing again
         worker_init_fn=_start_worker,
@@ -264,10 +264,6 @@ def _encoded(
         if isinstance(shard, ValueError):
             raise shard
         yield shard, place
-
-
-def _unchanged(item: object) -> object:
-    return item
 
 
 def _start_worker(number: int) -> None:
@@ -361,7 +357,7 @@ class _Writer:
                 )
         self._close_shard()
         self.header.sha256 = self._digest.hexdigest()
-        self.header.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.header.created = now()
         self.header.save(self.folder / HEADER)
         (self.folder / PARTIAL).unlink(missing_ok=True)
         return self.header
