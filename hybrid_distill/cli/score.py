@@ -55,7 +55,7 @@ class ScoreJob:
     model: str = TINY
     """A local folder, a hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, growing, letters, needle, copy or two_hop; several as ``kv,needle``."""
+    """kv, letters, needle, copy or two_hop; several as ``kv,needle``."""
     pairs: str = "16"
     """Dictionary sizes of kv and two_hop; ``10,25,50`` takes them in turn."""
     lengths: str = "100,200,400,800"
