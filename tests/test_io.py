@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from students import tiny_student
-from test_checkpoint import killed
 from test_pipeline import weights
-from training import small_run
+from training import killed, small_run
 
 from hybrid_distill import io
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
