@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
-    from ..scoring.head_scores import HeadScores, Reading
+    from ..scoring import HeadScores
 
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
@@ -131,30 +131,25 @@ def head_scores(
     path: Path,
     *,
     kept_label: str = "kept heads",
-    reading: Reading | None = None,
 ) -> None:
     """Heat maps, layer down and head across: what a head is worth for retrieval, and for plain text.
 
-    ``retrieval_LH`` is a difference of accuracies, shown in points, or else what ``reading`` says it is; ``control_LH``
-    is in nats per token; NaN where a layer has no such head. ``kept`` heads are outlined.
+    ``retrieval_LH`` is a difference of accuracies, shown in points; ``control_LH`` is in nats per token; NaN where a
+    layer has no such head. ``kept`` heads are outlined.
     """
     n_layers, n_heads = len(retrieval_LH), len(retrieval_LH[0])
     cell = 0.44 if n_heads <= 16 else 0.19
-    show, unit = reading or (lambda drop: 100 * drop), "points of accuracy" if reading is None else reading.unit
-    shown_LH = [[show(value) for value in row] for row in retrieval_LH]
-    panels = [(shown_LH, "Retrieval", unit, BLUE, "{:.0f}")]
+    shown_LH = [[100 * value for value in row] for row in retrieval_LH]
+    panels = [(shown_LH, "Retrieval", "points of accuracy", BLUE, "{:.0f}")]
     if control_LH is not None:
         panels.append(([list(row) for row in control_LH], "Control: plain text", "nats per token", GREEN, "{:.2f}"))
     size = (len(panels) * (n_heads * cell + 1.3), n_layers * cell + (1.3 if kept else 1.05))
     with canvas(1, len(panels), size, path) as grid:
         for axes, (values_LH, title, unit, hue, number) in zip(grid[0], panels, strict=True):
-            down = reading is not None and reading.is_rank and title == "Retrieval"
-            number = number if n_heads <= 16 else ""
-            _heat_map(axes, values_LH, kept, hue=hue, number=number, unit=unit, lowest_is_best=down)
+            _heat_map(axes, values_LH, kept, hue=hue, number=number if n_heads <= 16 else "", unit=unit)
             axes.set_title(title)
         absent = any(math.isnan(value) for row in retrieval_LH for value in row)
         notes = [*([f"outlined: {kept_label}"] if kept else []), *(["grey: no attention head"] if absent else [])]
-        notes = [*([reading.label] if reading is not None and reading.probes else []), *notes]
         if notes:
             grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILLION if kept else GREY)
 
@@ -162,7 +157,7 @@ def head_scores(
 def score_map(scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = ()) -> None:
     """`head_scores` of one scoring."""
     control_LH = None if scores.control_drop_LH is None else scores.control_drop_LH.tolist()
-    head_scores(scores.accuracy_drop_LH.tolist(), control_LH, kept, path, reading=scores.reading)
+    head_scores(scores.accuracy_drop_LH.tolist(), control_LH, kept, path)
 
 
 def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:
@@ -171,11 +166,10 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
     One panel each for accuracy, log-probability and, where measured, plain text. The first ``k`` heads are the dark
     ones. Without intervals in the scores, 1.96 standard errors to each side stand for them.
     """
-    ranking, reading = scores.ranking(by)[:top], scores.reading
-    turn = -1 if reading.is_rank else 1  # a high drop is a low rank
-    accuracy = [[reading(x) for x in entry][::turn] for entry in _with_interval(scores, "accuracy", ranking)]
+    ranking = scores.ranking(by)[:top]
+    accuracy = [[100 * x for x in entry] for entry in _with_interval(scores, "accuracy", ranking)]
     panels = [
-        (reading.name.capitalize(), "points" if not reading.is_rank else "1 is first in each", BLUE, accuracy),
+        ("Accuracy lost", "points", BLUE, accuracy),
         ("Log-probability lost", "nats of the answer", SKY, _with_interval(scores, "logprob", ranking)),
     ]
     if scores.control_drop_LH is not None:
@@ -193,8 +187,6 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
         note = "lines: 95 % intervals"
         if n_kept < len(ranking):
             note = f"above the dashed line: the first {n_kept} heads; {note}"
-        if reading.probes:
-            note = f"{reading.label}; {note}"
         axes.figure.supxlabel(note, fontsize=9, color="#444444")
 
 

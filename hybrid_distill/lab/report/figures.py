@@ -62,7 +62,6 @@ def _heads(head_map: HeadMap, directory: Path) -> Figure:
         head_map.kept,
         directory / file,
         kept_label=head_map.label,
-        reading=scores.reading,
     )
     outlined = f"; outlined: {head_map.label}." if head_map.kept else "."
     return Figure(

@@ -88,11 +88,10 @@ def _heads(head_map: HeadMap, figures: Sequence[Figure]) -> str:
     ]
     facts = {name: value for name, value in scores.provenance.items() if isinstance(value, str | int)}
     method = facts.pop("method", "scores")
-    (accuracy, *others), combined = HEAD_COLUMNS, bool(scores.reading.probes)
     parts = [
         _with_figures(title, figures) or f"## {title}",
         f"What a single head is worth ({method}), ± one standard error:",
-        markdown_table(["rank", "head", "kept", scores.reading.label if combined else accuracy, *others], lines),
+        markdown_table(["rank", "head", "kept", *HEAD_COLUMNS], lines),
     ]
     if facts:
         parts.append(f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}.")
@@ -104,8 +103,7 @@ def _head_cells(scores: HeadScores, head: HeadId) -> list[str]:
         (scores.logprob_drop_LH, scores.logprob_se_LH, 3),
         (scores.control_drop_LH, scores.control_se_LH, 4),
     )
-    reading, error = scores.reading, scores.accuracy_se_LH[head].item()
-    cells = [with_error(reading(scores.accuracy_drop_LH[head].item()), abs(reading.scale) * error, 1)]
+    cells = [with_error(100 * scores.accuracy_drop_LH[head].item(), 100 * scores.accuracy_se_LH[head].item(), 1)]
     for drop_LH, error_LH, digits in tables:
         if drop_LH is None or error_LH is None:
             cells.append(ABSENT)
