@@ -32,7 +32,7 @@ from ..lab.analysis.remove_heads import RemoveHeads
 from ..lab.analysis.replace_layer import ReplaceLayer
 from ..lab.memory.table import MemoryJob, memory_table
 from ..lab.publish import publish
-from ..lab.quantize import quantise
+from ..lab.quantize import quantize
 from ..lab.report import write_report
 from ..lab.serve import serve
 from ..lab.suites import SuiteJob, evaluate_suite, write_questions
@@ -301,8 +301,8 @@ def verify_command(
         sys.exit(1)
 
 
-@app.command(name="quantise")
-def quantise_command(
+@app.command(name="quantize")
+def quantize_command(
     path: tyro.conf.Positional[Path],
     out: tyro.conf.Positional[Path],
     /,
@@ -319,7 +319,10 @@ def quantise_command(
         to: The 8-bit numbers, one scale a row: whole ones, or with an exponent.
         tolerance: How far logits may be from the student's, as a share of its largest one: 0.05 for int8, 0.3 for fp8.
     """
-    print(quantise(path, out, to, tolerance))
+    print(quantize(path, out, to, tolerance))
+
+
+app.command(name="quantise")(quantize_command)  # the older spelling
 
 
 @app.command(name="publish")

@@ -70,9 +70,9 @@ def test_no_path_of_a_machine_is_exported(exported) -> None:
     ("file", "content", "said"),
     [
         ("optimizer.safetensors", None, "optimizer.safetensors"),
-        ("state.json", "{}", "is no part of an export"),
-        ("gate/notes.txt", "", "is no part of an export"),
-        (".env", "", "is no part of an export"),
+        ("state.json", "{}", "is not part of an export"),
+        ("gate/notes.txt", "", "is not part of an export"),
+        (".env", "", "is not part of an export"),
         ("README.md", f"license: mit\n{TOKEN}", "an access token"),
         ("training.json", '{"key": "-----BEGIN PRIVATE KEY-----"}', "a private key"),
         ("evaluation.json", '{"texts": "/home/somebody/data/books.txt"}', "/home/somebody/data/books.txt"),

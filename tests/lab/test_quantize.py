@@ -14,7 +14,7 @@ from students import byte_tokenizer, tiny_student
 from hybrid_distill.export import ExportError, export_checkpoint, verify_export
 from hybrid_distill.guard import load_student
 from hybrid_distill.lab.publish import publish
-from hybrid_distill.lab.quantize import IN_FULL, quantise
+from hybrid_distill.lab.quantize import IN_FULL, quantize
 from hybrid_distill.teacher import fingerprint
 
 UNTOUCHED = ("D", "conv_weight", "bias", "norm.weight", "layernorm.weight", *(f"{name}.weight" for name in IN_FULL))
@@ -27,7 +27,7 @@ def exported(tmp_path_factory) -> Path:
     with torch.no_grad():
         for parameter in student.parameters():  # a gate's weights begin as zeros, which have no scale
             parameter.add_(0.01 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp("quantise") / "export"
+    path = tmp_path_factory.mktemp("quantize") / "export"
     export_checkpoint(student, byte_tokenizer(), path, plan=plan, gate=False)
     return path
 
@@ -37,14 +37,14 @@ def copies(exported, tmp_path_factory) -> dict[str, Path]:
     pytest.importorskip("torchao")
     out = tmp_path_factory.mktemp("copies")
     for to in ("int8", "fp8"):
-        assert "reloaded = exported model, logits" in quantise(exported, out / to, to)
+        assert "reloaded = exported model, logits" in quantize(exported, out / to, to)
     return {to: out / to for to in ("int8", "fp8")}
 
 
 def test_without_torchao_it_says_what_to_install(exported, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install torchao"):
-        quantise(exported, tmp_path / "out")
+        quantize(exported, tmp_path / "out")
 
 
 @pytest.mark.launched
@@ -60,7 +60,7 @@ def test_only_linear_projections_are_in_eight_bits(exported, copies, to) -> None
         else:
             assert name.endswith("_proj.weight") and type(tensor.data) is not torch.Tensor, name
     with pytest.raises(ValueError, match="exists; pass a new folder"):
-        quantise(exported, copies[to], to)
+        quantize(exported, copies[to], to)
 
 
 @pytest.mark.launched
@@ -82,7 +82,7 @@ def test_a_copy_in_eight_bits_can_be_published_until_it_is_no_copy_any_more(copi
 def test_what_is_too_far_from_the_student_is_not_left_behind(exported, tmp_path) -> None:
     pytest.importorskip("torchao")
     with pytest.raises(ExportError, match=r"FAILED +reloaded = exported model, logits"):
-        quantise(exported, tmp_path / "fp8", "fp8", tolerance=1e-6)
+        quantize(exported, tmp_path / "fp8", "fp8", tolerance=1e-6)
     assert not (tmp_path / "fp8").exists()
     with pytest.raises(ValueError, match="--tolerance is 5"):
-        quantise(exported, tmp_path / "fp8", "fp8", tolerance=5)
+        quantize(exported, tmp_path / "fp8", "fp8", tolerance=5)
