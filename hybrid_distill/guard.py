@@ -122,8 +122,8 @@ def digest(path: Path) -> str:
 
 def _check_largest(folder: Path, config: Record) -> None:
     """Raise ValueError for a size beyond any model; families differ in their fields, but none has larger ones."""
-    for fields in (config, config.get("text_config")):
-        for name, largest in LARGEST.items() if isinstance(fields, dict) else ():
+    for fields in filter(lambda part: isinstance(part, dict), (config, config.get("text_config") or {})):
+        for name, largest in LARGEST.items():
             if isinstance(value := fields.get(name), int | float) and value > largest:
                 raise ValueError(f"{folder / 'config.json'} has {name} {value}; it must be at most {largest}.")
 

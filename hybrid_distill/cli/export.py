@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
@@ -24,14 +23,14 @@ class ExportJob:
     """Write a trained student so that others can load it, in one of three forms, and prove that it is the student."""
 
     model: Path
-    """The folder of a finished run, or of an export of it (remote-code or safetensors)."""
+    """Folder of a finished run, or of an export of it (remote-code or safetensors)."""
     out: Path
-    """Where the export goes: a new folder, or an export to replace."""
+    """New folder for the export, or an export to replace."""
     form: Form = "remote-code"
-    """``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
+    """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
     FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload."""
     max_shard_size: str = "2GB"
-    """Weights are divided into files of at most this size; a large value merges them into one."""
+    """Largest size of a file of weights; a large value merges them into one."""
 
 
 def export_student(job: ExportJob) -> GateReport:
@@ -42,8 +41,9 @@ def export_student(job: ExportJob) -> GateReport:
     """
     if is_run(job.model / "config.json"):
         run = finished_run(job.model)
-        options = {"form": job.form, "max_shard_size": job.max_shard_size}
-        return cast(GateReport, run.export(*run.trained_student(), job.out, **options))
+        report = run.export(*run.trained_student(), job.out, form=job.form, max_shard_size=job.max_shard_size)
+        assert report is not None, "exports are one process's work"
+        return report
     if job.out.resolve() == job.model.resolve():
         raise ValueError(f"--out is {job.out}, which is --model too; pass another folder.")
     if not (job.model / "config.json").is_file():

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -43,6 +43,10 @@ TOLERANCE = {
     torch.bfloat16: {"forward": 3e-2, "order": 5e-2},  # a logit itself is rounded to 4e-3
     torch.float16: {"forward": 4e-3, "order": 1e-2},
 }
+Record: TypeAlias = dict[str, Any]
+"""The object of reference.json."""
+Model: TypeAlias = Any
+"""A model of transformers, whose class may come with the checkpoint."""
 FORMAT = "hybrid-distill/export-gate/1"
 FORMS = ("remote-code", "falcon-h1", "safetensors")
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
@@ -116,7 +120,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     yield from check_generated(model, prompts, 2 * max(limits.values()) * prompts.scale)
 
 
-def read_record(gate: Path) -> dict[str, Any]:
+def read_record(gate: Path) -> Record:
     """Read reference.json, with what the first ones lacked. Raises ValueError for a record of another format."""
     record = json.loads((gate / "reference.json").read_text())
     if (found := record.get("format")) != FORMAT:
@@ -156,7 +160,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return where
 
 
-def check_tensors_on_disk(folder: Path, record: dict[str, Any]) -> Check:
+def check_tensors_on_disk(folder: Path, record: Record) -> Check:
     """Compare names and bits of the stored tensors with the record; a tied tensor is stored once."""
     expected = {name: sha for name, sha in record["tensors"].items() if name not in record["tied"]}
     where = weight_files(folder)
@@ -169,7 +173,7 @@ def check_tensors_on_disk(folder: Path, record: dict[str, Any]) -> Check:
     return _none(f"{len(expected)} tensors on disk: wrong", wrong)
 
 
-def check_tokenizer(folder: Path, record: dict[str, Any]) -> Check:
+def check_tokenizer(folder: Path, record: Record) -> Check:
     """Compare the stored tokenizer with the ids recorded for a few texts."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -180,14 +184,15 @@ def check_tokenizer(folder: Path, record: dict[str, Any]) -> Check:
     return _none("tokenizer: texts with other ids", wrong)
 
 
-def load_model(folder: Path, record: dict[str, Any], device: str) -> tuple[Any, Check]:
+def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]:
     """Load the model as its form is loaded; check that every tensor is in its place and none newly initialized."""
     if record["form"] == "safetensors":
         kind = importlib.import_module("hybrid_distill.model").HybridForCausalLM
     else:
         from transformers import AutoModelForCausalLM as kind
     dtype = getattr(torch, record["dtype"])
-    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **_trust(record))
+    loaded: Model = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **_trust(record))
+    model, info = loaded
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
     state = model.state_dict()
@@ -201,13 +206,12 @@ def load_model(folder: Path, record: dict[str, Any], device: str) -> tuple[Any, 
     return model.to(device).eval(), _none(f"{len(state)} tensors after loading: wrong", wrong)
 
 
-def _trust(record: dict[str, Any]) -> dict[str, bool]:
-    # Without trust, transformers 5 asks at the terminal.
-    return {"trust_remote_code": True} if record["form"] == "remote-code" else {}
+def _trust(record: Record) -> Record:
+    return {"trust_remote_code": True} if record["form"] == "remote-code" else {}  # else transformers 5 asks
 
 
 @torch.no_grad()
-def check_logits(model: Any, prompts: Prompts, limits: dict[str, float]) -> Iterator[Check]:
+def check_logits(model: Model, prompts: Prompts, limits: dict[str, float]) -> Iterator[Check]:
     """Compare logits: of the reloaded model with the record; from a cache and in a batch with each prompt alone."""
 
     def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> Check:
@@ -231,7 +235,7 @@ def check_logits(model: Any, prompts: Prompts, limits: dict[str, float]) -> Iter
         yield compare("left-padded batch = single prompts", padded, alone, limits["order"])
 
 
-def check_generated(model: Any, prompts: Prompts, rounding: float) -> Iterator[Check]:
+def check_generated(model: Model, prompts: Prompts, rounding: float) -> Iterator[Check]:
     """Compare greedy tokens with the record, up to the first whose lead is within ``rounding``."""
     length = len(prompts.generated[0])
 
@@ -251,7 +255,7 @@ def check_generated(model: Any, prompts: Prompts, rounding: float) -> Iterator[C
 
 
 @torch.no_grad()
-def cached_logits(model: Any, ids: Sequence[Tensor]) -> list[Tensor]:
+def cached_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     """Compute logits [L, V] from the middle of each prompt on, read token by token.
 
     By `generate`, because some models take no cache but one that it has prepared.
@@ -265,7 +269,7 @@ def cached_logits(model: Any, ids: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def padded_logits(model: Any, ids: Sequence[Tensor]) -> list[Tensor]:
+def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     """Compute logits [L, V] of each prompt's tokens in a left-padded batch."""
     ids_BL, mask_BL = left_padded(ids)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
@@ -286,7 +290,7 @@ def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def greedy(
-    model: Any, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True
+    model: Model, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Generate exactly ``new_tokens`` greedy tokens, and each one's lead over the second best logit: two [B, T]."""
     out = generate(model, ids_BL, mask_BL, new_tokens, use_cache=use_cache)
@@ -296,7 +300,7 @@ def greedy(
 
 @torch.no_grad()
 def generate(
-    model: Any,
+    model: Model,
     ids_BL: Tensor,
     mask_BL: Tensor | None,
     new_tokens: int,

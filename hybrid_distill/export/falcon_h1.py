@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..io import Record
-from ..model import HybridConfig, HybridForCausalLM
+from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 
 MODEL_TYPE = "falcon_h1"
@@ -139,7 +139,7 @@ def container(student: HybridForCausalLM) -> Container:
             "input_layernorm.weight": source[f"model.layers.{number}.input_layernorm.weight"],
             "pre_ff_layernorm.weight": source[f"model.layers.{number}.post_attention_layernorm.weight"],
             **_attention(mixer, layout, config["attention_bias"]),
-            **_mamba(mixer, layout, student.config),
+            **_mamba(mixer, layout, student.config.d_state, student.config.conv_width),
         }
         mlp = f"model.layers.{number}.mlp."
         tensors |= {"feed_forward." + n.removeprefix(mlp): t for n, t in source.items() if n.startswith(mlp)}
@@ -195,10 +195,10 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     return tensors
 
 
-def _mamba(mixer: HybridMixer, layout: _Layout, config: HybridConfig) -> dict[str, Tensor]:
+def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
     """Make ``mamba``: rows of ``in_proj`` are the gate, x, B, C and the step; x, B and C pass the convolution."""
     out = mixer.o_proj.weight
-    n_heads, head_dim, d_state = layout.n_ssm_heads, layout.head_dim, config.d_state
+    n_heads, head_dim = layout.n_ssm_heads, layout.head_dim
     places = [place if place < len(mixer.recurrent) else None for place in range(n_heads)]
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights, biases = {}, {}
@@ -207,7 +207,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, config: HybridConfig) -> dict[st
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
         weights[part] = _placed(weight, places, width)
         biases[part] = _placed(weight.new_zeros(0) if projection is None else projection.bias, places, width)
-    taps = {part: out.new_zeros(0, config.conv_width) for part in "xbc"}
+    taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
         sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
         taps = dict(zip("xbc", mixer.ssm.conv_weight.split(sizes), strict=True))

@@ -92,5 +92,5 @@ def _listing(folder: Path, files: list[Path]) -> str:
     lines = [f"{size:>14,}  {name}" for name, size in sizes.items()]
     lines.append(f"{sum(sizes.values()):>14,}  bytes in {len(files)} files")
     if on_card(folder / "README.md")[0] in (UNKNOWN, "other"):
-        lines.append("The teacher's licence is not known: find out whether you may publish this; say it in the card.")
+        lines.append("The teacher's license is not known: find out whether you may publish this; say it in the card.")
     return "\n".join(lines)

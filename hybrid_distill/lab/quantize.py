@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
@@ -13,7 +13,7 @@ from ..export.card import quantized_card
 from ..export.checkpoint import replacing_folder
 from ..export.gate import check_not_quantized, copy_record, run_gate
 from ..guard import check_checkpoint, load_student
-from ..io import write_json, write_text
+from ..io import Record, write_json, write_text
 
 Numbers = Literal["int8", "fp8"]
 IN_FULL = ("lm_head", "a_proj")
@@ -44,8 +44,8 @@ def quantize(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | N
         raise ValueError(f"{folder} has no gate/reference.safetensors to compare the copy with; export it again.")
     if importlib.util.find_spec("torchao") is None:
         raise ValueError("quantize needs torchao, which is not installed; pip install torchao.")
-    load: Any = AutoModelForCausalLM.from_pretrained
-    copy = load(folder, dtype=student.dtype, quantization_config=_config(to, student), trust_remote_code=False)
+    options: Record = {"dtype": student.dtype, "quantization_config": _config(to, student)}
+    copy = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     with replacing_folder(out) as new:
         copy.save_pretrained(new)
         for pattern in TRAVELS:
