@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluation.evaluate import EvalResult
@@ -49,14 +49,9 @@ def model_card(
     config, n_heads = student.config, plan.n_layers * plan.n_heads
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})
     n_pairs = 16 if 16 in sizes else max(sizes, default=16)
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    ).get_template("card.md.jinja")
-    return template.render(
+    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return Template(text, undefined=StrictUndefined, **blocks).render(
         license=license,
         unknown=UNKNOWN,
         base_model=base_model,

@@ -6,10 +6,9 @@ stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to re
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..evaluation.evaluate import EvalResult
-from ..guard import INDEX, MARK
-from ..io import Record, save_tensors, write_json, write_text
+from ..guard import INDEX, MARK, MODEL_CODE
+from ..io import Record, read_json, save_tensors, write_json, write_text
 from ..locking import locked
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import ATTENTION
@@ -35,6 +34,10 @@ from .gate import ExportError, GateReport
 from .versions import oldest_transformers
 
 Form = Literal["remote-code", "falcon-h1", "safetensors"]
+AUTO_MAP = {
+    "AutoConfig": "configuration_hybrid.HybridConfig",
+    "AutoModelForCausalLM": "modeling_hybrid.HybridForCausalLM",
+}
 
 
 def export_checkpoint(
@@ -55,11 +58,10 @@ def export_checkpoint(
     """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` loads it.
 
     The form ``falcon-h1`` needs no trust, ``safetensors`` is read by ``HybridForCausalLM.from_pretrained(path)``.
-    ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an
-    identifier of the Hugging Face hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and
-    tokens of each stage. No path of this machine is written. The folder appears, or
-    replaces an earlier export, only when it is complete and has passed the gate (see `verify_export`); a
-    failure leaves what was there.
+    ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an identifier of the
+    hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and tokens of each stage. No path of
+    this machine is written. The folder appears, or replaces an earlier export, only when it is complete and has
+    passed the gate (see `verify_export`); a failure leaves what was there.
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
     the student's, ``path`` holds something else than an export, or ``form`` cannot express the student.
@@ -77,14 +79,14 @@ def export_checkpoint(
     with replacing_folder(path) as folder:
         write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
         write_configuration(student, folder, form)
-        if form == "remote-code":
-            write_code(student, folder)
+        for file in MODEL_CODE.glob("[!_]*.py") if form == "remote-code" else ():
+            shutil.copyfile(file, folder / file.name)
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
         plan.save(folder / "plan.json")
         if scores is not None:
             scores.save(folder / "head_scores.json")
-            _edit_json(folder / "head_scores.json", _without_paths)
+            write_json(folder / "head_scores.json", _without_paths(read_json(folder / "head_scores.json")))
         if results is not None:
             record = {name: result.to_dict() for name, result in results.items()}
             write_json(folder / "evaluation.json", _without_paths(record))
@@ -147,11 +149,9 @@ def tied_names(student: HybridForCausalLM) -> dict[str, str]:
     for name, tensor in sorted(student.state_dict().items(), key=lambda item: item[0] in declared):
         place = (tensor.device, tensor.data_ptr(), tensor.shape)
         twin = first_with.setdefault(place, name) if tensor.numel() else name
+        if twin != name and name not in declared:
+            raise ExportError(f"{name} shares its memory with {twin}, which the configuration does not say; clone one.")
         if twin != name:
-            if name not in declared:
-                raise ExportError(
-                    f"{name} shares its memory with {twin}, but the configuration does not say so; clone one."
-                )
             tied[name] = twin
     return tied
 
@@ -184,8 +184,7 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
         config["checked_attention"] = _checked_attention(student)
         config["oldest_transformers"] = oldest_transformers(student.config.backbone["model_type"])
     if form == "remote-code":
-        classes = {"AutoConfig": type(student.config), "AutoModelForCausalLM": type(student)}
-        config["auto_map"] = {name: f"{_file_of(kind).stem}.{kind.__name__}" for name, kind in classes.items()}
+        config["auto_map"] = AUTO_MAP
     write_json(folder / "config.json", config)
     if student.generation_config is not None:
         student.generation_config.save_pretrained(folder)
@@ -201,33 +200,15 @@ def _checked_attention(student: HybridForCausalLM) -> str:
     return backbone.config._attn_implementation
 
 
-def write_code(student: HybridForCausalLM, folder: Path) -> None:
-    """Copy the files of the student's own code; they import one another, torch and transformers."""
-    for file in sorted(_file_of(type(student)).parent.glob("*.py")):
-        if file.name != "__init__.py":
-            shutil.copyfile(file, folder / file.name)
-
-
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write tokenizer files in words that transformers 4 understands too."""
-
-    def edit(config: Record) -> Record:
-        if config.get("tokenizer_class") == "TokenizersBackend":
-            config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if isinstance(config.get("extra_special_tokens"), list):
-            config["additional_special_tokens"] = config.pop("extra_special_tokens")
-        return config
-
     tokenizer.save_pretrained(folder)
-    _edit_json(folder / "tokenizer_config.json", edit)
-
-
-def _file_of(kind: type) -> Path:
-    return Path(inspect.getfile(kind))
-
-
-def _edit_json(path: Path, edit: Callable[[Record], Record]) -> None:
-    write_json(path, edit(json.loads(path.read_text(encoding="utf-8"))))
+    config = read_json(path := folder / "tokenizer_config.json")
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    write_json(path, config)
 
 
 def _without_paths(value: Any) -> Any:
