@@ -1,10 +1,12 @@
-"""Ranges of numbers that a user gives, checked where they come in. Pure Python."""
+"""Checks of what a user passes: ranges of numbers, and flags that hold several values (``0,10,all``). Pure Python."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Limits:
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless ``value`` is one of them."""
         is_number = isinstance(value, int if self.whole else int | float) and math.isfinite(value)
-        is_inside = self.least < value < self.most if self.without_ends else self.least <= value <= self.most
-        if not (is_number and is_inside):
+        ends = () if self.without_ends else (self.least, self.most)
+        if not is_number or not (self.least < value < self.most or value in ends):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
 
     def __str__(self) -> str:
@@ -36,11 +38,47 @@ COUNT_OR_NONE = Limits(0, whole=True)
 POSITIVE = Limits(0, without_ends=True)
 SHARE = Limits(0, 1)
 
+Count = Annotated[int, COUNT]
+CountOrZero = Annotated[int, COUNT_OR_NONE]
+Positive = Annotated[float, POSITIVE]
+Share = Annotated[float, SHARE]
 
-def check_fields(config: Any, prefix: str, **limits: Limits) -> None:
-    """Raise ValueError, calling it ``prefix`` and name, for a field of ``config`` that is outside of its limits.
 
-    Of a tuple every number is checked; None is left to mean what it means.
+def check_options(options: Any, prefix: str) -> None:
+    """Raise ValueError for a field of a dataclass outside of the `Limits` or the Literal that it is declared with.
+
+    Every entry of a tuple is checked; None always passes.
+    """
+    for name, rules in _rules_of(type(options)).items():
+        value = getattr(options, name)
+        for entry in value if isinstance(value, tuple) else (value,):
+            for rule in rules if entry is not None else ():
+                if isinstance(rule, Limits):
+                    rule.check(f"{prefix}{name}", entry)
+                elif entry not in rule:
+                    raise ValueError(f"{prefix}{name} is {entry!r}; choose one of {', '.join(map(str, rule))}.")
+
+
+@cache
+def _rules_of(kind: type) -> dict[str, list[Limits | tuple[Any, ...]]]:
+    return {name: list(_rules(hint)) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def _rules(hint: Any) -> Iterator[Limits | tuple[Any, ...]]:
+    """Yield the limits and the choices anywhere in a type hint."""
+    if get_origin(hint) is Literal:
+        yield get_args(hint)
+    elif isinstance(hint, Limits):
+        yield hint
+    else:
+        for inner in get_args(hint):
+            yield from _rules(inner)
+
+
+def check_fields(config: object, prefix: str, **limits: Limits) -> None:
+    """Raise ValueError for a field of ``config`` outside its limits; the message calls it ``prefix`` and name.
+
+    Every number of a tuple is checked; None passes.
     """
     for name, limit in limits.items():
         value = getattr(config, name)
@@ -48,3 +86,39 @@ def check_fields(config: Any, prefix: str, **limits: Limits) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None:
                 limit.check(shown, number)
+
+
+def words(text: str) -> list[str]:
+    """Split at commas and drop blanks."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def numbers(
+    flag: str,
+    text: str,
+    *,
+    number: Callable[[str], Any] = int,
+    least: float | None = None,
+    named: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Read the numbers of a flag. ``named`` are words that may stand among them, and their values.
+
+    Raises ValueError, naming the flag, for anything else, a number below ``least``, and an empty list.
+    """
+    named = named or {}
+    kind = "whole numbers" if number is int else "numbers"
+    wanted = f"{kind}{'' if least is None else f' of at least {least}'}{''.join(f', or {name}' for name in named)}"
+    shown = repr(text) if words(text) else "empty"
+    refusal = ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.")
+    found = []
+    for word in words(text):
+        try:
+            value = named[word] if word in named else number(word)
+        except ValueError:
+            raise refusal from None
+        if word not in named and (not math.isfinite(value) or (least is not None and value < least)):
+            raise refusal
+        found.append(value)
+    if not found:
+        raise refusal
+    return found

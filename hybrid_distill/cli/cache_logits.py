@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config import RunConfig, config_of
 from ..data import (
     Batch,
     LogitFolder,
@@ -46,12 +46,15 @@ from ..data.logits import (
     start_folder,
     write_whole,
 )
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, connect, is_launched_main, on_main_process
 from ..pipeline import Run, finished_run
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
+from ..train.end_to_end import OutputEmbedding, teacher_hidden
 from ..train.losses import CHUNK_LOGITS
-from ..train.stages import OutputEmbedding, add_totals, make_stage, teacher_hidden
+from ..train.stage import add_totals
+from ..train.stages import make_stage
+from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +110,8 @@ def cache_logits(job: CacheJob) -> str:
     and a folder that holds other logits or that another command writes to.
     """
     run, state, folder = Run(job.run), connect(), job.folder
-    teacher, tokenizer = run.teacher_of(job.stage)
-    rows = numbered(open_rows(job.run.data_of(job.stage), tokenizer))
+    teacher, tokenizer = run.stage_teacher(job.config), run.stage_tokenizer(job.config)
+    rows = numbered(open_rows(job.config.data_within(job.run.data), tokenizer))
     header, row_ids = _plan(job, teacher, tokenizer, len(run.tokenizer), rows)
     on_main_process(lambda: log.info(_estimate(folder, header)))
     if job.run.dry_run:
@@ -175,7 +178,7 @@ def _plan(
     job: CacheJob, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_words: int, rows: PackedRows
 ) -> tuple[LogitHeader, np.ndarray]:
     """What the folder will be, and the numbers of its rows."""
-    stage, named = job.config, job.run.teacher_of(job.stage)
+    stage, named = job.config, job.config.teacher_within(job.run.teacher)
     if job.top_k > n_words:
         raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; give at most {n_words}.")
     row_ids = row_ids_of(rows, stage.rows_read)
@@ -302,10 +305,27 @@ def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches:
 
     def loss(config: DistillConfig) -> float:
         stage = make_stage(config, student, teacher, vocab_size=len(run.tokenizer)).eval()
-        stage.bf16 = config.precision == "bf16"
         stage.place(teacher.device)
         totals = add_totals(stage.totals(batch) for batch in batches)
         return sum(float(stage(batch, totals).total) for batch in batches)
 
     top_k, whole = loss(job.config), loss(replace(job.config, teacher_logits=None))
     return {"run": str(job.student_run), "top_k_loss": top_k, "teacher_loss": whole, "difference": top_k - whole}
+
+
+def main(words: list[str]) -> None:
+    """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no teacher in memory.
+
+    Takes the flags of the run, of which --distill.teacher-logits names the folder, and a few of its own; --help after
+    the recipe lists them. Goes on where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` shares
+    the rows between processes.
+    """
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: hybrid-distill cache-logits RECIPE [FLAGS]\n\n{main.__doc__}")
+        return
+    path, flags = recipe_of(words, "cache-logits")
+    default = CacheJob(on_asked_teacher(config_of(load_recipe(path)), flags))
+    own = [*own_flags(CacheJob), *(f"--{stage}.teacher-logits" for stage in ("distill", "long", "post"))]
+    line = cache_logits(override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own))
+    if is_launched_main():
+        print(line)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
 from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
 from ..export.checkpoint import Form, export_checkpoint
@@ -13,8 +15,9 @@ from ..export.gate import GateReport, check_not_quantized, check_unchanged
 from ..guard import load_student
 from ..io import read_json
 from ..model import HybridConfig
-from ..pipeline import finished_run, is_run
+from ..pipeline import finished_run
 from ..plan import HeadPlan
+from ..run_folder import is_run
 from ..scoring import HeadScores
 
 
@@ -74,3 +77,12 @@ def export_student(job: ExportJob) -> GateReport:
         license=license,
         base_model=base_model,
     )
+
+
+def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
+    """Write a student so that others can load it: remote code, a stock Falcon-H1, or safetensors (docs/export.md).
+
+    Another process loads what was written, and must compute what the student does.
+    """
+    print(export_student(job).table())
+    print(f"export: {job.out}")

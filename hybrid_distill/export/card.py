@@ -11,11 +11,10 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from jinja2 import StrictUndefined, Template
 
-from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluation.evaluate import EvalResult
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
-from ..plan import HeadPlan
+from ..plan import BF16_BYTES, CacheBytes, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY, rope_by_length
 from .falcon_h1 import container

@@ -22,7 +22,7 @@ from torch import nn
 from training import SMALL, small_config, small_models, small_rows, word_texts, word_tokenizer
 
 from hybrid_distill import pipeline
-from hybrid_distill.cli.app import cache_logits as command
+from hybrid_distill.cli import cache_logits as command
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import DataConfig, LogitFolder, LogitHeader, PackedRows, TaughtRows, open_logits, open_rows
@@ -175,7 +175,7 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_p
     def curve(name: str, rows: Any, config: DistillConfig, with_teacher: bool) -> list[float]:
         student, teacher = small_models(**SHARP)
         stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
-        train_stage(stage, rows, config, tmp_path / name, progress=False)
+        train_stage(stage, rows, tmp_path / name, progress=False)
         return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
     def from_disk(name: str, folder: Path) -> list[float]:
@@ -309,7 +309,7 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch) ->
         replace(job, check_rows=0)
     with pytest.raises(ValueError, match=r"name one with --distill.teacher-logits DIR"):
         cache_logits(changed(job, "distill", teacher_logits=None))
-    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* on no disk"):
+    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):
         OnPolicyConfig(teacher_logits=job.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
     with pytest.raises(ValueError, match=r"0.000 GB free and the logits need 0.000 GB more; make room"):
@@ -348,15 +348,15 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     seen: dict[str, int] = {}
     plain = pipeline.train_stage
 
-    def spied(stage: Any, rows: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         read = rows.batch
 
         def batch(*place: int) -> Any:
-            seen[config.name] = parameter_bytes() - before
+            seen[stage.config.name] = parameter_bytes() - before
             return read(*place)
 
         monkeypatch.setattr(rows, "batch", batch)
-        return plain(stage, rows, config, *args, **kwargs)
+        return plain(stage, rows, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "train_stage", spied)
     run = Run(job.run)
@@ -387,7 +387,7 @@ def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_pa
     run.prepare()
     student = run.train(run.plan())
     cache_logits(replace(job, student_run=first.out))
-    rows = open_rows(job.run.data_of("distill"), run.tokenizer)
+    rows = open_rows(job.config.data_within(job.run.data), run.tokenizer)
     whole = make_stage(first.distill, student, run.teacher, vocab_size=WORDS)(rows.batch(0, job.check_rows))
     found = LogitHeader.load(job.folder / "logits.json").measured["student"]
     assert found["teacher_loss"] == pytest.approx(whole.total.item(), rel=1e-5)

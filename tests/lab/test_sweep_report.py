@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hybrid_distill.budget import cache_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.sweep import SweepFailed, SweepJob
 from hybrid_distill.lab.sweep_report import RecommendJob, recommend, surrogate, write_sweep_report
@@ -24,7 +23,7 @@ from hybrid_distill.lab.sweep_report.findings import findings, headline
 from hybrid_distill.lab.sweep_report.recommend import Advisor, n_bytes, size_text
 from hybrid_distill.lab.sweep_report.settings import SweepResults, estimate, t_95
 from hybrid_distill.lab.sweep_report.surrogate import Surface, TooFewCells
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SHAPE = HeadPlan(6, 8, 4, ())
 HEAD_DIM, EVERY = 16, 48
@@ -434,7 +433,7 @@ def test_a_sweep_ends_with_its_report_even_when_cells_failed(
         write(job.out, rows)
         raise SweepFailed("1 of 9 cells failed")
 
-    monkeypatch.setattr("hybrid_distill.cli.app.sweep", fail)
+    monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
     recipe = Path(__file__).parents[2] / "recipes" / "hybrid_tiny.py"
     with pytest.raises(SystemExit) as exit_:
         main(["sweep", "--recipe", str(recipe), "--out", str(tmp_path / "sweep")])

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import tyro
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of
+from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
 from ...distributed import check_trackers
 from ...locking import locked
-from ...pipeline import Run, shape_of_teacher
+from ...pipeline import Run
 from ...plan import HeadPlan
+from ...run_inputs import shape_of_teacher
 from .grid import Grid
 from .record import Sweep, Task
 from .results import write_results
@@ -63,8 +64,6 @@ class SweepJob:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run for each cell, the sweep as their group. By default the
     recipe's."""
-    status: Path | None = None
-    """Run nothing: how far is the sweep in this folder?"""
 
 
 def sweep(job: SweepJob, recipe: Any) -> Sweep:
@@ -114,7 +113,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
 def _base(job: SweepJob, recipe: Any) -> RunConfig:
     """The recipe's config, with the fields that the command changes."""
     flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
-    base = tyro.cli(RunConfig, default=config_of(recipe), args=flags)
+    base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always goes on where it was stopped; leave it out, or use another "

@@ -7,10 +7,8 @@ machines; sweep.json repeats it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +16,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import END_TO_END, RunConfig, differences, from_record, to_json
+from ...config import RunConfig, differences, from_record, to_json
 from ...io import write_json
-from ...pipeline import MAY_CHANGE, Run, has_result
+from ...pipeline import Run
+from ...provenance import versions
+from ...run_folder import MAY_CHANGE, has_result
+from ...train.config import StageConfig
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -90,7 +91,7 @@ class Sweep:
             "grid": {name: list(values) for name, values in grid.axes().items()},
             "share_alignment": share,
             "config": to_json(base),
-            "versions": _versions(),
+            "versions": versions(),
             "cells": [{"name": cell.name, **dataclasses.asdict(cell), "state": "waiting"} for cell in cells],
         }
         if (out / FILE).exists() and (before := cls(out)).has_result():
@@ -107,7 +108,7 @@ class Sweep:
         return Run(self.base).teacher_and_tokenizer
 
     @property
-    def own_stages(self) -> tuple[Any, ...]:
+    def own_stages(self) -> tuple[StageConfig, ...]:
         """The stages that every cell runs by itself."""
         return _own_stages(self.base, self.share)
 
@@ -115,7 +116,7 @@ class Sweep:
     def tasks(self) -> dict[str, Task]:
         """By name, each after those that it needs."""
         tasks: dict[str, Task] = {}
-        before_cells = self._steps(stage for stage in self.base.stages if stage not in self.own_stages)
+        before_cells = self._steps(stage for stage in self.base.stage_configs if stage not in self.own_stages)
         for cell in self.cells:
             needed = [Task(f"s{cell.seed}", cell.seed)]
             if cell.d_state is not None and self.share:
@@ -127,8 +128,8 @@ class Sweep:
             tasks[cell.name] = Task(cell.name, cell.seed, cell.d_state, cell, tuple(t.name for t in needed), steps)
         return tasks
 
-    def _steps(self, stages: Any) -> int:
-        return sum(getattr(self.base, stage).steps for stage in stages)
+    def _steps(self, stages: Iterable[StageConfig]) -> int:
+        return sum(stage.steps for stage in stages)
 
     def folder(self, task: Task) -> Path:
         """The run directory that a task fills."""
@@ -185,8 +186,8 @@ def alignment_name(seed: int, d_state: int) -> str:
     return f"n{d_state}-s{seed}"
 
 
-def _own_stages(base: RunConfig, share: bool) -> tuple[Any, ...]:
-    return tuple(stage for stage in base.stages if stage in END_TO_END or not share)
+def _own_stages(base: RunConfig, share: bool) -> tuple[StageConfig, ...]:
+    return tuple(stage for stage in base.stage_configs if stage.is_per_plan or not share)
 
 
 def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
@@ -209,14 +210,3 @@ def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     raise ValueError(
         f"{place} holds another sweep, with {' and '.join(missing)}; name these too to extend it, or use another --out."
     )
-
-
-def _versions() -> dict[str, str]:
-    packages = ("hybrid-distill", "torch", "transformers", "accelerate")
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a clone that was not installed
-            continue
-    return found
