@@ -33,12 +33,14 @@ from ..lab.analysis.replace_layer import ReplaceLayer
 from ..lab.memory.table import MemoryJob, memory_table
 from ..lab.publish import publish
 from ..lab.quantize import quantise
-from ..lab.report import write_report
+from ..lab.reporting.recommend import RecommendJob, recommend
+from ..lab.reporting.run import write_report
+from ..lab.reporting.sweep import write_sweep_report
+from ..lab.reporting.sweep_results import CONTEXT, is_sweep
 from ..lab.serve import serve
 from ..lab.suites import SuiteJob, evaluate_suite, write_questions
 from ..lab.sweep import SweepFailed, SweepJob, sweep
 from ..lab.sweep import status as sweep_status
-from ..lab.sweep_report import CONTEXT, RecommendJob, is_sweep, recommend, write_sweep_report
 from ..locking import InUse
 from ..pipeline import Run, finished_run, run
 from ..teacher import TINY
@@ -173,7 +175,7 @@ def demo(
         probe_like: Distil each student once more with the probe's own questions mixed in, for comparison.
     """
     base = replace(config_of(_load_recipe(recipe)), out=out)
-    students = comparison.entrants(
+    students = comparison.variants(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
     )
     folder = comparison.compare(base, students)
@@ -366,7 +368,7 @@ def recommend_command(
     /,
     job: tyro.conf.OmitArgPrefixes[RecommendJob],
 ) -> None:
-    """The best student of a sweep under a budget of cache memory, measured and predicted.
+    """Name the best measured student of a sweep under a budget of cache memory.
 
     Args:
         path: The folder of a sweep, which need not be finished.

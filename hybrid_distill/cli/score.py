@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..comma_lists import numbers, words
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
-from ..lab.analysis.figures import can_draw
+from ..lab.reporting import can_draw
 from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields
 from ..plan import HeadId
 from ..probes import Probe, duplicates
@@ -229,7 +229,7 @@ def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
     if not can_draw():
         return
-    from ..lab.plots import score_bars, score_map
+    from ..lab.reporting.heads import score_bars, score_map
 
     score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
     score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluation.evaluate import EvalResult
-from ..lab.report import Row, measured, results_table
+from ..lab.reporting import markdown_table
+from ..lab.reporting.run import Model, errors, results_table
 from ..model import HybridForCausalLM, layer_windows
 from ..plan import HeadPlan
 from ..scoring import HeadScores
@@ -242,12 +243,12 @@ def _results_section(plan: HeadPlan, results: Mapping[str, EvalResult] | None) -
     if not results:
         return "Not measured."
     rows = [
-        Row(name, "teacher" if name == "teacher" else "student", plan.k, measured(result))
+        Model(name, "teacher" if name == "teacher" else "student", plan.k, result.figures(), errors(result))
         for name, result in results.items()
     ]
-    sizes = sorted({size for row in rows for size, _ in row.by_size("kv_generation")})
+    sizes = sorted({size for row in rows for size in row.by_size("kv_generation")})
     n_pairs = 16 if 16 in sizes else max(sizes, default=16)
-    table = results_table(rows, n_pairs, n_heads=plan.n_layers * plan.n_heads)
+    table = markdown_table(results_table(rows, n_pairs, n_heads=plan.n_layers * plan.n_heads))
     return f"{table}\n\n± is one binomial standard error. Chance for KV retrieval is {100 / n_pairs:.1f} %."
 
 

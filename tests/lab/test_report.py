@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-
-from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.plots import spread
 from hybrid_distill.lab.report import write_report
 from hybrid_distill.lab.report.finding import finding
 from hybrid_distill.lab.report.record import Measured, Row, read_record, with_means
+from PIL import Image
+
+from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 

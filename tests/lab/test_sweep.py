@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_distill.lab.sweep.status import progress
 from test_pipeline import weights
 from training import small_run
 
@@ -28,7 +29,6 @@ from hybrid_distill.lab.sweep.cells import best_layers, cell_config
 from hybrid_distill.lab.sweep.job import _base
 from hybrid_distill.lab.sweep.record import Outcome, Task
 from hybrid_distill.lab.sweep.running import Job, Workers, run_tasks
-from hybrid_distill.lab.sweep.status import progress
 from hybrid_distill.locking import locked
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan

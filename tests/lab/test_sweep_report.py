@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-
-from hybrid_distill.budget import cache_bytes
-from hybrid_distill.cli.app import main
-from hybrid_distill.lab.sweep import SweepFailed, SweepJob
 from hybrid_distill.lab.sweep_report import RecommendJob, recommend, surrogate, write_sweep_report
 from hybrid_distill.lab.sweep_report.findings import findings, headline
 from hybrid_distill.lab.sweep_report.recommend import Advisor, n_bytes, size_text
 from hybrid_distill.lab.sweep_report.settings import SweepResults, estimate, t_95
 from hybrid_distill.lab.sweep_report.surrogate import Surface, TooFewCells
+from PIL import Image
+
+from hybrid_distill.budget import cache_bytes
+from hybrid_distill.cli.app import main
+from hybrid_distill.lab.sweep import SweepFailed, SweepJob
 from hybrid_distill.plan import HeadId, HeadPlan
 
 SHAPE = HeadPlan(6, 8, 4, ())
