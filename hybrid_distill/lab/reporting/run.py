@@ -400,8 +400,8 @@ def _draw_cache(models: Sequence[Model], path: Path) -> bool:
             axes.set_xticks(x, [f"{length:,}" for length in x])
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        title = f"Cache of one sequence, {unit} (16-bit keys and values, 32-bit states)"
-        axes.set(xlabel="tokens in the context", title=title)
+        axes.set_title(f"Cache of one sequence, {unit}")
+        axes.set_xlabel("tokens in the context (16-bit keys and values, 32-bit states)")
         axes.figure.legend(loc="outside right upper", labelcolor="linecolor")
     return True
 
