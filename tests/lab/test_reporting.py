@@ -155,7 +155,7 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     write_run(tmp_path / "run", TOP, evaluation((1, 1, 0.97, 0.9)), start=1.0)
     text = write_report(tmp_path / "run").read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
-    assert "- head scores (`scores.json`: not there)" in text and "- the figures: matplotlib" in text
+    assert "- head scores (`run/scores.json`: not there)" in text and "- the figures: matplotlib" in text
     assert "| student, 4 heads kept | 4 of 48 |" in text and not list((tmp_path / "run").glob("*.png"))
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -33,6 +33,10 @@ from .figures import GREY, can_draw, figure, log_ticks, look, percent_axis
 from .heads import score_map, score_table
 from .tables import ABSENT, percent_change, with_error
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+T = TypeVar("T")
 DEFAULT_PAIRS = 16
 RANKED = ("top", "top_k", "restoration", "joint")
 
@@ -81,6 +85,25 @@ class Record:
     teacher: EvalResult | None = None
     shared_losses: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+
+    def read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
+        """Load a file; note what is missing where that cannot be."""
+        try:
+            return load(path)
+        except ValueError as error:
+            reason = "not there" if isinstance(error.__cause__, FileNotFoundError) else error
+            self.missing.append(f"{what} (`{path.parent.name}/{path.name}`: {reason})")
+            return None
+
+    def read_teacher(self, path: Path) -> None:
+        self.teacher = self.read(EvalResult.load, path, "the teacher's evaluation")
+        if self.teacher is not None:
+            self.add(Model("teacher", "teacher"), self.teacher)
+
+    def add(self, model: Model, result: EvalResult | None) -> None:
+        """Add a model with what was measured."""
+        measured = {} if result is None else {"values": result.figures(), "errors": errors(result)}
+        self.models.append(replace(model, **measured))
 
 
 def write_report(directory: str | Path) -> Path:
@@ -199,7 +222,7 @@ def read_record(directory: Path) -> Record:
         record = _read_comparison(directory)
     elif any((directory / name).exists() for name in ("config.json", "plan.json", "evaluation.json", "stages")):
         record = Record(directory.resolve().name)
-        _read_teacher(record, directory / "teacher" / "evaluation.json")
+        record.read_teacher(directory / "teacher" / "evaluation.json")
         plan = _read_student(record, directory, {"label": "student", "selection": "student"})
         if plan is not None:
             label = f"student, {plan.k} head{'s' * (plan.k != 1)} kept"
@@ -228,7 +251,7 @@ def _read_comparison(directory: Path) -> Record:
         ) from error
     record = Record(comparison.get("title") or directory.resolve().name, comparison.get("n_pairs", 0))
     record.shared_losses = _read_losses(directory / "aligned")
-    _read_teacher(record, directory / comparison.get("teacher", "teacher/evaluation.json"))
+    record.read_teacher(directory / comparison.get("teacher", "teacher/evaluation.json"))
     kept_by: dict[str, tuple[HeadPlan, str]] = {}
     for entry, folder in entries:
         plan, model = _read_student(record, folder, entry), record.models[-1]
@@ -239,53 +262,24 @@ def _read_comparison(directory: Path) -> Record:
     return record
 
 
-def _read_teacher(record: Record, path: Path) -> None:
-    record.teacher = _read_evaluation(record, path, "the teacher's evaluation")
-    if (found := record.teacher) is not None:
-        record.models.append(Model("teacher", "teacher", values=found.figures(), errors=errors(found)))
-
-
 def _read_student(record: Record, folder: Path, entry: Mapping[str, Any]) -> HeadPlan | None:
     label, data = entry.get("label") or entry.get("name") or folder.name, entry.get("data", "")
     label += f" ({data})" if data else ""
-    result = _read_evaluation(record, folder / "evaluation.json", f"the evaluation of {label!r}")
+    result = record.read(EvalResult.load, folder / "evaluation.json", f"the evaluation of {label!r}")
+    plan = record.read(HeadPlan.load, folder / "plan.json", f"the plan of {label!r}")
     losses = _read_losses(folder)
     if not losses:
         record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
-    plan = None
-    try:
-        plan = HeadPlan.load(folder / "plan.json")
-        record.n_heads = plan.n_layers * plan.n_heads
-    except ValueError as error:
-        record.missing.append(f"the plan of {label!r} (`{folder.name}/plan.json`: {_reason(error)})")
+    record.n_heads = plan.n_layers * plan.n_heads if plan else record.n_heads
     k = plan.k if plan else entry.get("k")
-    model = Model(label, entry.get("selection", "student"), k, data=data, losses=losses)
-    if result is not None:
-        model = replace(model, values=result.figures(), errors=errors(result))
-    record.models.append(model)
+    record.add(Model(label, entry.get("selection", "student"), k, data=data, losses=losses), result)
     return plan
 
 
 def _read_scores(record: Record, path: Path, plan: HeadPlan | None, label: str) -> None:
-    try:
-        scores = HeadScores.load(path)
-    except ValueError as error:
-        record.missing.append(f"head scores (`{path.name}`: {_reason(error)})")
-        return
-    record.n_heads = scores.n_layers * scores.n_heads
-    record.head_maps.append(HeadMap(path.stem, scores, frozenset(plan.kept if plan else ()), label))
-
-
-def _read_evaluation(record: Record, path: Path, what: str) -> EvalResult | None:
-    try:
-        return EvalResult.load(path)
-    except ValueError as error:
-        record.missing.append(f"{what} (`{path.parent.name}/{path.name}`: {_reason(error)})")
-        return None
-
-
-def _reason(error: Exception) -> str:
-    return "not there" if isinstance(error.__cause__, FileNotFoundError) else str(error)
+    if (scores := record.read(HeadScores.load, path, "head scores")) is not None:
+        record.n_heads = scores.n_layers * scores.n_heads
+        record.head_maps.append(HeadMap(path.stem, scores, frozenset(plan.kept if plan else ()), label))
 
 
 def _read_losses(folder: Path) -> dict[str, pd.DataFrame]:
@@ -331,10 +325,10 @@ def with_means(models: Sequence[Model]) -> list[Model]:
 def _draw(record: Record, directory: Path) -> dict[str, list[Block]]:
     """Draw every figure that the record has numbers for; return them by the title of their section."""
     found: dict[str, list[Block]] = {"Training": []}
-    main = [model for model in record.models if not model.data]
-    faint = {model.label for model in record.models if model.draws == 1 and model.selection == "random"}
-    faint = faint if any(model.draws > 1 for model in record.models) else set()
-    if _draw_retrieval(record.models, faint, directory / "kv_retrieval.png"):
+    is_mean = any(model.draws > 1 for model in record.models)
+    faint = {model.label for model in record.models if is_mean and model.draws == 1 and model.selection == "random"}
+    if models := [model for model in record.models if model.by_size("kv_generation")]:
+        _draw_retrieval(models, faint, directory / "kv_retrieval.png")
         caption = "Accuracy by generation, by the number of pairs in the dictionary; bars: one standard error."
         found["Retrieval by dictionary size"] = [Figure("kv_retrieval.png", caption)]
     for head_map in record.head_maps:
@@ -343,38 +337,46 @@ def _draw(record: Record, directory: Path) -> dict[str, list[Block]]:
         outlined = f"; outlined: {head_map.label}" if head_map.kept else ""
         caption = f"What each head is worth, for KV retrieval and for plain text{outlined}."
         found[_title(head_map)] = [Figure(file, caption)]
-    if _draw_alignment(record, directory / "alignment_loss.png"):
+    panels = {"all heads, once for every student": record.shared_losses} | {m.label: m.losses for m in record.models}
+    frames = {label: _stage(losses, "align").filter(regex=r"\d+$") for label, losses in panels.items()}
+    if frames := {label: frame for label, frame in frames.items() if frame.size}:
+        _draw_alignment(frames, directory / "alignment_loss.png")
         caption = "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean)."
         found["Training"].append(Figure("alignment_loss.png", caption))
-    if _draw_distillation(record.models, directory / "distillation_loss.png"):
+    curves = [(model, _stage(model.losses, "distill").filter(["loss"]).dropna()) for model in record.models]
+    if curves := [(model, frame) for model, frame in curves if frame.size]:
+        _draw_distillation(curves, directory / "distillation_loss.png")
         caption = "End-to-end distillation: loss against the teacher's predictions."
         found["Training"].append(Figure("distillation_loss.png", caption))
-    if _draw_cache([model for model in main if model.label not in faint], directory / "cache.png"):
+    shown = [model for model in record.models if not model.data and model.label not in faint]
+    if models := [model for model in shown if model.by_size("cache_bytes")]:
+        _draw_cache(models, directory / "cache.png")
         caption = "Bytes that the cache of one sequence takes, by the length of the context."
         found["Memory"] = [Figure("cache.png", caption)]
     return found
 
 
-def _draw_retrieval(models: Sequence[Model], faint: set[str], path: Path) -> bool:
-    models = [model for model in models if model.by_size("kv_generation")]
-    if not models:
-        return False
-    sizes = sorted({size for model in models for size in model.by_size("kv_generation")})
+def _draw_sizes(axes: Axes, models: Sequence[Model], name: str, scale: float, faint: Collection[str] = ()) -> list[int]:
+    """Draw a line a model over the sizes at which something was measured; return those sizes."""
+    for model in models:
+        color, marker, dash = look(model.selection)
+        x, y = zip(*model.by_size(name).items())
+        y = scale * np.array(y)
+        if model.label in faint:
+            axes.plot(x, y, color=color, linewidth=0.9, alpha=0.5)
+            continue
+        axes.errorbar(
+            x, y, yerr=[scale * model.errors.get(f"{name}_{size}", 0.0) for size in x], color=color, marker=marker,
+            linestyle="--" if model.data else dash, markerfacecolor="white" if model.data else color, elinewidth=1.2,
+            capsize=2, label=model.label,
+        )  # fmt: skip
+    return sorted({size for model in models for size in model.by_size(name)})
+
+
+def _draw_retrieval(models: Sequence[Model], faint: Collection[str], path: Path) -> None:
     with figure(path, size=(8.2, 4.4)) as grid:
         axes = grid[0, 0]
-        for model in models:
-            color, marker, dash = look(model.selection)
-            x, y = zip(*model.by_size("kv_generation").items())
-            y = 100 * np.array(y)
-            if model.label in faint:
-                axes.plot(x, y, color=color, linewidth=0.9, alpha=0.5)
-                continue
-            error = [100 * model.errors.get(f"kv_generation_{size}", 0.0) for size in x]
-            face = "white" if model.data else color
-            axes.errorbar(
-                x, y, yerr=error, color=color, marker=marker, linestyle="--" if model.data else dash,
-                markerfacecolor=face, elinewidth=1.2, capsize=2, label=model.label,
-            )  # fmt: skip
+        sizes = _draw_sizes(axes, models, "kv_generation", 100, faint)
         axes.plot(sizes, [100 / n for n in sizes], color=GREY, linewidth=1.2, linestyle=":", label="chance (1 / pairs)")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(n) for n in sizes])
@@ -382,28 +384,20 @@ def _draw_retrieval(models: Sequence[Model], faint: set[str], path: Path) -> boo
         percent_axis(axes)
         axes.set(xlabel="pairs in the dictionary", title="KV retrieval by generation: accuracy")
         axes.figure.legend(loc="outside right upper", labelcolor="linecolor")
-    return True
 
 
-def _draw_cache(models: Sequence[Model], path: Path) -> bool:
-    models = [model for model in models if model.by_size("cache_bytes")]
-    if not models:
-        return False
+def _draw_cache(models: Sequence[Model], path: Path) -> None:
     largest = max(max(model.by_size("cache_bytes").values()) for model in models)
     unit, divisor = ("MB", 1e6) if largest >= 1e6 else ("kB", 1e3)
     with figure(path, size=(8.2, 4.0)) as grid:
         axes = grid[0, 0]
-        for model in models:
-            color, marker, dash = look(model.selection)
-            x, y = zip(*model.by_size("cache_bytes").items())
-            axes.plot(x, np.array(y) / divisor, color=color, marker=marker, linestyle=dash, label=model.label)
-            axes.set_xticks(x, [f"{length:,}" for length in x])
+        lengths = _draw_sizes(axes, models, "cache_bytes", 1 / divisor)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.set_title(f"Cache of one sequence, {unit}")
         axes.set_xlabel("tokens in the context (16-bit keys and values, 32-bit states)")
         axes.figure.legend(loc="outside right upper", labelcolor="linecolor")
-    return True
 
 
 def _stage(losses: Mapping[str, pd.DataFrame], word: str) -> pd.DataFrame:
@@ -417,17 +411,12 @@ def _smooth(losses: pd.DataFrame) -> pd.DataFrame:
     return losses.rolling(2 * half + 1, center=True, min_periods=1).mean()
 
 
-def _draw_alignment(record: Record, path: Path) -> bool:
+def _draw_alignment(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
     """Draw a panel a student, a line a layer."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
-    panels = {"all heads, once for every student": record.shared_losses} | {m.label: m.losses for m in record.models}
-    frames = {label: _stage(losses, "align").filter(regex=r"\d+$") for label, losses in panels.items()}
-    frames = {label: frame for label, frame in frames.items() if frame.size}
-    if not frames:
-        return False
     columns = min(math.ceil(math.sqrt(len(frames))), 3)
     rows = math.ceil(len(frames) / columns)
     layers = sorted({int(name.rpartition(".")[2]) for frame in frames.values() for name in frame})
@@ -445,21 +434,15 @@ def _draw_alignment(record: Record, path: Path) -> bool:
         grid[0, 0].figure.colorbar(depth, ax=list(grid.flat), ticks=ticks, shrink=0.8, aspect=25, label="layer")
         grid[0, 0].figure.supxlabel("optimizer step", fontsize=10)
         grid[0, 0].figure.supylabel("alignment loss", fontsize=10)
-    return True
 
 
-def _draw_distillation(models: Sequence[Model], path: Path) -> bool:
-    frames = [(model, _stage(model.losses, "distill").filter(["loss"]).dropna()) for model in models]
-    frames = [(model, frame) for model, frame in frames if frame.size]
-    if not frames:
-        return False
+def _draw_distillation(curves: Sequence[tuple[Model, pd.DataFrame]], path: Path) -> None:
     with figure(path, size=(8.2, 3.8)) as grid:
         axes = grid[0, 0]
-        for model, frame in frames:
+        for model, frame in curves:
             color, _, dash = look(model.selection)
             axes.plot(frame, color=color, alpha=0.22, linewidth=0.8)
             axes.plot(_smooth(frame), color=color, linestyle="--" if model.data else dash, label=model.label)
         log_ticks(axes)
         axes.set(xlabel="optimizer step", title="Distillation loss (running mean; faint: every logged step)")
         axes.figure.legend(loc="outside right upper", labelcolor="linecolor")
-    return True
