@@ -62,9 +62,9 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     [
         (["--heads", ""], "--heads is empty"),
         (["--heads", "0,49"], "k is 49"),
-        (["--heads", "-1"], "--heads is '-1'; give whole numbers"),
+        (["--heads", "-1"], "--heads is '-1'; pass whole numbers"),
         (["--heads", "two"], "'two'"),
-        (["--d-state", "0,4"], "--d-state is '0,4'; give whole numbers"),
+        (["--d-state", "0,4"], "--d-state is '0,4'; pass whole numbers"),
         (["--d-state", ","], "--d-state is empty"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--selection", "best"], "--selection is 'best'; choose from"),
@@ -75,8 +75,7 @@ def test_cells_that_are_equal_are_one_cell() -> None:
         (["--set", "distill.steps"], "NAME=VALUE"),
         (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "no/such"),
         (["--trackers", "mlflow"], "mlflow"),
-        (["--recipe", "README.md"], "no recipe"),
-        (["--status", "/no/such/sweep"], "no sweep"),
+        (["--recipe", "README.md"], "is not a recipe"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import pandas as pd
 
+from ...limits import COUNT, check_fields
 from ..sweep.grid import ALL
 from ..sweep.results import TEACHER
 from .sweep_results import SETTING, Quality, SweepResults, without
@@ -37,11 +38,10 @@ class RecommendJob:
 
 def recommend(out: Path, job: RecommendJob) -> str:
     """Answer as text. Raises ValueError for a budget that nothing fits into and for a sweep without results."""
-    if job.context < 1 or job.batch < 1:
-        raise ValueError(f"--context is {job.context} and --batch is {job.batch}; both are at least 1.")
+    check_fields(job, "--", context=COUNT, batch=COUNT)
     budget, results = n_bytes(job.memory) / job.batch, SweepResults.read(out, job.context)
     if results.students.empty:
-        raise ValueError(f"no cell of {out} is finished; see hybrid-distill sweep --status {out}.")
+        raise ValueError(f"no cell of {out} is finished; see hybrid-distill sweep-status {out}.")
     quality = results.quality(job.quality)
     if quality is None:
         raise ValueError(f"no finished cell has a figure for {job.quality}; pass another --quality.")

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from ...limits import COUNT
 from ..sweep.grid import ALL
 from ..sweep.record import FILE as SWEEP
 from ..sweep.results import FILE, TEACHER
@@ -59,8 +60,7 @@ class SweepResults:
         Raises ValueError for one without results.csv or with another kind of table, and for a context at which memory
         cannot be told from the measured sizes.
         """
-        if context < 1:
-            raise ValueError(f"the context is {context} tokens; pass at least 1.")
+        COUNT.check("the context", context)
         table, record = Path(out) / FILE, Path(out) / SWEEP
         try:
             # "none" is a selection, not a missing value.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal
 
-from ...comma_lists import numbers, words
+from ...limits import COUNT, numbers, words
 from ...plan import HeadPlan
 
 ALL: Literal["all"] = "all"
@@ -45,8 +45,7 @@ class Grid:
 
         Raises ValueError for an axis that is empty or not understood.
         """
-        if seeds < 1:
-            raise ValueError(f"--seeds is {seeds}; a sweep needs at least 1.")
+        COUNT.check("--seeds", seeds)
         chosen = dict.fromkeys(words(selection))
         if not chosen or not chosen.keys() <= set(SELECTIONS):
             raise ValueError(f"--selection is {selection!r}; choose from {', '.join(SELECTIONS)}, with commas between.")

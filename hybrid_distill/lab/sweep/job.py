@@ -13,6 +13,7 @@ import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of
 from ...distributed import check_trackers
+from ...limits import COUNT
 from ...locking import locked
 from ...pipeline import Run, shape_of_teacher
 from ...plan import HeadPlan
@@ -62,8 +63,6 @@ class SweepJob:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run for each cell, the sweep as their group. By default the
     recipe's."""
-    status: Path | None = None
-    """Run nothing: how far is the sweep in this folder?"""
 
 
 def sweep(job: SweepJob, recipe: Any) -> Sweep:
@@ -123,8 +122,7 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
 
 
 def _workers(job: SweepJob) -> Workers:
-    if job.jobs < 1:
-        raise ValueError(f"--jobs is {job.jobs}; pass a whole number of at least 1.")
+    COUNT.check("--jobs", job.jobs)
     options = {name: int(value) if value.isdigit() else value for name, value in _pairs("options", job.options)}
     if options and job.cluster is None:
         raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")

@@ -7,9 +7,7 @@ that has not ended runs while its folder is locked.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from ...config import END_TO_END, RunConfig, differences, from_record, to_json
 from ...io import write_json
 from ...locking import is_locked
 from ...pipeline import MAY_CHANGE, Run, has_result
+from ...provenance import versions
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -88,7 +87,7 @@ class Sweep:
             "grid": grid.axes(),
             "share_alignment": share,
             "config": to_json(base),
-            "versions": _versions(),
+            "versions": versions(),
             "cells": [{"name": cell.name, **dataclasses.asdict(cell), "state": "waiting"} for cell in cells],
         }
         if (out / FILE).exists() and (before := cls(out)).has_result():
@@ -213,13 +212,3 @@ def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     raise ValueError(
         f"{place} holds another sweep, with {' and '.join(missing)}; pass these too to extend it, or use another --out."
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("hybrid-distill", "torch", "transformers", "accelerate"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a clone that was not installed
-            continue
-    return found
