@@ -30,10 +30,9 @@ from provenance import versions
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hybrid_distill.budget import cache_bytes
 from hybrid_distill.lab.reporting import figure, look
 from hybrid_distill.model import HybridCache, HybridForCausalLM
-from hybrid_distill.plan import HeadPlan
+from hybrid_distill.plan import HeadPlan, cache_bytes
 from hybrid_distill.student.build import build_student
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"

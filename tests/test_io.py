@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from students import tiny_student
-from test_checkpoint import killed
 from test_pipeline import weights
-from training import small_run
+from training import killed, small_run
 
 from hybrid_distill import io
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
@@ -68,7 +67,7 @@ def test_killed_at_random_in_a_save(
     path, draw = tmp_path / "file", random.Random(0)
     path.write_text(METRICS)
     save(path, 0)
-    for _ in range(20):
+    for _ in range(8):
         if (child := os.fork()) == 0:
             try:
                 for n in range(10**6):

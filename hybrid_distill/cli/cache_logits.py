@@ -50,8 +50,10 @@ from ..distributed import alone_in, connect, is_launched_main, on_main_process
 from ..pipeline import Run, finished_run
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
+from ..train.end_to_end import OutputEmbedding, teacher_hidden
 from ..train.losses import CHUNK_LOGITS
-from ..train.stages import OutputEmbedding, add_totals, make_stage, teacher_hidden
+from ..train.stage import add_totals
+from ..train.stages import make_stage
 from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
 
 log = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ def cache_logits(job: CacheJob) -> str:
     and a folder that holds other logits or that another command writes to.
     """
     run, state, folder = Run(job.run), connect(), job.folder
-    teacher, tokenizer = run.teacher_of(job.stage)
-    rows = numbered(open_rows(job.run.data_of(job.stage), tokenizer))
+    teacher, tokenizer = run.stage_teacher(job.config), run.stage_tokenizer(job.config)
+    rows = numbered(open_rows(job.config.data_within(job.run.data), tokenizer))
     header, row_ids = _plan(job, teacher, tokenizer, len(run.tokenizer), rows)
     on_main_process(lambda: log.info(_estimate(folder, header)))
     if job.run.dry_run:
@@ -176,7 +178,7 @@ def _plan(
     job: CacheJob, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_words: int, rows: PackedRows
 ) -> tuple[LogitHeader, np.ndarray]:
     """What the folder will be, and the numbers of its rows."""
-    stage, named = job.config, job.run.teacher_of(job.stage)
+    stage, named = job.config, job.config.teacher_within(job.run.teacher)
     if job.top_k > n_words:
         raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; give at most {n_words}.")
     row_ids = row_ids_of(rows, stage.rows_read)
@@ -303,7 +305,6 @@ def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches:
 
     def loss(config: DistillConfig) -> float:
         stage = make_stage(config, student, teacher, vocab_size=len(run.tokenizer)).eval()
-        stage.bf16 = config.precision == "bf16"
         stage.place(teacher.device)
         totals = add_totals(stage.totals(batch) for batch in batches)
         return sum(float(stage(batch, totals).total) for batch in batches)

@@ -16,8 +16,9 @@ from ..export.falcon_h1 import MODEL_TYPE
 from ..export.gate import GateReport, check_unchanged
 from ..guard import check_in_full, load_student, read_json
 from ..model import HybridConfig
-from ..pipeline import finished_run, is_run
+from ..pipeline import finished_run
 from ..plan import HeadPlan
+from ..run_folder import is_run
 from ..scoring import HeadScores
 
 

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hybrid_distill.budget import cache_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.reporting.recommend import RecommendJob, best_under, front, n_bytes, recommend, size_text
 from hybrid_distill.lab.reporting.sweep import write_sweep_report
 from hybrid_distill.lab.reporting.sweep_results import SweepResults, without
 from hybrid_distill.lab.sweep import SweepFailed, SweepJob
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SHAPE = HeadPlan(6, 8, 4, ())
 HEAD_DIM, EVERY = 16, 48

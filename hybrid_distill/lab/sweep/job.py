@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import tyro
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of
+from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
 from ...distributed import check_trackers
 from ...limits import COUNT
 from ...locking import locked
-from ...pipeline import Run, shape_of_teacher
+from ...pipeline import Run
 from ...plan import HeadPlan
+from ...run_inputs import shape_of_teacher
 from ..jobs import executor
 from .grid import Grid
 from .record import Sweep, Task
@@ -113,7 +114,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
 def _base(job: SweepJob, recipe: Any) -> RunConfig:
     """Return the recipe's config, with the fields that the command changes."""
     flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
-    base = tyro.cli(RunConfig, default=config_of(recipe), args=flags)
+    base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start anew."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import END_TO_END, RunConfig, differences, from_record, to_json
+from ...config import RunConfig, StageName, differences, from_record, to_json
 from ...io import write_json
 from ...locking import is_locked
-from ...pipeline import MAY_CHANGE, Run, has_result
+from ...pipeline import Run
 from ...provenance import versions
+from ...run_folder import MAY_CHANGE, has_result
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -77,7 +78,7 @@ class Sweep:
         Raises ValueError naming what differs from the sweep that the folder holds.
         """
         out = base.out
-        if share and not set(base.stages) & set(END_TO_END):
+        if share and not any(stage.is_per_plan for stage in base.stage_configs):
             raise ValueError(
                 f"the recipe's stages are {', '.join(base.stages)}; with a shared alignment nothing is left for the "
                 "cells to do. Add distill, or pass --no-share."
@@ -104,28 +105,28 @@ class Sweep:
         return Run(self.base).teacher_and_tokenizer
 
     @property
-    def own_stages(self) -> tuple[Any, ...]:
+    def own_stages(self) -> tuple[StageName, ...]:
         """Stages that every cell runs by itself."""
-        return tuple(stage for stage in self.base.stages if stage in END_TO_END or not self.share)
+        stages = zip(self.base.stages, self.base.stage_configs)
+        return tuple(name for name, stage in stages if stage.is_per_plan or not self.share)
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """Tasks by name, each after those that it needs."""
         tasks: dict[str, Task] = {}
-        before_cells = self._steps(stage for stage in self.base.stages if stage not in self.own_stages)
+        steps = {name: stage.steps for name, stage in zip(self.base.stages, self.base.stage_configs)}
+        own_steps = sum(steps[name] for name in self.own_stages)
+        shared_steps = sum(steps.values()) - own_steps
         for cell in self.cells:
             needed = [Task(f"s{cell.seed}", cell.seed)]
             if cell.d_state is not None and self.share:
                 name = f"n{cell.d_state}-s{cell.seed}"
-                needed.append(Task(name, cell.seed, cell.d_state, after=(needed[0].name,), steps=before_cells))
+                needed.append(Task(name, cell.seed, cell.d_state, after=(needed[0].name,), steps=shared_steps))
             for task in needed:
                 tasks.setdefault(task.name, task)
-            steps = 0 if cell.selection == ALL else self._steps(self.own_stages)
-            tasks[cell.name] = Task(cell.name, cell.seed, cell.d_state, cell, tuple(t.name for t in needed), steps)
+            after, own = tuple(task.name for task in needed), 0 if cell.selection == ALL else own_steps
+            tasks[cell.name] = Task(cell.name, cell.seed, cell.d_state, cell, after, own)
         return tasks
-
-    def _steps(self, stages: Iterable[str]) -> int:
-        return sum(getattr(self.base, stage).steps for stage in stages)
 
     def folder(self, task: Task) -> Path:
         """Return the run directory that a task fills."""
