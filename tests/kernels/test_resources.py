@@ -1,4 +1,4 @@
-"""What compiling ahead of time shows without a GPU: no spills where none are accepted, tensor cores where wanted."""
+"""Compiled ahead of time, without a GPU: no spills where none are accepted, tensor cores where wanted."""
 
 from __future__ import annotations
 

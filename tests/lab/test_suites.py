@@ -13,7 +13,7 @@ from harness_rows import KnowsHalf, write_all
 from test_launch import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_distill.cli.app import app as cli
+from hybrid_distill.cli import app as cli
 from hybrid_distill.distributed import make_accelerator
 from hybrid_distill.lab.suites import SuiteJob, SuiteResult, compare, evaluate_suite, running, tables, write_questions
 from hybrid_distill.lab.suites.results import FILE, TaskScore
@@ -180,8 +180,8 @@ def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKEN
 
 
 def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
-    job = SuiteJob(suite="kv,copy,text", limit=5, pairs="4", write_task_files=tmp_path / "data")
-    written, missing = write_questions(job)
+    job = SuiteJob(suite="kv,copy,text", limit=5, pairs="4")
+    written, missing = write_questions(job, tmp_path / "data")
     assert "kv/test.jsonl: 5 questions" in written and not missing
     assert "prompt, answer, choices" in (tmp_path / "data/README.md").read_text()
     prompts = []
@@ -197,7 +197,7 @@ def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tm
 
 
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
-    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2, write_task_files=tmp_path))
+    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2), tmp_path)
     assert missing.startswith("piqa, arc_easy: ") and "niah: " in missing and "kv" not in missing
     assert (tmp_path / "kv/test.jsonl").exists()
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...comma_lists import numbers
 from ...io import replacing
+from ...limits import numbers
 from ...model import layer_windows
 from ...plan import CacheBytes, HeadId, HeadPlan, cache_bytes
 from ...scoring import HeadScores
@@ -48,8 +48,6 @@ class MemoryJob:
     conv_width: int = 4
     scores: Path | None = None
     """A scores.json: the kept heads are its first ones, so that it is known which of them share keys and values."""
-    published: bool = False
-    """The table that the method's authors have published for Llama-3.2-1B, and what this formula says of it."""
     csv: Path | None = None
     """Write the table there too, in bytes."""
 
@@ -66,8 +64,6 @@ class Row(NamedTuple):
 def memory_table(job: MemoryJob) -> str:
     """The table as text; writes ``csv``. Raises ValueError for numbers that cannot be."""
     lengths = numbers("lengths", job.lengths, least=1)
-    if job.published:
-        return _published()
     shape, head_dim, windows = model_shape(job.model)
     rows = list(table_rows(job, shape, head_dim, windows, lengths))
     if job.csv is not None:
@@ -166,8 +162,8 @@ PUBLISHED = (
 )
 
 
-def _published() -> str:
-    """The authors' figures beside the formula's."""
+def published_table() -> str:
+    """Tabulate the authors' figures beside the formula's."""
     lines = [f"{'MB at L = 128 / 2048 / 4096':<28}{'published':>22}{'formula':>22}   configuration"]
     for row in PUBLISHED:
         found = [published_bytes(row, length) / MB for length in PUBLISHED_LENGTHS]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from ...distributed import alone_in, make_accelerator, on_main_process
 from ...io import write_text
@@ -42,9 +42,7 @@ class SuiteJob:
     teacher: str | None = None
     """The teacher, for coverage: a model like ``--model``, or the results.json of one that was measured before."""
     data_dir: Path | None = None
-    """Where the tasks' questions are as files, instead of the hub; --write-task-files writes such a folder."""
-    write_task_files: Path | None = None
-    """Evaluate nothing: write the questions of the suite into this folder, from the hub and from our generators."""
+    """Where the tasks' questions are as files, instead of the hub; write-task-files writes such a folder."""
     fewshot: int | None = None
     """Examples in each prompt, instead of each task's own number."""
     limit: int | None = None
@@ -111,10 +109,10 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
     return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
 
 
-def write_questions(job: SuiteJob) -> tuple[str, str]:
-    """Write the questions of a suite into ``write_task_files``; (what was written, what was not and why)."""
+def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
+    """Write the questions of a suite into a folder; returns (what was written, what was not and why)."""
     _check_installed()
-    folder, tasks = cast(Path, job.write_task_files), tasks_of(job.suite)
+    tasks = tasks_of(job.suite)
     tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
     written, failed = write_task_files(folder, tasks, _questions(job), tokenizer)
     return "\n".join(written) or f"{folder}: nothing new", _by_reason(failed)
@@ -159,7 +157,7 @@ def _missing(missing: Sequence[Path], job: SuiteJob) -> str:
     named = ", ".join(f"{path}.jsonl" for path in missing[:NAMED])
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
-    command = f"hybrid-distill evaluate --write-task-files {job.data_dir} --suite {job.suite}{shots}"
+    command = f"hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}"
     return (
         f"--data-dir {job.data_dir} lacks {named}{more}; where there is a network, `{command}` writes them "
         "(docs/evaluation.md says what is in them), or name with --suite the tasks whose files are there."

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...comma_lists import words
+from ...limits import words
 
 Group = Literal["knowledge", "retrieval", "text"]
 Reading = Literal["likelihood", "generation"]
