@@ -212,12 +212,11 @@ def _plan_section(plan: HeadPlan, scores: HeadScores | None) -> str:
 def _most_missed(scores: HeadScores, plan: HeadPlan) -> str:
     """The heads with the highest scores, and whether they are kept."""
     value_LH = scores.value_LH()
-    reading = scores.reading
     heads = ", ".join(
-        f"{head} {reading(value_LH[head.layer, head.head].item()):.1f}{'' if head in plan.kept else ' (not kept)'}"
+        f"{head} {100 * value_LH[head.layer, head.head].item():.1f}{'' if head in plan.kept else ' (not kept)'}"
         for head in scores.ranking()[:MOST_MISSED]
     )
-    return f"Heads with the highest scores ({reading.name}, {reading.unit}): {heads}."
+    return f"Heads with the highest scores (accuracy lost, points of accuracy): {heads}."
 
 
 def _training_section(training: Sequence[Mapping[str, Any]]) -> str:

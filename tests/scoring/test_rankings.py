@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from head_tables import some_scores
 
 from hybrid_distill.plan import HeadId
-from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.comparison import compare_rankings, comparison_table
 from hybrid_distill.scoring.importers import load_ranking
 
@@ -27,12 +27,6 @@ def written(tmp_path: Path, content: Any) -> Path:
     path = tmp_path / "ranking"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
-
-
-def scores_of(accuracy: list[list[float]]) -> HeadScores:
-    table = torch.tensor(accuracy, dtype=torch.float64)
-    zero = torch.zeros_like(table)
-    return HeadScores(2, table, zero, None, zero, zero, None)
 
 
 @pytest.mark.parametrize("name", ["plain", "ranking", "rankings", "rankings of lists"])
@@ -73,7 +67,7 @@ def test_retrieval_head_scores_are_averaged(tmp_path: Path) -> None:
 
 
 def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
-    scores = scores_of([[0.0, 0.5, 0.0, 0.1], [0.9, 0.0, 0.0, -0.2]])
+    scores = some_scores([[0.0, 0.5, 0.0, 0.1], [0.9, 0.0, 0.0, -0.2]], n_kv_heads=2)
     scores.save(tmp_path / "scores.json")
     assert load_ranking(tmp_path / "scores.json", SHAPE) == scores.ranking()
 
@@ -97,7 +91,7 @@ def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
         ({"0-0": []}, "no scores"),
         ({"0-0": [0.5], "0_1": [0.2]}, "found '0_1'"),
         ({"0-0": 0.5}, "not iterable"),
-        ({"format": "hybrid-distill/head-scores/2"}, "holds no head scores"),
+        ({"format": "hybrid-distill/head-scores/2"}, "does not hold head scores"),
         (GATES + GATES, "4 rows of 2 gates, expected 2 layers of 2 KV heads"),
         ("0.1\t0.2\t0.3\n0.1\t0.2\t0.3\n", "2 rows of 3 gates"),
         ("0.1\t0.2\n0.1\n", "2 rows of 1 or 2 gates"),
@@ -106,7 +100,7 @@ def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_ranking(tmp_path: Path, content: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"ranking holds no ranking of these heads \((.|\n)*{reason}"):
+    with pytest.raises(ValueError, match=rf"ranking does not hold a ranking of these heads \((.|\n)*{reason}"):
         load_ranking(written(tmp_path, content), SHAPE)
 
 
@@ -153,18 +147,18 @@ def test_opposite_and_unrelated_rankings() -> None:
 
 def test_scores_against_a_short_list() -> None:
     """A head that the list leaves out counts against the overlap, and is no part of the correlation."""
-    scores = scores_of([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, math.nan]])
+    scores = some_scores([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, math.nan]])
     compared = compare_rankings(scores, heads((0, 0), (0, 3)), [1, 2, 3])
     assert compared.overlap == {1: 1.0, 2: 0.5}
     assert compared.chance[1] == pytest.approx(1 / 7), "seven heads: the eighth does not exist"
-    assert (compared.n_common, compared.spearman) == (2, 1.0)
+    assert (compared.n_common, compared.spearman) == (2, pytest.approx(1))
 
 
 def test_rankings_that_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="L0H1 twice"):
         compare_rankings(heads((0, 1), (0, 1)), heads((0, 1)))
     with pytest.raises(ValueError, match="1 x 2 and 2 x 1 heads"):
-        compare_rankings(scores_of([[0.1, 0.2]]), scores_of([[0.1], [0.2]]))
+        compare_rankings(some_scores([[0.1, 0.2]]), some_scores([[0.1], [0.2]]))
 
 
 def test_tables_for_a_terminal() -> None:
