@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -50,18 +51,21 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.25
 
 
+@dataclass(eq=False)
 class Forwards:
     """Reads batches from a model: as it is, and without each of some heads of one layer.
 
     ``values`` holds, by layer, the vectors [H, P] that ablated heads get; zeros for layers not in it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, values: Mapping[int, Tensor] | None = None
-    ) -> None:
-        self.model, self.rows, self.values = model, rows, values or {}
-        self.sites = {site.layer: site for site in sites}
-        self.kind: HeadKind | None = asked_for(sites[0].kind)
+    model: PreTrainedModel
+    sites: Sequence[HeadSite]
+    rows: Rows
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.site_of = {site.layer: site for site in self.sites}
+        self.kind: HeadKind | None = asked_for(self.sites[0].kind)
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
         """Forget everything kept of other batches."""
@@ -90,6 +94,7 @@ class Forwards:
         return torch.cat(found)
 
 
+@dataclass(eq=False)
 class FromLayer(Forwards):
     """Forwards that begin at the ablated layer, with several heads ablated in one batch.
 
@@ -97,19 +102,13 @@ class FromLayer(Forwards):
     read.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sites: Sequence[HeadSite],
-        rows: Rows,
-        values: Mapping[int, Tensor] | None = None,
-        *,
-        answers_only: bool = True,
-    ) -> None:
-        super().__init__(model, sites, rows, values)
+    answers_only: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.blocks = [block for _, block in decoder_blocks(self.model)]
         self.last = len(self.blocks) - 1
-        self.answers_only = answers_only and self.last > 0
+        self.answers_only = self.answers_only and self.last > 0
         self.reached: dict[ProbeBatch, tuple[int, Tensor | None]] = {}
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
@@ -145,7 +144,7 @@ class FromLayer(Forwards):
 
         Returns the input of ``layer``, the input of its output projection, and its output.
         """
-        site, block = self.sites[layer], self.blocks[layer]
+        site, block = self.site_of[layer], self.blocks[layer]
         found: list[Tensor] = []
 
         def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -177,7 +176,7 @@ class FromLayer(Forwards):
         self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
     ) -> Tensor:
         """Return read_GQ of one forward from this layer up, its rows once for each head."""
-        n_groups, site = len(heads), self.sites[layer]
+        n_groups, site = len(heads), self.site_of[layer]
         kept = part.n_read if layer == self.last and self.answers_only else part.length
         below_RLD = below_BLD[:, -kept:].repeat(n_groups, 1, 1)
         heads_RLC = heads_BLHP[:, -kept:].flatten(2).repeat(n_groups, 1, 1)
@@ -269,7 +268,7 @@ def fastest_exact(
     model: PreTrainedModel,
     sites: Sequence[HeadSite],
     rows: Rows,
-    values: Mapping[int, Tensor] | None,
+    values: Mapping[int, Tensor],
     batches: Sequence[ProbeBatch],
 ) -> Forwards:
     """Choose the fastest way of running this model that agrees with its own full forwards on the first rows of batches.
@@ -282,7 +281,7 @@ def fastest_exact(
     if not any(site.shared for site in sites):
         samples = [ProbeBatch(batch.rows[:1]) for batch in batches]
         for answers_only in (True, False):
-            short = FromLayer(model, sites, rows, values, answers_only=answers_only)
+            short = FromLayer(model, sites, rows, values, answers_only)
             reason = next((r for sample in samples if (r := _differs(short, in_full, sample))), None)
             if reason is None:
                 return short
@@ -293,11 +292,11 @@ def fastest_exact(
 
 def _differs(short: FromLayer, in_full: Forwards, batch: ProbeBatch) -> str | None:
     """Return why a shortcut cannot be taken, judged by one head of the first, a middle and the last layer."""
-    layers = list(short.sites)
+    layers = [site.layer for site in short.sites]
     tolerance = TOLERANCE.get(computed_in(short.model), TOLERANCE_16_BIT)
     short.begin([batch])
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
-        heads = [0, short.sites[layer].n_heads - 1]
+        heads = [0, short.site_of[layer].n_heads - 1]
         try:
             found, expected = (way.without(batch, layer, heads) for way in (short, in_full))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
