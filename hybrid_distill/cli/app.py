@@ -22,7 +22,7 @@ from ..evaluation.evaluate import EvalResult
 from ..export import ExportError, verify_export
 from ..io import write_json
 from ..lab import compare as comparison
-from ..lab.analysis.carriers import Carriers
+from ..lab.analysis.carriers import HybridHeadRanking
 from ..lab.analysis.formats import Formats
 from ..lab.analysis.keep_heads import KeepHeads
 from ..lab.analysis.maps import Maps
@@ -58,7 +58,7 @@ Experiment = (
     | Annotated[Formats, tyro.conf.subcommand("formats")]
     | Annotated[Mask, tyro.conf.subcommand("mask")]
     | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
-    | Annotated[Carriers, tyro.conf.subcommand("carriers")]
+    | Annotated[HybridHeadRanking, tyro.conf.subcommand("carriers")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
 )
 

@@ -11,6 +11,7 @@ from test_head_sites import FAMILIES, make_model
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.carriers import rank_together, remove_kinds, score_kinds, summary
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.tasks import accuracy_task
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -31,7 +32,7 @@ def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothi
     assert summary(ranking, 5).splitlines()[0] == f"attention: 3 of the first 5 heads, {ranking[0].head} at place 1"
     assert summary(ranking, 5).splitlines()[1].startswith("ssm: 2 of the first 5 heads, L")
     tasks = [accuracy_task("kv", probe.examples(12), 1 / 8, batch_size=12)]
-    table = remove_kinds(student, tokenizer, tasks, ranking, (1, 10), progress=False)
+    table = remove_kinds(Bench(student, tokenizer, tasks), ranking, (1, 10))
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found) == [
         "nothing", "attention: first 1", "attention: first 3", "ssm: first 1", "ssm: first 10", "both: first 1",

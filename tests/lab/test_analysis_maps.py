@@ -14,8 +14,9 @@ from test_head_sites import FAMILIES, make_model
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
+from hybrid_distill.lab.analysis.experiment import parse_head
 from hybrid_distill.lab.analysis.maps import AGGREGATE as BY_AGGREGATE
-from hybrid_distill.lab.analysis.maps import GATHER, find_patterns, parse_head
+from hybrid_distill.lab.analysis.maps import GATHER, find_patterns
 from hybrid_distill.lab.analysis.mixing import heads_in, mix_heads, mixing_bytes, mixing_sites
 from hybrid_distill.lab.analysis.patterns import MarkedPrompt, Segment, mark_example, mark_prompt, row_shares, sharpness
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -97,7 +98,7 @@ def test_measures_of_matrices_made_by_hand() -> None:
 
 def test_a_planted_circuit_is_found_by_its_patterns() -> None:
     model, tokenizer = planted_teacher()
-    found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4), progress=False)
+    found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4))
     assert set(found.ranking(GATHER)[:2]) == {GATHER_VALUE_KEY, GATHER_ASKED_KEY}
     assert found.ranking(BY_AGGREGATE)[0] == AGGREGATE
     assert set(found.first(2)) > {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
@@ -115,9 +116,9 @@ def test_one_forward_a_prompt_and_more_only_where_memory_asks_for_it() -> None:
     n_tokens, sites, forwards = len(mark_example(tokenizer, examples[0]).ids), mixing_sites(model), []
     two_layers = mixing_bytes(model, n_tokens, [head for site in sites[:2] for head in heads_in(site, None)], sites)
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    whole = find_patterns(model, tokenizer, examples, progress=False)
+    whole = find_patterns(model, tokenizer, examples)
     assert len(forwards) == 2
-    parts = find_patterns(model, tokenizer, examples, max_bytes=two_layers, progress=False)
+    parts = find_patterns(model, tokenizer, examples, max_bytes=two_layers)
     assert len(forwards) == 2 + 2 * 2, "four layers, two at a time"
     hook.remove()
     assert torch.equal(whole.means_HM, parts.means_HM) and whole.heads == parts.heads
@@ -190,7 +191,7 @@ def test_recurrent_models_are_searched_or_shown(recurrent: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--heads", "2:6"], "'2:6' is no head; name one by layer and head, such as L2H6"),
+        (["--heads", "2:6"], "'2:6' is not a head; pass one by layer and head, such as L2H6"),
         (["--heads", "L6H0"], "head L6H0 does not exist: this model has layers 0..5"),
         (["--heads", "L0H8"], "with heads 0..7"),
         (["--ssm-heads", "L0H0"], "has no heads of kind 'ssm'; its heads are of kind attention"),

@@ -100,14 +100,14 @@ def test_the_patterns_of_a_planted_circuit_are_all_it_needs() -> None:
     model, tokenizer = planted_teacher()
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(16)
     tasks = {"kv": MaskedTask.of(tokenizer, examples, 1 / 8)}
-    table = mask_patterns(model, tasks, [GATHER_VALUE_KEY], [AGGREGATE], progress=False)
+    table = mask_patterns(model, tasks, [GATHER_VALUE_KEY], [AGGREGATE])
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found)[:4] == ["intact", "gather: removed", "gather: pattern alone", "gather: pattern taken out"]
     assert len(found) == 10 and found["intact"] == 100
     for role in ("gather", "aggregate", "both"):
         assert found[f"{role}: pattern alone"] == 100
         assert found[f"{role}: removed"] < 50 and found[f"{role}: pattern taken out"] < 50
-    asked = mask_patterns(model, tasks, [GATHER_ASKED_KEY], [], progress=False)
+    asked = mask_patterns(model, tasks, [GATHER_ASKED_KEY], [])
     assert asked.rows[2].values[0] < 50, "it gathers in the question, which is no segment"
 
 
@@ -162,7 +162,7 @@ def test_recurrent_heads_are_masked_too(recurrent: Path, tmp_path: Path) -> None
     [
         (["--gather", "L6H0"], "head L6H0 does not exist: this model has layers 0..5"),
         (["--aggregate", "L0H8"], "with heads 0..7"),
-        (["--gather", "2:6"], "'2:6' is no head"),
+        (["--gather", "2:6"], "'2:6' is not a head"),
         (["--tasks", "knowledge"], "stands in 0 lines of its prompt"),
         (["--tasks", "text"], "there is no task 'text'"),
         (["--tasks", "needle", "--examples", "4"], "longer than the model's context"),

@@ -12,11 +12,12 @@ from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.keep_heads import keep_heads, parse_kept
 from hybrid_distill.lab.analysis.prune_layers import prune_each_layer, prune_from_the_end, without_layers
 from hybrid_distill.lab.analysis.remove_heads import remove_heads
 from hybrid_distill.lab.analysis.tables import Column, Row, Table
-from hybrid_distill.lab.analysis.tasks import Questions, Task
+from hybrid_distill.lab.analysis.tasks import Task
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -28,30 +29,26 @@ RANKING += [h for h in (HeadId(i, j) for i in range(N_LAYERS) for j in range(N_H
 
 
 @pytest.fixture(scope="module")
-def planted() -> tuple:
-    return planted_teacher()
-
-
-@pytest.fixture(scope="module")
-def retrieval() -> Task:
-    """KV retrieval of 8 pairs in the words of the planted teacher."""
+def planted() -> Bench:
+    """The planted teacher, asked for KV retrieval of 8 pairs in its words."""
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(24)
-    return Task(Column("kv", "%", 12.5), lambda m, t: 100 * answer_choices(m, t, examples).accuracy)
+    retrieval = Task(Column("kv", "%", 12.5), lambda m, t: 100 * answer_choices(m, t, examples).accuracy)
+    return Bench(*planted_teacher(), [retrieval])
 
 
 def values(table: Table) -> dict[str, float]:
     return {row.label: row.values[0] for row in table.rows}
 
 
-def test_without_its_circuit_the_planted_teacher_retrieves_nothing(planted: tuple, retrieval: Task) -> None:
-    found = values(remove_heads(*planted, [retrieval], RANKING, (1, 3), n_draws=2, progress=False))
+def test_without_its_circuit_the_planted_teacher_retrieves_nothing(planted: Bench) -> None:
+    found = values(remove_heads(planted, RANKING, (1, 3), n_draws=2))
     assert list(found) == ["nothing", "first 1", "first 3", "random 1 (mean of 2)", "random 3 (mean of 2)"]
     assert found["nothing"] == 100 and found["first 1"] < 50 and found["first 3"] < 50
-    unimportant = values(remove_heads(*planted, [retrieval], RANKING[3:], (1, 3), n_draws=0, progress=False))
+    unimportant = values(remove_heads(planted, RANKING[3:], (1, 3), n_draws=0))
     assert min(unimportant.values()) > 85
 
 
-def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(planted: tuple) -> None:
+def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(planted: Bench) -> None:
     seen: list[set[HeadId]] = []
 
     def note(model: PreTrainedModel, tokenizer: object) -> float:
@@ -60,27 +57,27 @@ def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(plant
         return 1.0
 
     for _ in range(2):
-        remove_heads(*planted, [Task(Column("x"), note)], RANKING, (3,), n_draws=4, progress=False)
+        remove_heads(planted._replace(tasks=[Task(Column("x"), note)]), RANKING, (3,), n_draws=4)
     assert seen[:6] == seen[6:]
     assert len({frozenset(heads) for heads in seen[2:6]}) > 1
 
 
-def test_layers_from_the_end_and_one_by_one(planted: tuple, retrieval: Task) -> None:
+def test_layers_from_the_end_and_one_by_one(planted: Bench) -> None:
     """Gather heads are in layer 1, the aggregate head in layer 2; layers 0 and 3 hold noise."""
-    gradual = values(prune_from_the_end(*planted, [retrieval], progress=False))
+    gradual = values(prune_from_the_end(planted))
     assert gradual["all"] == gradual["0 to 2"] == 100 and gradual["0 to 1"] < 50 and gradual["0"] < 50
-    single = values(prune_each_layer(*planted, [retrieval], progress=False))
+    single = values(prune_each_layer(planted))
     assert single["none"] == single["0"] == single["3"] == 100 and single["1"] < 50 and single["2"] < 50
-    below = values(prune_each_layer(*planted, [retrieval], last_layer=2, progress=False))
+    below = values(prune_each_layer(planted, last_layer=2))
     assert list(below) == ["none", "0", "1", "2"] and below["none"] == 100
 
 
-def test_only_the_circuits_heads_are_needed(planted: tuple, retrieval: Task) -> None:
+def test_only_the_circuits_heads_are_needed(planted: Bench) -> None:
     variants = {text: parse_kept(text) for text in ("1:1,3/2:2", "0:none/1:1,3/2:2/3:none", "1:1/2:2", "2:none")}
-    found = values(keep_heads(*planted, [retrieval], variants, progress=False))
+    found = values(keep_heads(planted, variants))
     assert found["1:1,3/2:2"] == found["0:none/1:1,3/2:2/3:none"] == found["all"] == 100
     assert found["1:1/2:2"] < 50 and found["2:none"] < 50
-    cut = values(keep_heads(*planted, [retrieval], {"1:none": {1: ()}}, last_layer=2, progress=False))
+    cut = values(keep_heads(planted, {"1:none": {1: ()}}, last_layer=2))
     assert cut["all of layers 0 to 2"] == 100 and cut["1:none"] < 50
 
 
@@ -143,7 +140,7 @@ TABLE = Table(
 )
 
 
-def test_a_table_in_three_forms() -> None:
+def test_a_table_in_three_forms(tmp_path: Path) -> None:
     assert TABLE.text().splitlines() == [
         "a title",
         "removed                  kv, %       perplexity",
@@ -151,8 +148,16 @@ def test_a_table_in_three_forms() -> None:
         "random 2  62.0 ± 2.0 (−22.5 %)  5.000 (+25.0 %)",
         "guessing                  25.0",
     ]
-    assert TABLE.markdown().splitlines()[:2] == ["| removed | kv, % | perplexity |", "| --- | ---: | ---: |"]
-    assert "| random 2 | 62.0 ± 2.0 (\N{MINUS SIGN}22.5 %) | 5.000 (+25.0 %) |" in TABLE.markdown()
+    TABLE.save(tmp_path, "table")
+    assert (tmp_path / "table.md").read_text().splitlines() == [
+        "a title",
+        "",
+        "| removed | kv, % | perplexity |",
+        "| --- | ---: | ---: |",
+        "| nothing | 80.0 | 4.000 |",
+        "| random 2 | 62.0 ± 2.0 (\N{MINUS SIGN}22.5 %) | 5.000 (+25.0 %) |",
+        "| guessing | 25.0 |  |",
+    ]
     rows = list(csv.reader(TABLE.csv().splitlines()))
     assert rows[0] == ["removed", "kv", "kv_change_percent", "kv_sd", "perplexity", "perplexity_change_percent",
                        "perplexity_sd"]  # fmt: skip
@@ -220,10 +225,6 @@ def test_bad_input_ends_in_one_line(argv: list[str], message: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_more_heads_than_there_are(planted: tuple, retrieval: Task) -> None:
+def test_more_heads_than_there_are(planted: Bench) -> None:
     with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
-        remove_heads(*planted, [retrieval], RANKING, (17,), progress=False)
-
-
-def test_defaults_fit_the_embedded_teacher() -> None:
-    assert Questions().tasks == "kv,knowledge,text"
+        remove_heads(planted, RANKING, (17,))

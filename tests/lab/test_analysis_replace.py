@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.replace_layer import ReplaceLayer, replace_each, shortened
 from hybrid_distill.lab.analysis.tables import Column, Row, Table
 from hybrid_distill.lab.analysis.tasks import Task, accuracy_task
@@ -68,11 +69,11 @@ def half() -> tuple:
     teacher, tokenizer = planted_teacher()
     student = build_student(teacher, HeadPlan.from_pairs(teacher, PLANTED - {AGGREGATE}), d_state=4)[0].eval()
     examples = KVRetrieval(4, seed=3, keys=KEYS).examples(12)
-    return student, teacher, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]
+    return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]), teacher
 
 
 def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
-    table = replace_each(*half, progress=False)
+    table = replace_each(*half)
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found) == ["none", "layer 0", "layer 1", "layer 2", "layer 3", "teacher"]
     assert found["layer 2"] == found["teacher"] == 100
@@ -80,7 +81,7 @@ def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
 
 
 def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
-    table = replace_each(*half, by="head", together=2, progress=False)
+    table = replace_each(*half, by="head", together=2)
     alone, together = table.rows[1:17], table.rows[17]
     assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
     assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
@@ -96,10 +97,10 @@ def test_of_a_long_table_the_best_rows_are_shown() -> None:
 
 
 def test_of_a_perplexity_less_is_more(half: tuple) -> None:
-    student, teacher, tokenizer, _ = half
+    bench, teacher = half
     values = iter([5.0, 4.0, 1.0, 3.0, 2.0, 9.0, 9.5, 9.5, 1.0])
-    table = replace_each(student, teacher, tokenizer, [Task(Column("p", ""), lambda m, t: next(values))], together=2,
-                         progress=False)  # fmt: skip
+    perplexity = Task(Column("p", ""), lambda m, t: next(values))
+    table = replace_each(bench._replace(tasks=[perplexity]), teacher, together=2)
     assert [row.label for row in table.rows][-2:] == ["layers 1 + 0", "teacher"]
 
 
@@ -113,7 +114,7 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: Path) -> None:
-    student, _, tokenizer = ReplaceLayer(aligned).load()
+    student, _, tokenizer = ReplaceLayer(student=aligned).load()
     student.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     few = ["--tasks", "kv,kv:generate", "--pairs", "3", "--examples", "6"]
@@ -131,7 +132,7 @@ def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
     shutil.copytree(aligned, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved/stages")
     with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} holds no finished stage"):
-        ReplaceLayer(tmp_path / "moved").load()
+        ReplaceLayer(student=tmp_path / "moved").load()
 
 
 @pytest.mark.parametrize(

@@ -1,81 +1,87 @@
-"""Run a suite task by task; what is finished is on disk before the next begins."""
+"""Measure a model on tasks with lm-eval; every finished task is on disk before the next begins."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import patch
 
-from accelerate import Accelerator
+import lm_eval
+from lm_eval.api.metrics import aggregate_subtask_metrics, mean, mean_stderr, pooled_sample_stderr
+from lm_eval.api.task import Task
+from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import on_main_process
+from ...distributed import make_accelerator, on_main_process
+from ...io import write_text
 from ...probes import digest
 from ...scoring import describe_run
 from ...teacher import longest_context
-from .lm import make_lm
-from .results import FILE, PartResult, SuiteResult, TaskScore
-from .suites import ProbeTask, StockTask
-from .tasks import Part, Questions
-
-log = logging.getLogger(__name__)
+from .job import SuiteJob
+from .results import FILE, SuiteResult, TaskScore
+from .suites import SuiteTask, tasks_of
+from .tasks import Part, load_part, parts_of, write_part
 
 DEFAULT_CONTEXT = 2048
-SuiteTasks = Sequence[StockTask | ProbeTask]
+
+log = logging.getLogger(__name__)
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
 
 
-def run_suite(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: SuiteTasks,
-    questions: Questions,
-    out: Path,
-    accelerator: Accelerator,
-    *,
-    max_length: int | None = None,
-    batch_size: int = 16,
-    truncate: bool = False,
-    again: bool = False,
-) -> SuiteResult:
-    """Measure a model on tasks; ``OUT/results.json`` is written after each, and what it holds is not measured again.
+def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> HFLM:
+    """Wrap a model for lm-eval; launched processes share its requests."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
+    accelerator = make_accelerator()
+    given: Any = model, tokenizer
+    lm = HFLM(given[0], tokenizer=given[1], batch_size=batch_size, max_length=max_length)
+    if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
+        lm.accelerator = accelerator
+        lm._rank, lm._world_size = accelerator.process_index, accelerator.num_processes
+    return lm
 
-    ``max_length`` is the context in tokens, by default the model's, or `DEFAULT_CONTEXT` where it does not say.
-    A part that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
-    processes the main one returns the whole result. Raises ValueError when the file there is of another model or of
-    other settings.
+
+def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, out: Path) -> SuiteResult:
+    """Measure a model; ``OUT/results.json`` is written after each task, and what it holds is not measured again.
+
+    A task that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
+    processes the main one returns the whole result. Raises ValueError for a file of another model or other settings.
     """
-    max_length = max_length or longest_context(model.config) or DEFAULT_CONTEXT
-    settings = {
-        "limit": questions.limit, "fewshot": questions.n_shots, "seed": questions.seed, "max_length": max_length,
-        "truncate": truncate, "pairs": questions.pairs, "lengths": questions.lengths,
-        "niah_lengths": questions.niah_lengths, "facts": str(questions.facts or ""), "texts": questions.texts,
-        "versions": {name: version(name) for name in ("lm_eval", "datasets")},
-    }  # fmt: skip
-    fresh = SuiteResult(describe_run(model), json.loads(json.dumps(settings)))
-    result = fresh if again else _earlier(fresh, out / FILE)
-    parts = {part.name: part for task in tasks for part in questions.parts(task)}
-    left = [part for name, part in parts.items() if name not in result.parts]
+    max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
+    fresh = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
+    result = fresh if job.again else _earlier(fresh, out / FILE)
+    lm = make_lm(model, tokenizer, job.batch_size, max_length)
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
-    with quiet():
-        lm = make_lm(model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate)
-    for number, part in enumerate(left, start=1):
-        lm.doing = f"{part.name} ({number} of {len(left)})"
-        with quiet():
-            _run_part(result, part, lm, tokenizer, questions)
-        _put_together(result, part.task, questions)
-        on_main_process(lambda: result.save(out / FILE))
+    for task in tasks_of(job.suite):
+        parts = parts_of(task, job.fewshot)
+        for part in parts:
+            if part.name not in result.parts:
+                _run_part(result, part, lm, tokenizer, job)
+            if len(parts) == sum(part.name in result.parts for part in parts):
+                result.tasks[task.name] = _score(task, [result.parts[part.name] for part in parts])
+            on_main_process(lambda: result.save(out / FILE))
     return result
 
 
+def _settings(job: SuiteJob, max_length: int) -> dict[str, Any]:
+    """Everything that the figures depend on."""
+    return {
+        "limit": job.limit, "fewshot": job.fewshot, "seed": job.seed, "max_length": max_length,
+        "truncate": job.truncate, **job.sizes, "niah_lengths": job.numbers("niah_lengths"),
+        "facts": str(job.facts or ""), "texts": job.texts,
+        "versions": {name: version(name) for name in ("lm_eval", "datasets")},
+    }  # fmt: skip
+
+
 def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
-    """What an earlier run left, without its failures. Raises ValueError where it measured something else."""
+    """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     if not path.exists():
         return fresh
     found = SuiteResult.load(path)
@@ -88,132 +94,148 @@ def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
         differences = [f"model {found.model['model']} there, {fresh.model['model']} here, with other weights"]
     if differences:
         raise ValueError(
-            f"{path} was measured otherwise ({'; '.join(differences)}); name another folder with --out, or measure "
+            f"{path} was measured otherwise ({'; '.join(differences)}); pass another folder with --out, or measure "
             "anew with --again."
         )
     found.failed.clear()
     return found
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the lines and bars of lm-eval and datasets; what they warn of is counted or refused by `make_lm`."""
-    import datasets
-    import lm_eval.api.task
-
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval")]
-    levels = [logger.level for logger in loggers]
-    had_bars = not datasets.are_progress_bars_disabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    try:
-        with patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if had_bars:
-            datasets.enable_progress_bars()
-
-
-def _run_part(
-    result: SuiteResult, part: Part, lm: Any, tokenizer: PreTrainedTokenizerBase, questions: Questions
-) -> None:
+def _run_part(result: SuiteResult, part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> None:
     """Add a part to the result, or to its failures. One of several processes that fails alone ends them all."""
     try:
-        measured = measure_part(part, lm, tokenizer, questions)
-        if measured is not None:
+        if measured := measure_part(part, lm, tokenizer, job):
             result.parts[part.name] = measured
-            log.info("%s: %.4f (%s, %.0f s)", part.name, measured.value, part.task.metric, measured.seconds)
+            log.info("%s: %.4f (%s, %.0f s)", part.name, measured["value"], part.task.metric, measured["seconds"])
     except Exception as error:
         if lm.world_size > 1 and not isinstance(error, ValueError):
             raise
-        reason = first_line(error)
-        if isinstance(part.task, StockTask) and questions.data_dir is None:
+        reason = _reason(error)
+        if not part.task.probe and job.data_dir is None:
             reason += "; without a network, give its questions with --data-dir"
         result.failed[part.name] = reason
         log.warning("%s failed: %s", part.name, reason)
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, without what it says below."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines[:1]])
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()[:1]
+    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines])
 
 
-def measure_part(part: Part, lm: Any, tokenizer: PreTrainedTokenizerBase, questions: Questions) -> PartResult | None:
-    """What lm-eval says of one of its tasks; None in processes that are not the main one."""
-    from lm_eval.evaluator import evaluate
-
-    began, before = time.monotonic(), (lm.n_requests, lm.n_cut)
-    task, source = questions.load(part, tokenizer)
-    # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
-    set_seed(questions.seed)
-    task.set_fewshot_seed(questions.seed)
+def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> dict[str, Any] | None:
+    """Measure one of lm-eval's tasks; None in processes that are not the main one."""
+    began = time.monotonic()
+    task, source = load_part(part, job, tokenizer)
     task.set_config("num_fewshot", part.n_shots)
-    found: Any = evaluate(lm, {"tasks": {part.name: task}}, limit=questions.limit, bootstrap_iters=0)
+    task.set_fewshot_seed(job.seed)
+    lengths = _prompt_lengths(task, lm, job.limit)
+    n_cut = sum(length > lm.max_length for length in lengths)
+    if n_cut and not job.truncate:
+        raise ValueError(
+            f"{n_cut} of {len(lengths)} prompts do not fit into the context of {lm.max_length} tokens; the longest "
+            f"needs {max(lengths)}. Make them shorter (--fewshot, --pairs, --lengths, --niah-lengths), or pass "
+            "--truncate to cut them on the left, as lm-eval does."
+        )
+    # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
+    set_seed(job.seed)
+    task.set_fewshot_seed(job.seed)
+    found: Any = lm_eval.evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
     if found is None:
         return None
-    name = part.name
-    figures: dict[str, Any] = found["results"][name]
-    metrics = {key: float(value) for key, value in figures.items() if "," in key and isinstance(value, int | float)}
-    return PartResult(
-        task=part.task.name,
-        value=fmean(metrics.values()) if part.task.name == "niah" else metrics[part.task.metric],
-        stderr=_stderr(task, part.task.metric, found["samples"][name]),
-        metrics=metrics,
-        n_examples=found["n-samples"][name]["effective"],
-        n_available=found["n-samples"][name]["original"],
-        n_shots=part.n_shots,
-        version=str(found["versions"][name]),
-        source=source,
-        prompts_sha256=_prompts_hash(found["samples"][name]),
-        n_requests=lm.n_requests - before[0],
-        n_cut=lm.n_cut - before[1],
-        seconds=round(time.monotonic() - began, 1),
-    )
+    figures, samples = found["results"][part.name], found["samples"][part.name]
+    is_niah = part.task.name == "niah"  # its figures are lengths, -1 for those that no question has
+    metrics = {
+        key: float(value)
+        for key, value in figures.items()
+        if "," in key and isinstance(value, int | float) and not (is_niah and value == -1)
+    }
+    return {
+        "task": part.task.name,
+        "value": fmean(metrics.values()) if is_niah else metrics[part.task.metric],
+        "stderr": _stderr(task, part.task.metric, samples),
+        "metrics": metrics,
+        "n_examples": found["n-samples"][part.name]["effective"],
+        "n_available": found["n-samples"][part.name]["original"],
+        "n_shots": part.n_shots,
+        "version": str(found["versions"][part.name]),
+        "source": source,
+        "prompts_sha256": _prompts_hash(samples),
+        "n_requests": len(lengths),
+        "n_cut": n_cut,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
-def _stderr(task: Any, metric_and_filter: str, samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of a mean over questions; None for other figures, which lm-eval would have to bootstrap."""
-    from lm_eval.api.metrics import mean, mean_stderr
+def _prompt_lengths(task: Task, lm: HFLM, limit: int | None) -> list[int]:
+    """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
+    with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
+        task.build_all_requests(limit=limit)
+    lengths = []
+    for request in task.instances:
+        if request.request_type == "generate_until":
+            prompt, options = request.args
+            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
+        elif request.request_type == "loglikelihood":  # its last token is predicted and not read
+            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
+        else:
+            lengths.append(0)
+    return lengths
 
+
+def _stderr(task: Task, metric_and_filter: str, samples: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the standard error of a mean over questions; None for other figures."""
     metric, _, kind = metric_and_filter.partition(",")
     values = [sample[metric] for sample in samples if sample["filter"] == kind and metric in sample]
-    return mean_stderr(values) if len(values) > 1 and task.aggregation().get(metric) is mean else None
+    aggregation: Mapping[str, Callable[..., float]] = task.aggregation()
+    return mean_stderr(values) if len(values) > 1 and aggregation.get(metric) is mean else None
 
 
 def _prompts_hash(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Of everything that the model was asked, in the order of the questions."""
+    """Hash everything the model was asked, in the order of the questions."""
     asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
     return digest([json.dumps(asked)])
 
 
-def _put_together(result: SuiteResult, task: StockTask | ProbeTask, questions: Questions) -> None:
-    """Add a task when its parts are all there, weighted as lm-eval weights them."""
-    from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
-
-    names = [part.name for part in questions.parts(task)]
-    parts = [result.parts[name] for name in names if name in result.parts]
-    if len(parts) < len(names):
-        return
-    sizes, errors = [part.n_examples for part in parts], [part.stderr for part in parts if part.stderr is not None]
-    stderr = None
-    if len(errors) == len(parts):
-        stderr = errors[0] if len(parts) == 1 else pooled_sample_stderr(errors, sizes)
-    hashes = [part.prompts_sha256 for part in parts]
-    result.tasks[task.name] = TaskScore(
+def _score(task: SuiteTask, parts: Sequence[Mapping[str, Any]]) -> TaskScore:
+    """Combine the parts of a task, weighted as lm-eval weights them."""
+    sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
+    stderr = errors[0]
+    if len(parts) > 1:
+        stderr = None if None in errors else float(pooled_sample_stderr(errors, sizes))
+    hashes = [part["prompts_sha256"] for part in parts]
+    return TaskScore(
         group=task.group,
         reading=task.reading,
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
-        value=aggregate_subtask_metrics([part.value for part in parts], sizes, weight_by_size=task.name != "niah"),
+        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=task.name != "niah"),
         stderr=stderr,
         n_examples=sum(sizes),
-        n_shots=parts[0].n_shots,
-        n_cut=sum(part.n_cut for part in parts),
-        version=parts[0].version,
+        n_shots=parts[0]["n_shots"],
+        n_cut=sum(part["n_cut"] for part in parts),
+        version=parts[0]["version"],
         prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )
+
+
+def write_files(
+    folder: Path, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[str], dict[str, str]]:
+    """Write the questions of a suite, and a README; return (a line for each new file, failures by task)."""
+    written: list[str] = []
+    failed: dict[str, str] = {}
+    readme = ["# Questions for `hybrid-distill evaluate --data-dir`\n", "JSON lines; each row has these fields:\n"]
+    for task in tasks_of(job.suite):
+        parts = parts_of(task, job.fewshot)
+        files = ", ".join(f"`{parts[0].folder}/{split}.jsonl`" for split in parts[0].splits)
+        others = f" and {len(parts) - 1} folders like it" if len(parts) > 1 else ""
+        readme.append(f"- {task.name}: {files}{others}: {', '.join(task.fields.split())}")
+        try:
+            for part in parts:
+                written += write_part(folder, part, job, tokenizer)
+        except Exception as error:  # the hub and its libraries raise many kinds
+            failed[task.name] = _reason(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "README.md", "\n".join(readme) + "\n")
+    return written, failed
