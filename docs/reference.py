@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: every command, and every field of a recipe, as the command line has them.
+"""Write docs/reference.md: every command, and every field of a recipe, as the command line has them.
 
 python docs/reference.py            # after a change of either; tests/test_reference.py fails until it is done
 """
@@ -6,21 +6,23 @@ python docs/reference.py            # after a change of either; tests/test_refer
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import textwrap
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
-import tyro
-
-from hybrid_distill.cli.app import app as cli
+from hybrid_distill.cli.app import COMMANDS, NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
+from hybrid_distill.cli.parsing import flags_of
 from hybrid_distill.config import RunConfig
 
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = "hybrid-distill"
+FIRST = {"run": "RECIPE", "cache-logits": "RECIPE", "serve": "FOLDER"}
+"""The positional argument of commands whose other flags are a recipe's, or another program's."""
 HEAD = """\
 # Reference
 
@@ -49,7 +51,7 @@ class Flag(NamedTuple):
     says: str
 
     def of(self, section: str) -> Flag:
-        """As a field of ``section``, to be compared with that of another."""
+        """Name it as a field of any stage, to compare it with that of another ``section``."""
         return self._replace(name=self.name.replace(f"--{section}.", "--STAGE."))
 
 
@@ -63,39 +65,49 @@ class Group(NamedTuple):
 
 
 def reference() -> str:
-    """The page."""
+    """Compose the page."""
     return "\n".join([HEAD, *_commands(), RECIPES, *_recipe()]).rstrip() + "\n"
+
+
+def command_file(name: str) -> ModuleType:
+    """Import the file of a command."""
+    return importlib.import_module(f"hybrid_distill.cli.{name.replace('-', '_')}")
 
 
 def _commands() -> Iterator[str]:
     yield "## Commands\n"
-    commands = {name.replace("_", "-"): spec.target for name, spec in vars(cli.app)["_subcommands"].items()}
-    yield from (f"- [`{name}`](#{COMMAND}-{name})" for name in commands)
+    for title, names in COMMANDS.items():
+        yield f"- {title}: {', '.join(f'[`{name}`](#{COMMAND}-{name})' for name in names)}"
     yield ""
-    for name, function in commands.items():
-        own = _own_of_cache_logits() if name == "cache-logits" else []
-        yield from _command(f"{COMMAND} {name}", _parser(function), own)
+    for name in NAMES:
+        file = command_file(name)
+        if name in FIRST:
+            own = _own_of_cache_logits() if name == "cache-logits" else []
+            yield f"### {COMMAND} {name}\n\n{_text(file.main.__doc__ or '')}\n"
+            yield _table([Flag(FIRST[name], "PATH", "required", ""), *own])
+        else:
+            yield from _command(f"{COMMAND} {name}", flags_of(file.command))
 
 
 def _own_of_cache_logits() -> list[Flag]:
-    """The flags that the command has besides those of the run."""
-    of_run = [flag for group in _groups(_parser(RunConfig, default=RunConfig())) for flag in group.flags]
-    outermost = next(_groups(_parser(CacheJob, default=CacheJob(RunConfig()))))
+    """List the flags that the command has beside those of the run."""
+    of_run = [flag for group in _groups(flags_of(RunConfig, default=RunConfig())) for flag in group.flags]
+    outermost = next(_groups(flags_of(CacheJob, default=CacheJob(RunConfig()))))
     return [flag for flag in outermost.flags if flag not in of_run]
 
 
-def _command(name: str, parser: argparse.ArgumentParser, more: Sequence[Flag] = ()) -> Iterator[str]:
+def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"### {name}\n\n{_text(parser.description or '')}\n"
     groups = list(_groups(parser))
     if flags := [flag for group in groups for flag in group.flags]:
-        yield _table([*flags, *more])
+        yield _table(flags)
     for group in groups:
         for word, inner in group.commands.items():
             yield from _command(f"{name} {word}", inner)
 
 
 def _recipe() -> Iterator[str]:
-    parser = _parser(RunConfig, default=RunConfig())
+    parser = flags_of(RunConfig, default=RunConfig())
     groups = {group.title: group for group in _groups(parser)}
     every, of_distill = ([flag.of(name) for flag in groups[name].flags] for name in ("matrix", "distill"))
     for title, group in groups.items():
@@ -106,13 +118,6 @@ def _recipe() -> Iterator[str]:
         also = " Its other fields are those of `distill`." if title in LIKE_DISTILL else ""
         yield f"### {title or 'the run'}\n\n{_text(group.description or parser.description or '')}{also}\n"
         yield _table(own) if own else "It has no fields but those of every stage.\n"
-
-
-def _parser(of: Any, **options: Any) -> argparse.ArgumentParser:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        parser: Any = tyro.extras.get_parser(of, **options)
-    return parser
 
 
 def _groups(parser: argparse.ArgumentParser) -> Iterator[Group]:
@@ -137,7 +142,7 @@ def _flag(action: argparse.Action) -> Flag:
 
 
 def _takes(action: argparse.Action) -> str:
-    """The values of a flag: a type, or words to choose from."""
+    """Describe the values of a flag: a type, or words to choose from."""
     if action.metavar is None:
         return "nothing"
     words = str(action.metavar).replace("{None}|", "").replace("|{None}", "")
@@ -154,7 +159,7 @@ def _table(flags: Sequence[Flag]) -> str:
 
 
 def _text(text: str) -> str:
-    """A docstring as Markdown: paragraphs in one line each; what it raises is said elsewhere."""
+    """Turn a docstring into Markdown: a paragraph in a line, without what it raises."""
     paragraphs = re.split(r"\n\s*\n", textwrap.dedent(_RAISES.sub("", text)).replace("``", "`").strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -1,4 +1,7 @@
-"""The one place that makes an `Accelerator`, and that refuses a world which is not what was asked for."""
+"""Launched processes: makes every `Accelerator`, and refuses a launch that does not start what was asked for.
+
+torch and accelerate are imported where they are used: the command line asks this module before it loads them.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-import psutil
-import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState, PartialState, is_initialized
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
+from typing import TYPE_CHECKING
 
 from .locking import InUse, locked
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import KwargsHandler
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Settings of accelerate's FSDP: two that a user would miss, and one that loads empty teachers (the default!)."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TRACKERS = ("tensorboard", "trackio", "wandb")
-_SUPPORTED = (
-    DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.DEEPSPEED,
-)  # fmt: skip
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
+"""Values of accelerate's DistributedType."""
 
 
 class WorldError(RuntimeError):
@@ -43,20 +44,23 @@ def make_accelerator(
     trackers: Sequence[str] = (),
     logging_dir: str | Path | None = None,
 ) -> Accelerator:
-    """An accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
+    """Make an accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
-    ``processes`` is how many there must be; by default what the launcher announced. Each stage of a program
-    makes its own; the process group stays.
-
-    Raises WorldError when another number of processes runs, when they are not connected, or for an FSDP that is not
-    ours (`is_fsdp2`); ValueError for an unknown tracker or one that is not installed.
+    Each stage of a program makes its own; the process group stays. ``processes`` is how many there must be, by default
+    as many as the launcher announced. Raises WorldError when another number runs, when they are not connected, and for
+    accelerate's own FSDP (see `is_fsdp2`); ValueError for an unknown tracker or one that is not installed.
     """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
     check_trackers(trackers)
     _check_environment()
     _die_with_launcher()
     with_deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     on_cpu = not torch.cuda.is_available()
-    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if with_deepspeed and on_cpu:
         _prepare_deepspeed_on_cpu()
         handlers = [InitProcessGroupKwargs(backend="gloo")]
@@ -78,9 +82,9 @@ def make_accelerator(
 
 
 def build_whole_models() -> None:
-    """Let transformers build and load models as usual; under ZeRO-3 it would hand out empty tensors.
+    """Let transformers build and load models as usual; under ZeRO-3 it would return empty tensors.
 
-    A student is cut out of its teacher's tensors. DeepSpeed divides it when a stage begins.
+    A student is cut out of its teacher's tensors. DeepSpeed shards it when a stage begins.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -88,43 +92,52 @@ def build_whole_models() -> None:
 
 
 def connect() -> PartialState:
-    """The processes of this program, connected and checked: ask it for rank and world outside of a stage.
+    """Connect and check the processes of this program; the result knows rank and world outside of a stage.
 
-    Made here and not by ``PartialState()``, which on a CPU leaves launched processes unconnected.
-    Raises WorldError as `make_accelerator` does.
+    ``PartialState()`` alone leaves launched processes on a CPU unconnected. Raises WorldError as `make_accelerator`.
     """
+    from accelerate.state import PartialState
+
     make_accelerator()
     return PartialState()
 
 
 def is_launched_main() -> bool:
-    """Whether this is the main process, or the only one, by the launcher's words: to be asked before processes are
-    connected, and after."""
+    """Check whether this is the main process, or the only one, before processes are connected or after."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def on_main_process(action: Callable[[], Any], others: Callable[[], Any] = lambda: None) -> None:
-    """Do something once, whatever the number of processes; the others wait until it is done, however long it takes.
-    ``others`` is their part in it, if they have one.
+def on_main_process(action: Callable[[], object], others: Callable[[], object] = lambda: None) -> None:
+    """Act on one process; the others do ``others`` and wait until the main one is done, however long it takes.
 
-    In a collective they would give up a main process that evaluates or exports: NCCL after 10 minutes, and again after
-    every restart. So they ask the store by which all found each other. When the main process fails, its launcher ends
-    and takes the store along, which is an error.
+    A collective would give up on a main process that evaluates or exports: NCCL after 10 minutes. So they poll the
+    store by which all found each other. When the main process fails, its launcher ends and takes the store along,
+    which is an error.
     """
+    from accelerate.state import PartialState, is_initialized
+
     if not is_initialized():
         connect()
     state = PartialState()
     if state.num_processes == 1:
         action()
         return
-    store, done = torch.distributed.distributed_c10d._get_default_store(), f"hybrid-distill/done-{next(_actions)}"
+    from torch.distributed import distributed_c10d
+
+    store, done = distributed_c10d._get_default_store(), f"hybrid-distill/done-{next(_actions)}"
     if state.is_main_process:
         action()
         store.set(done, "")
     else:
         others()
-        _wait_for(lambda: store.check([done]))
+        pause = 0.001
+        while not store.check([done]):
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
     state.wait_for_everyone()
+
+
+_actions = itertools.count()
 
 
 @contextmanager
@@ -133,54 +146,45 @@ def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Ite
 
     The main process holds the lock. All raise what it raises: InUse, OSError.
     """
-    is_main, refusal = connect().is_main_process, cast(list[Any], [None])
+    from accelerate.utils import broadcast_object_list
+
+    state = connect()
+    refusal: list[InUse | OSError | None] = [None]
     with ExitStack() as held:
-        if is_main:
+        if state.is_main_process:
             try:
                 held.enter_context(locked(place, beside=beside, patience=patience))
             except (InUse, OSError) as error:
                 refusal = [error]
-        if PartialState().num_processes > 1:
+        if state.num_processes > 1:
             broadcast_object_list(refusal)
         if refusal[0] is not None:
             raise refusal[0]
         yield
 
 
-_actions = itertools.count()
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    """Ask often at first, later once a second."""
-    pause = 0.001
-    while not condition():
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-
-
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> int:
-    """Say how a process's ``rows`` of a step are cut up; returns the number of micro-batches.
+    """Set how a process's ``rows`` of a step are cut into micro-batches; returns their number.
 
-    DeepSpeed wants to know it, and the clipping norm, before it prepares a model.
+    DeepSpeed needs it, and the clipping norm, before it prepares a model.
     """
     accumulation = -(-rows // micro_batch_size)
     accelerator.gradient_accumulation_steps = accumulation
-    if is_deepspeed(accelerator):
-        config = cast(Any, accelerator.state.deepspeed_plugin).deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = min(micro_batch_size, rows)
-        config["gradient_accumulation_steps"] = accumulation
-        config["gradient_clipping"] = clip
+    if plugin := accelerator.state.deepspeed_plugin:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = min(micro_batch_size, rows)
+        plugin.deepspeed_config["gradient_accumulation_steps"] = accumulation
+        plugin.deepspeed_config["gradient_clipping"] = clip
     return accumulation
 
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed runs the training."""
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
+    """Check whether DeepSpeed runs the training."""
+    return accelerator.distributed_type.value == "DEEPSPEED"
 
 
 def is_fsdp2(accelerator: Accelerator) -> bool:
-    """Whether the launch file asks for FSDP2. accelerate connects the processes then, as for DDP, and no more: its own
-    FSDP2 never synchronises gradients on a CPU. `fsdp.Fsdp2` divides the stage.
+    """Check whether the launch file asks for FSDP2. accelerate then only connects the processes, as for DDP: its own
+    FSDP2 never synchronizes gradients on a CPU. `fsdp.Fsdp2` shards the stage.
     """
     return _flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
 
@@ -199,7 +203,7 @@ def check_trackers(trackers: Sequence[str]) -> None:
     """Raise ValueError for a tracker that is unknown or not installed; without a key wandb works offline."""
     for name in trackers:
         if name not in TRACKERS:
-            raise ValueError(f"tracker {name!r} is unknown; choose from {', '.join(TRACKERS)}.")
+            raise ValueError(f"tracker {name!r} is unknown; pass one of {', '.join(TRACKERS)}.")
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"tracker {name!r} is not installed; run `pip install {name}` or leave it out.")
     if "wandb" in trackers and not _has_wandb_key():
@@ -207,10 +211,8 @@ def check_trackers(trackers: Sequence[str]) -> None:
 
 
 def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
     except (OSError, netrc.NetrcParseError):
         return False
 
@@ -218,7 +220,14 @@ def _has_wandb_key() -> bool:
 def _check_environment() -> None:
     """Refuse what starts and then trains something else than was asked for."""
     if _flag("ACCELERATE_USE_FSDP"):
-        _check_fsdp()
+        version = os.environ.get("FSDP_VERSION", "1")
+        if version != "2":
+            raise WorldError(f"FSDP version {version} is not supported; launch with --config_file launch/fsdp2.yaml.")
+        for name in filter(_flag, FSDP_MUST_BE_OFF):
+            raise WorldError(
+                f"{name.lower()} is on, which is not supported here; launch with --config_file launch/fsdp2.yaml, or "
+                f"add --{name.lower()} false."
+            )
     # accelerate's launcher for one process sets MASTER_ADDR when it was asked for several.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
@@ -228,55 +237,43 @@ def _check_environment() -> None:
         )
 
 
-def _check_fsdp() -> None:
-    """Refuse what accelerate's own FSDP would do and ours does not."""
-    version = os.environ.get("FSDP_VERSION", "1")
-    if version != "2":
-        raise WorldError(f"FSDP version {version} is not supported; launch with --config_file launch/fsdp2.yaml.")
-    for name in FSDP_MUST_BE_OFF:
-        if _flag(name):
-            raise WorldError(
-                f"{name.lower()} is on, which is not supported here; launch with --config_file launch/fsdp2.yaml, or "
-                f"add --{name.lower()} false."
-            )
-
-
 def _check_world(accelerator: Accelerator, processes: int | None) -> None:
+    import torch
+
+    found = accelerator.num_processes
     announced = int(os.environ.get("WORLD_SIZE", 1))
-    for expected, origin in (
-        (announced, "the launcher announced"),
-        (processes, "the configuration asks for"),
-    ):
-        if expected is not None and expected != accelerator.num_processes:
+    for expected, origin in ((announced, "the launcher announced"), (processes, "the configuration asks for")):
+        if expected is not None and expected != found:
             raise WorldError(
-                f"{origin} {expected} processes and {accelerator.num_processes} run together; launch with "
+                f"{origin} {expected} processes and {found} run together; launch with "
                 "`accelerate launch --multi_gpu --num_processes N` or the configs in launch/."
             )
-    if accelerator.distributed_type not in _SUPPORTED:
-        raise WorldError(
-            f"{accelerator.distributed_type.value} is not supported; use DDP (`--multi_gpu`) or DeepSpeed."
-        )
-    if accelerator.num_processes == 1:
+    kind = accelerator.distributed_type.value
+    if kind not in SUPPORTED:
+        raise WorldError(f"{kind} is not supported; use DDP (`--multi_gpu`) or DeepSpeed.")
+    if found == 1:
         return
-    if accelerator.distributed_type == DistributedType.NO:
-        raise WorldError(f"{accelerator.num_processes} processes run and accelerate does not connect them.")
-    found = int(cast(torch.Tensor, accelerator.reduce(torch.ones((), device=accelerator.device))))
-    if found != accelerator.num_processes:
-        raise WorldError(f"{accelerator.num_processes} processes were started and {found} are connected.")
+    if kind == "NO":
+        raise WorldError(f"{found} processes run and accelerate does not connect them.")
+    connected = accelerator.reduce(torch.ones((), device=accelerator.device))
+    if connected != found:
+        raise WorldError(f"{found} processes were started and {connected} are connected.")
 
 
 def _die_with_launcher() -> None:
-    """A launcher that is killed with SIGKILL leaves its processes, which would write beside those of the next start."""
+    """End with a launcher that is killed with SIGKILL, instead of writing beside the processes of the next start."""
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _name_gloo_interface() -> None:
-    """On several machines, the interface that leads to the main process.
+    """Name the interface that leads to the main process, on several machines.
 
-    By itself gloo takes the one that the machine's own name stands for. Many systems say 127.0.0.1: then one machine
-    fails and the other waits for half an hour.
+    By itself gloo takes the interface of the machine's own name, which is often 127.0.0.1: then one machine fails and
+    the other waits for half an hour.
     """
+    import psutil
+
     machines = int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not machines or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -286,7 +283,7 @@ def _name_gloo_interface() -> None:
             unused.connect(main[4])  # of datagrams: it chooses a way and sends nothing
             own = unused.getsockname()[0]
     except (KeyError, OSError):
-        return  # connecting will say what is wrong
+        return  # connecting will report what is wrong
     for name, addresses in psutil.net_if_addrs().items():
         if own in (address.address for address in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -308,5 +305,5 @@ def _flag(name: str) -> bool:
 
 def disconnect() -> None:
     """Let the other processes go, at the end of a program: gloo's threads must not outlive the interpreter."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,8 +1,9 @@
-"""Ranges of numbers that a user gives, checked where they come in. Pure Python."""
+"""Checks of what a user passes: ranges of numbers, and flags that hold several values (``0,10,all``). Pure Python."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +38,10 @@ POSITIVE = Limits(0, without_ends=True)
 SHARE = Limits(0, 1)
 
 
-def check_fields(config: Any, prefix: str, **limits: Limits) -> None:
-    """Raise ValueError, calling it ``prefix`` and name, for a field of ``config`` that is outside of its limits.
+def check_fields(config: object, prefix: str, **limits: Limits) -> None:
+    """Raise ValueError for a field of ``config`` outside its limits; the message calls it ``prefix`` and name.
 
-    Of a tuple every number is checked; None is left to mean what it means.
+    Every number of a tuple is checked; None passes.
     """
     for name, limit in limits.items():
         value = getattr(config, name)
@@ -48,3 +49,39 @@ def check_fields(config: Any, prefix: str, **limits: Limits) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None:
                 limit.check(shown, number)
+
+
+def words(text: str) -> list[str]:
+    """Split at commas and drop blanks."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def numbers(
+    flag: str,
+    text: str,
+    *,
+    number: Callable[[str], Any] = int,
+    least: float | None = None,
+    named: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Read the numbers of a flag. ``named`` are words that may stand among them, and their values.
+
+    Raises ValueError, naming the flag, for anything else, a number below ``least``, and an empty list.
+    """
+    named = named or {}
+    kind = "whole numbers" if number is int else "numbers"
+    wanted = f"{kind}{'' if least is None else f' of at least {least}'}{''.join(f', or {name}' for name in named)}"
+    shown = repr(text) if words(text) else "empty"
+    refusal = ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.")
+    found = []
+    for word in words(text):
+        try:
+            value = named[word] if word in named else number(word)
+        except ValueError:
+            raise refusal from None
+        if word not in named and (not math.isfinite(value) or (least is not None and value < least)):
+            raise refusal
+        found.append(value)
+    if not found:
+        raise refusal
+    return found

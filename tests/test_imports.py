@@ -15,7 +15,7 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "comma_lists", "distributed"),
+    ("io", "limits", "locking", "provenance", "distributed"),
     ("assets", "model", "plan", "budget"),
     ("guard",),
     ("teacher",),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 from students import tiny_student
 from test_checkpoint import killed
 from test_pipeline import weights
@@ -21,7 +23,7 @@ from training import small_run
 
 from hybrid_distill import io
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
-from hybrid_distill.io import replacing, write_json
+from hybrid_distill.io import replacing, save_tensors, write_json
 from hybrid_distill.locking import LOCK
 from hybrid_distill.pipeline import run
 from hybrid_distill.plan import HeadPlan
@@ -159,3 +161,13 @@ def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(tm
         signal.signal(signal.SIGXFSZ, before)
     assert "license: first" in (path / "README.md").read_text()
     assert [left.name for left in tmp_path.iterdir()] == ["export"]
+
+
+def test_tensors_are_saved_with_the_users_file_mode(tmp_path: Path) -> None:
+    path, plain = tmp_path / "weights.safetensors", tmp_path / "plain"
+    plain.touch()
+    tmp_path.joinpath(f".{path.name}.tmp").touch(0o600)  # left by a killed process
+    save_tensors(path, {"a": torch.ones(2, 3)}, {"note": "x"})
+    assert path.stat().st_mode == plain.stat().st_mode
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "x"} and file.get_tensor("a").shape == (2, 3)

@@ -1,5 +1,5 @@
-"""The command line, and what recipes call."""
+"""The command line, and what recipes call. Importing it loads no library."""
 
-from .app import main, run_recipe, run_sweep
+from .app import main, run_recipe
 
-__all__ = ["main", "run_recipe", "run_sweep"]
+__all__ = ["main", "run_recipe"]

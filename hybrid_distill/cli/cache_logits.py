@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config import RunConfig, config_of
 from ..data import (
     Batch,
     LogitFolder,
@@ -46,12 +46,13 @@ from ..data.logits import (
     start_folder,
     write_whole,
 )
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, connect, is_launched_main, on_main_process
 from ..pipeline import Run, finished_run
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
 from ..train.losses import CHUNK_LOGITS
 from ..train.stages import OutputEmbedding, add_totals, make_stage, teacher_hidden
+from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
 
 log = logging.getLogger(__name__)
 
@@ -309,3 +310,21 @@ def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches:
 
     top_k, whole = loss(job.config), loss(replace(job.config, teacher_logits=None))
     return {"run": str(job.student_run), "top_k_loss": top_k, "teacher_loss": whole, "difference": top_k - whole}
+
+
+def main(words: list[str]) -> None:
+    """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no teacher in memory.
+
+    Takes the flags of the run, of which --distill.teacher-logits names the folder, and a few of its own; --help after
+    the recipe lists them. Goes on where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` shares
+    the rows between processes.
+    """
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: hybrid-distill cache-logits RECIPE [FLAGS]\n\n{main.__doc__}")
+        return
+    path, flags = recipe_of(words, "cache-logits")
+    default = CacheJob(on_asked_teacher(config_of(load_recipe(path)), flags))
+    own = [*own_flags(CacheJob), *(f"--{stage}.teacher-logits" for stage in ("distill", "long", "post"))]
+    line = cache_logits(override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own))
+    if is_launched_main():
+        print(line)

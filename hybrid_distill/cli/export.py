@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import tyro
 from huggingface_hub import ModelCard
 
 from ..evaluation.evaluate import EvalResult
@@ -80,3 +81,12 @@ def _origin_on_card(folder: Path) -> tuple[str, str]:
     card = folder / "README.md"
     data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
     return data.get("license") or UNKNOWN, data.get("base_model") or ""
+
+
+def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
+    """Write a student so that others can load it: remote code, a stock Falcon-H1, or safetensors (docs/export.md).
+
+    Another process loads what was written, and must compute what the student does.
+    """
+    print(export_student(job).table())
+    print(f"export: {job.out}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tyro
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..assets import tiny_teacher_path
@@ -91,3 +92,8 @@ def summary(header: TokenHeader, folder: Path, seconds: float) -> str:
         f"{folder}: {header.tokens:,} tokens of {header.documents:,} documents in {len(header.shards)} "
         f"{'file' if len(header.shards) == 1 else 'files'} ({header.dtype}, {size / 1e6:,.1f} MB), {seconds:,.1f} s"
     )
+
+
+def command(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:
+    """Tokenize text once, into a folder that --data.sources takes; goes on where it was stopped."""
+    print(prepare(job))

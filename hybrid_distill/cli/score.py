@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..comma_lists import numbers, words
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
 from ..lab.analysis.figures import can_draw
-from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields
+from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers, words
 from ..plan import HeadId
 from ..probes import Probe, duplicates
 from ..probes.checks import check_answerable
@@ -91,8 +91,6 @@ class ScoreJob:
     allow_bin: bool = False
     """Take weights that are a pickle (``*.bin``) too."""
     seed: int = 0
-    compare: tuple[Path, Path] | None = None
-    """Score nothing: how do these two files agree? One may be a published ranking."""
     out: Path = Path("scores.json")
     """Where the scores go; figures stand beside it, those of each of several probes (``scores.kv.json``), and what an
     interrupted run had scored."""
@@ -271,7 +269,7 @@ def compare_files(a: Path, b: Path) -> str:
     shape: HeadScores | None = None
     for path in (a, b):
         if not path.exists():
-            raise ValueError(f"{path} does not exist; --compare takes two files, scores.json or published rankings.")
+            raise ValueError(f"{path} does not exist; pass two files, scores.json or published rankings.")
         try:
             shape = HeadScores.load(path)
             rankings.append(shape)
@@ -282,3 +280,14 @@ def compare_files(a: Path, b: Path) -> str:
     first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
     return compare_rankings(first, second).table()
 
+
+
+def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
+    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and figures.
+
+    Goes on where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
+    """
+    scores = run_score(job)
+    if connect().is_main_process:
+        print(table(scores, job.k))
+        print(f"scores: {job.out}")

@@ -5,22 +5,20 @@ Shapes: L layer, H query head.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..io import write_json
 from ..plan import HeadId
+from ..provenance import now, versions
 from ..teacher import fingerprint
 from .uncertainty import tie_warning
 
@@ -213,10 +211,6 @@ def describe_run(model: PreTrainedModel) -> dict[str, Any]:
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "date": now(),
     }

@@ -22,7 +22,7 @@ from torch import nn
 from training import SMALL, small_config, small_models, small_rows, word_texts, word_tokenizer
 
 from hybrid_distill import pipeline
-from hybrid_distill.cli.app import cache_logits as command
+from hybrid_distill.cli import cache_logits as command
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import DataConfig, LogitFolder, LogitHeader, PackedRows, TaughtRows, open_logits, open_rows

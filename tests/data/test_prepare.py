@@ -20,8 +20,8 @@ from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
+from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import main
-from hybrid_distill.cli.app import prepare_data as prepare
 from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.data import DataConfig, PackedRows, TokenHeader, check_sources, documents, folder, open_rows, tokens
 from hybrid_distill.locking import locked

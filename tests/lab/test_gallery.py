@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from hybrid_distill.cli.app import app as cli
+from hybrid_distill.cli import app as cli
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/gallery.md").read_text()

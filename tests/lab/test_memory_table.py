@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_scoring import some_scores
 
-from hybrid_distill.cli.app import app as cli
+from hybrid_distill.cli import app as cli
 from hybrid_distill.lab.memory.table import (
     PUBLISHED,
     PUBLISHED_LENGTHS,

@@ -174,8 +174,7 @@ def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKEN
 
 
 def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
-    job = SuiteJob(suite="kv,copy,text", limit=5, pairs="4", write_task_files=tmp_path / "data")
-    written, missing = write_questions(job)
+    written, missing = write_questions(SuiteJob(suite="kv,copy,text", limit=5, pairs="4"), tmp_path / "data")
     assert "kv/test.jsonl: 5 questions" in written and not missing
     assert "prompt, answer, choices" in (tmp_path / "data/README.md").read_text()
     prompts = []
@@ -187,7 +186,7 @@ def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tm
 
 
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
-    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2, write_task_files=tmp_path))
+    _, missing = write_questions(SuiteJob(suite="piqa,arc_easy,niah,kv", limit=2), tmp_path)
     assert missing.startswith("piqa, arc_easy: ") and "niah: " in missing and "kv" not in missing
     assert (tmp_path / "kv/test.jsonl").exists()
 
@@ -212,7 +211,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
 
 def test_missing_files_are_named_with_the_way_to_get_them(tmp_path: Path) -> None:
     write_all(tmp_path, 2, ("piqa",))
-    with pytest.raises(ValueError, match=r"arc_easy/test.jsonl.*--write-task-files") as refused:
+    with pytest.raises(ValueError, match=r"arc_easy/test.jsonl.*write-task-files") as refused:
         evaluate_suite(SuiteJob(model="tiny", suite="piqa,arc_easy,kv", data_dir=tmp_path))
     assert "piqa/" not in str(refused.value) and "kv/" not in str(refused.value)
 

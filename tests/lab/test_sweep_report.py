@@ -434,7 +434,7 @@ def test_a_sweep_ends_with_its_report_even_when_cells_failed(
         write(job.out, rows)
         raise SweepFailed("1 of 9 cells failed")
 
-    monkeypatch.setattr("hybrid_distill.cli.app.sweep", fail)
+    monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
     recipe = Path(__file__).parents[2] / "recipes" / "hybrid_tiny.py"
     with pytest.raises(SystemExit) as exit_:
         main(["sweep", "--recipe", str(recipe), "--out", str(tmp_path / "sweep")])

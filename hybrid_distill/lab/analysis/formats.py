@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...comma_lists import words
 from ...data.chat import check_template
+from ...limits import words
 from ...probes import Example
 from ...probes.answering import tokenize
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval

@@ -12,9 +12,9 @@ from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...comma_lists import words
 from ...data import read_held_out
 from ...distributed import connect
+from ...limits import words
 from ...probes import Example, Probe
 from ...probes.answering import answer_choices, answer_generation
 from ...probes.checks import check_answerable

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 import pandas as pd
 
 from ...budget import CacheBytes, cache_bytes
-from ...comma_lists import numbers
 from ...io import write_text
+from ...limits import numbers
 from ...model import layer_windows
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
@@ -51,8 +51,6 @@ class MemoryJob:
     conv_width: int = 4
     scores: Path | None = None
     """A scores.json: its first heads are kept, so that it is known which of them share keys and values."""
-    published: bool = False
-    """Show the table that the method's authors have published for Llama-3.2-1B, beside this formula's."""
     csv: Path | None = None
     """Write the table there too, in bytes."""
 
@@ -69,8 +67,6 @@ class Row(NamedTuple):
 def memory_table(job: MemoryJob) -> str:
     """Return the table as text; write ``csv``. Raises ValueError for numbers that cannot be."""
     lengths = numbers("lengths", job.lengths, least=1)
-    if job.published:
-        return published_table()
     shape, head_dim, windows = model_shape(job.model)
     rows = list(table_rows(job, shape, head_dim, windows, lengths))
     if job.csv is not None:

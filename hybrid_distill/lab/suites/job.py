@@ -1,4 +1,4 @@
-"""`hybrid-distill evaluate --model`: a model, and its teacher, on tasks of lm-evaluation-harness."""
+"""`hybrid-distill evaluate-suite`: a model, and its teacher, on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...comma_lists import numbers
 from ...distributed import alone_in, connect, on_main_process
 from ...io import write_text
+from ...limits import COUNT, COUNT_OR_NONE, Limits, check_fields, numbers
 from ...teacher import TINY, load_teacher, read_teacher
 from .results import FILE, SuiteResult, compare, tables
 from .suites import tasks_of
@@ -39,9 +39,7 @@ class SuiteJob:
     teacher: str | None = None
     """Teacher, for coverage: a model like ``--model``, or the results.json of one that was measured before."""
     data_dir: Path | None = None
-    """Folder of the tasks' questions, instead of the hub; --write-task-files writes one."""
-    write_task_files: Path | None = None
-    """Evaluate nothing: write the questions of the suite into this folder, from the hub and from our generators."""
+    """Folder of the tasks' questions, instead of the hub; write-task-files writes one."""
     fewshot: int | None = None
     """Examples in each prompt, instead of each task's own number."""
     limit: int | None = None
@@ -75,11 +73,8 @@ class SuiteJob:
     """Folder of results.json and results.md; by default one in runs/evaluation, named after the model."""
 
     def __post_init__(self) -> None:
-        for name, at_least in (("fewshot", 0), ("limit", 1), ("max_length", 2), ("batch_size", 1)):
-            value = getattr(self, name)
-            if value is not None and value < at_least:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} is {value}; give a whole number of at least {at_least}.")
+        context = Limits(2, whole=True)
+        check_fields(self, "--", fewshot=COUNT_OR_NONE, limit=COUNT, max_length=context, batch_size=COUNT)
 
     @property
     def folder(self) -> Path:
@@ -114,11 +109,8 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
     return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
 
 
-def write_questions(job: SuiteJob) -> tuple[str, str]:
-    """Write the questions of a suite into ``write_task_files``; return (files written, tasks without and why)."""
-    folder = job.write_task_files
-    if folder is None:
-        raise ValueError("there is no folder to write questions to; pass --write-task-files DIR.")
+def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
+    """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
     check_job(job)
     from .running import write_files
 
@@ -145,7 +137,7 @@ def check_job(job: SuiteJob) -> None:
         return
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
-    command = f"hybrid-distill evaluate --write-task-files {job.data_dir} --suite {job.suite}{shots}"
+    command = f"hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}"
     raise ValueError(
         f"--data-dir {job.data_dir} lacks {', '.join(missing[:NAMED])}{more}; with a network, `{command}` writes them "
         "(docs/evaluation.md lists their fields), or pass with --suite the tasks whose files are there."

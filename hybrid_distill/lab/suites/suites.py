@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from ...comma_lists import words
+from ...limits import words
 from ...probes.registry import PROBES as OWN_PROBES
 
 Group = Literal["knowledge", "retrieval", "text"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
-from ...comma_lists import numbers, words
+from ...limits import numbers, words
 from ...plan import HeadPlan
 
 ALL: Literal["all"] = "all"

@@ -63,8 +63,6 @@ class SweepJob:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run for each cell, the sweep as their group. By default the
     recipe's."""
-    status: Path | None = None
-    """Run nothing: how far is the sweep in this folder?"""
 
 
 def sweep(job: SweepJob, recipe: Any) -> Sweep:

@@ -7,9 +7,7 @@ machines; sweep.json repeats it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...config import END_TO_END, RunConfig, differences, from_record, to_json
 from ...io import write_json
 from ...pipeline import MAY_CHANGE, Run, has_result
+from ...provenance import versions
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -90,7 +89,7 @@ class Sweep:
             "grid": {name: list(values) for name, values in grid.axes().items()},
             "share_alignment": share,
             "config": to_json(base),
-            "versions": _versions(),
+            "versions": versions(),
             "cells": [{"name": cell.name, **dataclasses.asdict(cell), "state": "waiting"} for cell in cells],
         }
         if (out / FILE).exists() and (before := cls(out)).has_result():
@@ -209,14 +208,3 @@ def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     raise ValueError(
         f"{place} holds another sweep, with {' and '.join(missing)}; name these too to extend it, or use another --out."
     )
-
-
-def _versions() -> dict[str, str]:
-    packages = ("hybrid-distill", "torch", "transformers", "accelerate")
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a clone that was not installed
-            continue
-    return found

@@ -1,0 +1,32 @@
+"""`hybrid-distill analyze`: experiments that look inside a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from ..lab.analysis.carriers import HybridHeadRanking
+from ..lab.analysis.formats import Formats
+from ..lab.analysis.keep_heads import KeepHeads
+from ..lab.analysis.maps import Maps
+from ..lab.analysis.mask import Mask
+from ..lab.analysis.prune_layers import PruneLayers
+from ..lab.analysis.remove_heads import RemoveHeads
+from ..lab.analysis.replace_layer import ReplaceLayer
+
+Experiment = (
+    Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]
+    | Annotated[PruneLayers, tyro.conf.subcommand("prune-layers")]
+    | Annotated[KeepHeads, tyro.conf.subcommand("keep-heads")]
+    | Annotated[Formats, tyro.conf.subcommand("formats")]
+    | Annotated[Mask, tyro.conf.subcommand("mask")]
+    | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
+    | Annotated[HybridHeadRanking, tyro.conf.subcommand("carriers")]
+    | Annotated[Maps, tyro.conf.subcommand("maps")]
+)
+
+
+def command(experiment: tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[Experiment]]) -> None:
+    """Look inside a model: an experiment, its table and its figure (docs/analysis.md); --help after it lists flags."""
+    print(experiment.run())

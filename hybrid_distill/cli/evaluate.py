@@ -1,0 +1,43 @@
+"""`hybrid-distill evaluate`: the student of a finished run and its teacher, on the package's own probes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import tyro
+
+from ..distributed import alone_in, is_launched_main
+from ..evaluation.evaluate import EvalResult
+from ..pipeline import Run, finished_run
+
+
+def command(run_dir: tyro.conf.Positional[Path], /, n_examples: int | None = None, again: bool = False) -> None:
+    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
+
+    Prints what was measured before, unless --again measures anew. `hybrid-distill report RUN_DIR` then renews the
+    report; `hybrid-distill evaluate-suite --model` measures any model on tasks of lm-eval.
+
+    Args:
+        run_dir: The folder of a run.
+        n_examples: Questions for each dictionary size, instead of the run's own number; measures anew.
+        again: Measure anew, in the place of what was measured before.
+    """
+    if (run_dir / "gate").is_dir():
+        raise ValueError(f"{run_dir} is an export, not a run; pass it to evaluate-suite --model {run_dir}.")
+    this, path = finished_run(run_dir), run_dir / "evaluation.json"
+    if n_examples is not None:
+        options = replace(this.config.evaluation, n_examples=n_examples)
+        this, again = Run(replace(this.config, evaluation=options)), True
+    if path.exists() and not again:
+        result = EvalResult.load(path)
+        if is_launched_main():
+            date = result.provenance.get("date", "at an unknown time")
+            print(f"{path} was measured before ({date}); --again measures anew.", file=sys.stderr)
+    else:
+        with alone_in(run_dir):
+            result = this.evaluate(this.trained_student()[0], again=again)
+    if is_launched_main():
+        print(json.dumps(result.to_dict(), indent=2))

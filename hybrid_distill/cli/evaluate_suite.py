@@ -1,0 +1,22 @@
+"""`hybrid-distill evaluate-suite`: any model on tasks of lm-eval."""
+
+from __future__ import annotations
+
+import tyro
+
+from ..distributed import is_launched_main
+from ..lab.suites import SuiteJob, evaluate_suite
+
+
+def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
+    """Measure any model on tasks of lm-eval: the papers' suite, or tasks by name.
+
+    Runs the tasks one by one and keeps each as it is finished (docs/evaluation.md), for example
+    `hybrid-distill evaluate-suite --model PATH --suite paper --teacher PATH --data-dir questions/`.
+    `accelerate launch -m hybrid_distill evaluate-suite ...` shares the questions between processes.
+    """
+    report = evaluate_suite(job)
+    if is_launched_main():
+        print(f"{report.tables}\n\ntable: {report.path}")
+        if report.failed:
+            raise ValueError(f"{len(report.failed)} without a figure: {report.path} says why; call again to retry.")

@@ -1,0 +1,14 @@
+"""`hybrid-distill memory`: what a cache costs."""
+
+from __future__ import annotations
+
+import tyro
+
+from ..lab.memory.table import MemoryJob, memory_table
+from ..limits import COUNT, check_fields
+
+
+def command(job: tyro.conf.OmitArgPrefixes[MemoryJob] = MemoryJob()) -> None:  # noqa: B008
+    """Tabulate what a cache costs by kept heads, state size and context, before anything is trained."""
+    check_fields(job, "--", batch=COUNT, conv_width=COUNT)
+    print(memory_table(job))

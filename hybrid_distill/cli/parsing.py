@@ -1,0 +1,110 @@
+"""Flags into typed values, by tyro; its errors, boxes of several lines, become one line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+Parsed = Callable[[], object]
+_BAD_NUMBER = re.compile(r"(?:invalid literal for (int)\(\).*|could not convert string to float): (.*)")
+
+
+def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Parsed:
+    """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError for bad flags."""
+
+    @functools.wraps(command)
+    def bound(*args: Any, **options: Any) -> Parsed:
+        return functools.partial(command, *args, **options)
+
+    return _in_one_line(lambda: tyro.cli(bound, args=words, prog=prog), words)
+
+
+def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | None, description: str | None) -> T:
+    """Override the fields of a dataclass by flags. Raises ValueError for bad flags."""
+    return _in_one_line(lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words)
+
+
+def flags_of(kind: Any, **options: Any) -> argparse.ArgumentParser:
+    """List the flags of a function or a dataclass, as a parser that is only looked at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        parser: Any = tyro.extras.get_parser(kind, **options)
+    return parser
+
+
+def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None) -> str:
+    """Format the help of some of a parser's flags."""
+    short = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [FLAGS]",
+        description=(description or "").strip(),
+        epilog="--help-all lists all flags, docs/reference.md too.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    wanted = set(shown)
+    for action in parser._actions:
+        if wanted.isdisjoint(action.option_strings):
+            continue
+        if action.metavar is None:
+            short.add_argument(*action.option_strings, action="store_true", help=action.help)
+        else:
+            short.add_argument(*action.option_strings, metavar=str(action.metavar), help=action.help)
+    return short.format_help()
+
+
+def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
+    _check_seeds(words)
+    if not {"-h", "--help"}.isdisjoint(words):
+        return parse()
+    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"  # a paragraph in a line
+    try:
+        with redirect_stderr(said):
+            return parse()
+    except SystemExit:
+        raise ValueError(_one_line(said.getvalue())) from None
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+
+
+def _check_seeds(words: Sequence[str]) -> None:
+    split = [part for word in words for part in word.split("=", 1)]
+    for flag, value in itertools.pairwise(split):
+        if re.fullmatch(r"--.*seeds?", flag) and re.fullmatch(r"-\d+", value):
+            raise ValueError(f"{flag} is {value}; it must be a whole number of at least 0.")
+
+
+def _one_line(box: str) -> str:
+    """Say what a box of tyro's says: its first section, and the flags that it suggests or misses."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ ") for line in plain.splitlines() if not re.match(r"\s*[╭╰]", line)]
+    rules = [place for place, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)]
+    first = [line for line in lines[: rules[0] if rules else None] if line]
+    said = " ".join(first)
+    if error := re.match(r"Error parsing (\S+?): (.*)", said):
+        flag, reason = error.groups()
+        if bad := _BAD_NUMBER.fullmatch(reason):
+            return f"{flag} is {bad[2]}; it must be a {'whole number' if bad[1] else 'number'}."
+        return f"{flag}: {reason}" if flag.startswith("-") else reason
+    flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("--")]
+    if said.startswith("Unrecognized options:"):
+        unknown = said.removeprefix("Unrecognized options:").strip()
+        meant = f" did you mean {flags[0]}?" if flags else ""
+        return f"{unknown} is not recognized;{meant} --help lists the flags."
+    if said.startswith("Missing from"):
+        return f"{', '.join(first[1::2])} is missing; --help lists the flags."
+    return said

@@ -1,0 +1,68 @@
+"""Recipes: Python files whose ``config()`` a command runs, overridden by flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from ..config import RunConfig, in_recipe, on_embedded_teacher
+from ..teacher import TINY
+from .parsing import flags_of, parse_as, short_help
+
+T = TypeVar("T")
+
+FIRST = (
+    "--teacher", "--out", "--seed", "--stages", "--resume", "--trackers", "--dry-run", "--gpus", "--gpu-memory",
+    "--scoring.file", "--scoring.n-pairs", "--plan.selection", "--plan.k", "--student.d-state", "--student.init",
+    "--data.sources", "--data.weights", "--data.seq-len", "--align.steps", "--align.batch-size",
+    "--align.learning-rate", "--distill.steps", "--distill.batch-size", "--distill.micro-batch-size",
+    "--distill.learning-rate",
+)  # fmt: skip
+"""The flags that people change first; ``--help`` of a recipe shows these."""
+
+
+def load_recipe(path: Path) -> ModuleType:
+    """Import a recipe file. Raises ValueError for another file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{path} is not a recipe; pass a Python file with config(), such as recipes/hybrid_tiny.py.")
+    sys.path.insert(0, str(path.parent.resolve()))  # recipes build on one another
+    module = importlib.util.module_from_spec(spec)
+    with in_recipe(str(path)):
+        spec.loader.exec_module(module)
+    if not callable(getattr(module, "config", None)):
+        raise ValueError(f"{path} has no config(); a recipe has a function config() that returns a RunConfig.")
+    return module
+
+
+def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
+    """Split the words of a command into a recipe's path and flags."""
+    if not words or words[0].startswith("-"):
+        raise ValueError(f"no recipe; pass a Python file first: `hybrid-distill {command} recipes/hybrid_tiny.py ...`.")
+    return Path(words[0]), list(words[1:])
+
+
+def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Cut a run down to the embedded teacher where the flags ask for it."""
+    text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
+    return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
+
+
+def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:
+    """Override a config by flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
+    kind = type(default)
+    if not {"-h", "--help"}.isdisjoint(words):
+        print(short_help(flags_of(kind, default=default), {*FIRST, *own}, prog or sys.argv[0], description))
+        sys.exit()
+    words = ["--help" if word == "--help-all" else word for word in words]
+    return parse_as(kind, words, default=default, prog=prog, description=description)
+
+
+def own_flags(job: type) -> list[str]:
+    """List the flags that a command has beside those of its run."""
+    return [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(job)]

@@ -1,0 +1,28 @@
+"""`hybrid-distill report`: the report of a run, a comparison or a sweep, written anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tyro
+
+from ..lab.report import write_report
+from ..lab.sweep_report import CONTEXT, is_sweep, write_sweep_report
+from ..limits import COUNT
+
+
+def command(path: tyro.conf.Positional[Path], /, context: int = CONTEXT, to: Path | None = None) -> None:
+    """Write PATH/report.md anew from the results in the folder of a run, a comparison or a sweep.
+
+    Args:
+        path: The folder. A sweep need not be finished.
+        context: Tokens at which the report of a sweep compares memory.
+        to: The folder for a sweep's report.md, figures, report.html and results.csv, instead of PATH.
+    """
+    COUNT.check("--context", context)
+    if is_sweep(path):
+        print(f"report: {write_sweep_report(path, context=context, to=to)}")
+    elif to is not None:
+        raise ValueError(f"--to is for the report of a sweep, and {path} has no results.csv; leave it out.")
+    else:
+        print(f"report: {write_report(path)}")

@@ -1,0 +1,51 @@
+"""`hybrid-distill run`: a recipe, from start to report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ..config import RunConfig, checked_config, config_of
+from ..distributed import is_launched_main
+from ..lab.report import write_report
+from ..pipeline import run
+from .dry_run import describe, problems
+from .recipes import load_recipe, on_asked_teacher, override, recipe_of
+
+OF_DRY_RUNS = ("--dry-run", "--show-config")
+"""Flags that are not repeated in the command that a dry run recommends."""
+
+
+def main(words: list[str]) -> None:
+    """Run a recipe, a Python file with config(); flags after it override its fields, --help there lists them.
+
+    Goes on where it was stopped.
+    """
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: hybrid-distill run RECIPE [FLAGS]\n\n{main.__doc__}")
+        return
+    path, flags = recipe_of(words, "run")
+    recipe = load_recipe(path)
+    run_with_flags(config_of(recipe), flags, str(path), recipe.__doc__, prog=f"hybrid-distill run {path}")
+
+
+def run_with_flags(
+    default: RunConfig, words: Sequence[str], recipe: str, description: str | None, prog: str | None = None
+) -> None:
+    """Run a recipe's config, overridden by flags."""
+    base = on_asked_teacher(checked_config(default, recipe), words)
+    config = override(base, words, prog, description)
+    if config.dry_run:
+        _dry_run(config, [recipe, *words])
+        return
+    out = run(config)
+    if is_launched_main():
+        print(f"report: {write_report(out)}")
+
+
+def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
+    """Print what a run would need. ``words`` are the recipe and its flags. Raises ValueError for what it refuses."""
+    if is_launched_main():
+        print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
+    if found := list(problems(config)):
+        raise ValueError("the run would not start: " + " ".join(found))

@@ -1,0 +1,28 @@
+"""`hybrid-distill sweep`: a grid of students."""
+
+from __future__ import annotations
+
+import sys
+
+import tyro
+
+from ..lab.sweep import SweepFailed, SweepJob, sweep
+from ..lab.sweep_report import write_sweep_report
+from .recipes import load_recipe
+
+
+def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # noqa: B008
+    """Run a grid of students: heads kept x selection x state size x seed; results in OUT/results.csv.
+
+    Every cell is a run, and cells share alignments. Goes on where it was stopped; `hybrid-distill sweep-status OUT`
+    reports progress. Exit status 1 when cells have failed.
+    """
+    failed: SweepFailed | None = None
+    try:
+        sweep(job, load_recipe(job.recipe))
+    except SweepFailed as error:
+        failed = error
+    print(f"report: {write_sweep_report(job.out)}")
+    if failed is not None:
+        print(f"error: {failed}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,38 @@
+"""`hybrid-distill verify`: an export against what was recorded when it was made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import tyro
+
+from ..export import verify_export
+from ..io import write_json
+
+
+def command(
+    path: tyro.conf.Positional[Path], /, device: str = "cpu", to: Path | None = None, trust_remote_code: bool = False
+) -> None:
+    """Check an export, of any form, against what was recorded when it was made; prints a table.
+
+    Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
+
+    Args:
+        path: The folder of the export.
+        device: The device of its model: cpu, cuda, cuda:1 ...
+        to: A file for the checks in JSON.
+        trust_remote_code: Run the folder's Python files even if they are not those of this version.
+    """
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device is {device!r}, which is not usable ({reason}); pass cpu or cuda.") from error
+    report = verify_export(path, device=device, trust_remote_code=trust_remote_code)
+    print(report.table())
+    if to is not None:
+        write_json(to, report.to_dict())
+    if not report.ok:
+        sys.exit(1)
