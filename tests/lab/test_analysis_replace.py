@@ -142,7 +142,7 @@ def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
         (["--student", "{run}", "--together", "0"], "together is 0"),
         (["--student", "{run}", "--by", "head", "--tasks", "kv:generate"], "restored heads have no cache"),
         (["--student", "/no/student"], "'/no/student' is not a folder"),
-        (["--student", "{tiny}"], "is a llama model; give a student of this project"),
+        (["--student", "{tiny}"], "is a llama model; pass a student of this project"),
         (["--student", "{other}"], "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
     ],
 )

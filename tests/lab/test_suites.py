@@ -271,9 +271,3 @@ def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path
     two = SuiteResult.load(tmp_path / "two")
     one = measured(*tiny, "kv,kv_generate", tmp_path / "one", limit=5, pairs="4", max_length=16, truncate=True)
     assert two.tasks == one.tasks and one.tasks["kv"].n_cut == 20
-
-
-def test_a_runs_folder_and_flags_of_a_suite_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["evaluate", str(tmp_path), "--suite", "kv"])
-    assert "--model" in capsys.readouterr().err

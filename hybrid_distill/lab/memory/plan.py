@@ -56,7 +56,7 @@ class StageShape:
     bf16: bool
     recompute: bool
     segment_len: int | None  # tokens that recurrent heads run over at a time; the backward computes them again
-    divisible: bool  # the weights may be sharded
+    shardable: bool  # ZeRO-3 and FSDP2 may shard its weights
     trained: int
     frozen_bytes: int  # held beside them; those shared with the teacher are the teacher's
     teacher_bytes: int
@@ -113,7 +113,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         bf16=config.precision == "bf16",
         recompute=config.recompute,
         segment_len=getattr(config, "segment_len", None),
-        divisible=stage.divisible,
+        shardable=stage.divisible,
         trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
         frozen_bytes=_nbytes(p for p in stage.parameters() if not p.requires_grad),
         teacher_bytes=sum(_nbytes(model.parameters()) for model in stage.teachers),
