@@ -252,7 +252,7 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
     assert "Cannot be launched: align fits in 0.0 GB" in said and "distill fits in 0.0 GB" in said
-    assert "a micro-batch smaller than" in said and "more GPUs" in said and "with more memory" in said
+    assert "more GPUs" in said and "with more memory" in said
     tight = replace(small_run(), gpus=1, stages=("distill",))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
