@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILLION, can_draw, figure
 from .patterns import MarkedPrompt
 from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
 
 INTACT = "the intact model"
@@ -100,7 +101,7 @@ def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: 
         (axes.set_ylim if across else axes.set_xlim)(0, 104)
 
 
-def _note(grid: Any, text: str) -> None:
+def _note(grid: np.ndarray, text: str) -> None:
     grid[0, 0].figure.supxlabel(text, fontsize=9, color="#444444")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ from ...limits import words
 from ...probes import Example
 from ...probes.answering import tokenize
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...probes.letter_choice import LetterChoice
+from ...probes.letter_choice import Form, LetterChoice
 from ...scoring import HeadScores
 from ...teacher import HeadKind
 from .experiment import Bench, Experiment
@@ -100,8 +100,8 @@ class Formats(Experiment):
         if self.of == "kv":
             probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS.get(name, DICTIONARY))
         else:
-            form: Any = "letter" if name == CHAT else name
-            probe = LetterChoice.from_file(self.facts, self.options, self.seed, form)
+            forms: dict[str, Form] = {"completion": "completion", "text": "text"}
+            probe = LetterChoice.from_file(self.facts, self.options, self.seed, forms.get(name, "letter"))
         examples = probe.examples(self.examples)
         if name == CHAT:
             check_template(tokenizer)
@@ -113,6 +113,6 @@ def in_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
     """Put the prompt into the user's turn of the chat template; the answer begins the assistant's."""
     turn = [{"role": "user", "content": example.prompt}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    begin: Any = tokenizer.bos_token if tokenize(tokenizer, [""])[0] else ""  # it is set once more with the tokens
+    begin = str(tokenizer.bos_token) if tokenize(tokenizer, [""])[0] else ""  # it is set once more with the tokens
     choices = tuple(choice.strip() for choice in example.choices)
     return Example(text.removeprefix(begin), example.answer.strip(), choices)

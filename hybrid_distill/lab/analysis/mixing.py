@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,14 @@ from ...teacher import (
     longest_context,
     record_heads,
 )
+
+Mixer = Any
+"""A mixer of some family, with that family's attributes."""
+Recorded = Mapping[str, Tensor]
+Read = Callable[[tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]], Tensor]
+"""Takes a tensor from a module's call: positional arguments, named ones, output."""
+Scan = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""A layer's recurrence: (matrix_TS, values_SP, scale_TP) of a head."""
 
 MAX_BYTES = 4 * 2**30
 BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
@@ -111,11 +119,11 @@ def mask_heads(
 
 
 def _masker(
-    site: HeadSite, masks: Mapping[HeadId, Tensor], recorded: Mapping[str, Any], read: list[Tensor]
-) -> Callable[[nn.Module, Any, Any], Any]:
+    site: HeadSite, masks: Mapping[HeadId, Tensor], recorded: Recorded, read: list[Tensor]
+) -> Callable[[nn.Module, object, object], object]:
     """Make a hook behind a mixer that computes its output anew from its heads, some of them masked."""
 
-    def masked(module: nn.Module, args: Any, output: Any) -> Any:
+    def masked(module: nn.Module, args: object, output: object) -> object:
         if not read:
             return None  # a shared module that runs for another layer
         heads_BTHP = read.pop()
@@ -193,7 +201,8 @@ def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId],
     kept = max(4, model.dtype.itemsize) * len(heads)
     layers = {head.layer for head in heads}
     # Every state of a Mamba-1 channel has its own decay: as many matrices are added up.
-    states = {site.layer: cast(Tensor, site.module.A_log).shape[-1] for site in sites if site.kind == "channel"}
+    mixers: dict[int, Mixer] = {site.layer: site.module for site in sites if site.kind == "channel"}
+    states = {layer: mixer.A_log.shape[-1] for layer, mixer in mixers.items()}
     working = [BYTES_PER_ENTRY * states.get(layer, 1) for layer in layers]
     # All layers run in eager attention, one after the other: the scores, and their softmax in float32.
     working += [site.n_heads * (4 + 2 * model.dtype.itemsize) for site in sites if _has_attention(site)]
@@ -211,19 +220,16 @@ def _eager_where_needed(model: PreTrainedModel, sites: Sequence[HeadSite]) -> It
         yield
 
 
-Read = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]  # of a module's call: positional, named, output
-
-
 @contextmanager
-def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[dict[int, dict[str, Any]]]:
+def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[dict[int, dict[str, Tensor]]]:
     """Yield the ingredients of each layer's matrices, by layer and name; the next forward fills them in."""
-    recorded: dict[int, dict[str, Any]] = {site.layer: {} for site in sites}
+    recorded: dict[int, dict[str, Tensor]] = {site.layer: {} for site in sites}
     running: list[int] = []  # layers may share a module, which then runs once for each
 
     def recorder(layer: int, name: str, read: Read) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def record(module: nn.Module, *call: Mixer) -> None:
             if running == [layer]:
-                recorded[layer][name] = read(args, kwargs, output)
+                recorded[layer][name] = read(*call)
 
         return record
 
@@ -241,23 +247,25 @@ def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[d
 
 def _reads(site: HeadSite, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
     """Return the modules of a layer to hook, and what to take from their calls (the prompt is the only row)."""
-    mixer: Any = site.module
+    mixer: Mixer = site.module
     if site.kind == "hybrid":
-        ours = {"hidden": (mixer, lambda args, kwargs, _: (args[0] if args else kwargs["hidden_states"]))}
+        ours: dict[str, tuple[nn.Module, Read]] = {
+            "hidden": (mixer, lambda args, kwargs, output: args[0] if args else kwargs["hidden_states"])
+        }
         kept = [mixer.kept.index(head) for head in heads if head in mixer.kept]
         return ours | (_attention_reads(mixer.attention, mixer.layout, kept) if kept else {})
     if site.kind == "attention":
         return _attention_reads(mixer, site.layout, list(heads))
-    reads = {"projected": (mixer.in_proj, lambda args, kwargs, output: output[0])}
+    reads: dict[str, tuple[nn.Module, Read]] = {"projected": (mixer.in_proj, lambda args, kwargs, output: output[0])}
     if site.kind == "ssm" and hasattr(mixer.norm, "weight"):
         reads["scanned"] = (mixer.norm, lambda args, kwargs, output: args[0][0])
     return reads
 
 
-def _attention_reads(attention: Any, layout: Any, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
+def _attention_reads(attention: Mixer, layout: Mixer, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
     """The same for an attention module; ``heads`` counts its own."""
 
-    def chosen_maps(args: Any, kwargs: Any, output: Any) -> Tensor:
+    def chosen_maps(args: object, kwargs: object, output: tuple[Tensor, ...]) -> Tensor:
         if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
             raise ValueError(f"{type(attention).__name__} returns no attention maps, even in eager attention.")
         return output[1][0, list(heads)]
@@ -268,9 +276,9 @@ def _attention_reads(attention: Any, layout: Any, heads: Sequence[int]) -> dict[
     }
 
 
-def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any]) -> Iterator[HeadMix]:
+def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Recorded) -> Iterator[HeadMix]:
     """Make the matrices of the named heads of one layer, one after the other."""
-    mixer: Any = site.module
+    mixer: Mixer = site.module
     scan: Scan = _no_scan
     if site.kind == "channel":
         scan = _of_mamba1(mixer, recorded["projected"])
@@ -290,16 +298,12 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any])
 
 def _values(site: HeadSite, head: int, out_LC: Tensor) -> Tensor:
     """Return a query head's values, [S, P], from the output of the linear that makes them."""
-    mixer: Any = site.module
+    mixer: Mixer = site.module
     group, sizes = head // (site.n_heads // site.n_kv_heads), (site.n_heads, site.n_kv_heads)
-    layout: Any = site.layout
+    layout: Mixer = site.layout
     if site.kind == "hybrid":
         layout, group, sizes = mixer.layout, mixer.kv_groups.index(group), (len(mixer.kept), len(mixer.kv_groups))
     return _wide(out_LC.unflatten(-1, (-1, site.head_dim))[:, layout.block("value", group, *sizes)])
-
-
-Scan = Callable[[int], tuple[Tensor, Tensor, Tensor]]
-"""A layer's recurrence: (matrix_TS, values_SP, scale_TP) of a head."""
 
 
 def _no_scan(head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,12 +319,12 @@ def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Te
     return head
 
 
-def _of_student(ssm: Any, hidden_1LD: Tensor) -> Scan:
+def _of_student(ssm: Mixer, hidden_1LD: Tensor) -> Scan:
     x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in ssm.scan_inputs(hidden_1LD))
     return _scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(ssm.D), gate_LHP)
 
 
-def _of_mamba2(mixer: Any, projected_LC: Tensor, scanned_LC: Tensor | None) -> Scan:
+def _of_mamba2(mixer: Mixer, projected_LC: Tensor, scanned_LC: Tensor | None) -> Scan:
     """Read Mamba-2, Zamba2 or Falcon-H1, from the output of ``in_proj``; Falcon-H1 scales that first."""
     n_heads, n_groups = mixer.num_heads, mixer.n_groups
     width, state = mixer.intermediate_size, n_groups * mixer.ssm_state_size
@@ -339,7 +343,7 @@ def _of_mamba2(mixer: Any, projected_LC: Tensor, scanned_LC: Tensor | None) -> S
     return _scan(x_LHP, log_a_LH, b_LHN * dt_LH.unsqueeze(-1), c_LHN, _wide(mixer.D), scale_LHP)
 
 
-def _gate_and_norm(mixer: Any, gate_LC: Tensor, scanned_LC: Tensor | None) -> Tensor:
+def _gate_and_norm(mixer: Mixer, gate_LC: Tensor, scanned_LC: Tensor | None) -> Tensor:
     """Return the factor of the scan's output: silu(z) and, where there is a norm, its weight over the groups' RMS."""
     open_LC = F.silu(gate_LC)
     if scanned_LC is None:
@@ -351,7 +355,7 @@ def _gate_and_norm(mixer: Any, gate_LC: Tensor, scanned_LC: Tensor | None) -> Te
     return open_LC * norm.weight / rms.expand_as(in_groups).flatten(-2)
 
 
-def _of_mamba1(mixer: Any, projected_LC: Tensor) -> Scan:
+def _of_mamba1(mixer: Mixer, projected_LC: Tensor) -> Scan:
     """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not.
 
     B and C are shared by the channels, each of which has N decays.
@@ -378,7 +382,7 @@ def _of_mamba1(mixer: Any, projected_LC: Tensor) -> Scan:
     return head
 
 
-def _convolved(mixer: Any, x_LC: Tensor) -> Tensor:
+def _convolved(mixer: Mixer, x_LC: Tensor) -> Tensor:
     """Apply the mixer's causal convolution and its activation."""
     return mixer.act(mixer.conv1d(x_LC.mT.unsqueeze(0))[0, :, : len(x_LC)].mT)
 

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +62,9 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
-    encoding: Any = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-    spans = [(0, 0)] * (len(ids) - len(encoding["input_ids"])) + [tuple(span) for span in encoding["offset_mapping"]]
+    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    own: list[tuple[int, int]] = [tuple(span) for span in encoding["offset_mapping"]]  # type: ignore[index]
+    spans = [(0, 0)] * (len(ids) - len(own)) + own
     lines = [match.span() for match in re.finditer(r"[^\n]+\n+", prompt)]  # the last one has no line break
     segments = [_segment(prompt, spans, line, choices) for line in lines]
     separators = [i for i, span in enumerate(spans) if re.fullmatch(r" *([^\w ] *)+", prompt[slice(*span)])]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -62,22 +62,22 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
         yield
 
 
-def _hand_on(own: Callable[..., Any]) -> Callable[..., Any]:
+def _hand_on(own: Callable[..., object]) -> Callable[..., object]:
     """Make a layer's forward that returns the hidden states it is given.
 
     The layer's ``own`` runs once, to see what else it returns (None, in most families), and to fill a cache.
     """
-    beside: tuple[Any, ...] = ()
+    beside: tuple[object, ...] = ()
     has_run = is_tuple = False
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         nonlocal beside, has_run, is_tuple
         hidden_BLD = args[0] if args else kwargs["hidden_states"]
         has_cache = any(kwargs.get(name) is not None for name in CACHES)
         if not has_run or has_cache or any(part is not None for part in beside):
             output = own(*args, **kwargs)
             has_run, is_tuple = True, isinstance(output, tuple)
-            beside = output[1:] if is_tuple else ()
+            beside = output[1:] if isinstance(output, tuple) else ()
         return (hidden_BLD, *beside) if is_tuple else hidden_BLD
 
     return forward

@@ -6,12 +6,11 @@ the student is as before, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +31,6 @@ from .tasks import Questions, Subject
 SHOWN = 24  # rows, of a table that has more
 
 By = Literal["layer", "head"]
-Restore = Callable[[list[Any]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class ReplaceLayer(Experiment):
         draw_bars(shown, self.out / f"{self.NAME}.png", first="the student as it is")
         return shown.text()
 
-    def load(self) -> tuple[HybridForCausalLM, PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they fit each other."""
         if is_run(self.student / "config.json"):
             if self.teacher is not None:
@@ -69,13 +67,12 @@ class ReplaceLayer(Experiment):
             run = finished_run(self.student)
             (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
         else:
-            loaded: Any = Subject(str(self.student)).load("--student")
-            student, tokenizer = loaded
+            student, tokenizer = Subject(str(self.student)).load("--student")
             dtype = str(student.dtype).removeprefix("torch.")
             teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
         student.name_or_path = str(self.student)
         check_pair(student, teacher)
-        device: Any = connect().device
+        device = connect().device
         return student.to(device).eval(), teacher.to(device), tokenizer
 
 
@@ -85,13 +82,17 @@ def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", to
     With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most for
     the first task.
     """
-    student: Any = bench.model
+    student = bench.model
+    assert isinstance(student, HybridForCausalLM)
     sites = head_sites(student)
-    parts: list[Any] = [site.layer for site in sites]
-    restore: Restore = partial(restore_layers, student, teacher)
-    if by == "head":
-        parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
-        restore = partial(restore_heads, student, teacher)
+    heads = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+    parts: Sequence[int | HeadId] = heads if by == "head" else [site.layer for site in sites]
+
+    def restore(chosen: Sequence[int | HeadId]) -> AbstractContextManager[None]:
+        if by == "head":
+            return restore_heads(student, teacher, [part for part in chosen if isinstance(part, HeadId)])
+        return restore_layers(student, teacher, [part for part in chosen if isinstance(part, int)])
+
     together = min(together, len(parts))
 
     def worth(row: Row) -> float:
@@ -100,7 +101,7 @@ def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", to
     with tqdm(total=2 + sum(range(len(parts), len(parts) - together, -1)), disable=None) as bar:
         bar.set_description(f"putting back a {by}")
 
-        def row_of(restored: list[Any], group: str = "") -> Row:
+        def row_of(restored: Sequence[int | HeadId], group: str = "") -> Row:
             with restore(restored):
                 values = bench.measure()
             bar.update()

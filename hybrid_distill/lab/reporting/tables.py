@@ -35,7 +35,8 @@ def text_table(frame: pd.DataFrame) -> str:
 
 
 def _cells(frame: pd.DataFrame) -> list[list[str]]:
-    return [[ABSENT if pd.isna(cell) else str(cell) for cell in row] for row in frame.itertuples(index=False, name=None)]
+    rows = frame.itertuples(index=False, name=None)
+    return [[ABSENT if pd.isna(cell) else str(cell) for cell in row] for row in rows]
 
 
 def with_error(value: float | None, error: float | None = None, digits: int = 1, *, scale: float = 1.0) -> str:

@@ -16,6 +16,8 @@ from ...io import write_json
 from ..reporting import markdown_table, percent_change, with_error
 from .suites import TASKS
 
+Row = dict[str, Any]
+"""A JSON object."""
 FORMAT = "hybrid-distill/suite/1"
 FILE = "results.json"
 
@@ -58,12 +60,12 @@ class SuiteResult:
     Figures depend on ``settings``: a result is resumed only with the same. ``failed`` gives a part's reason.
     """
 
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: Row
+    settings: Row
+    parts: dict[str, Row] = field(default_factory=dict)
     tasks: dict[str, TaskScore] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    comparison: dict[str, Any] | None = None
+    comparison: Row | None = None
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""

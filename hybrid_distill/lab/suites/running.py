@@ -11,7 +11,6 @@ from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import lm_eval
 from lm_eval.api.metrics import aggregate_subtask_metrics, mean, mean_stderr, pooled_sample_stderr
@@ -25,7 +24,7 @@ from ...probes import digest
 from ...scoring import describe_run
 from ...teacher import longest_context
 from .job import SuiteJob
-from .results import FILE, SuiteResult, TaskScore
+from .results import FILE, Row, SuiteResult, TaskScore
 from .suites import SuiteTask, tasks_of
 from .tasks import Part, load_part, parts_of, write_part
 
@@ -40,8 +39,7 @@ def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_si
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
     accelerator = make_accelerator()
-    given: Any = model, tokenizer
-    lm = HFLM(given[0], tokenizer=given[1], batch_size=batch_size, max_length=max_length)
+    lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)  # type: ignore[arg-type]
     if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
         lm.accelerator = accelerator
         lm._rank, lm._world_size = accelerator.process_index, accelerator.num_processes
@@ -70,7 +68,7 @@ def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: S
     return result
 
 
-def _settings(job: SuiteJob, max_length: int) -> dict[str, Any]:
+def _settings(job: SuiteJob, max_length: int) -> Row:
     """Everything that the figures depend on."""
     return {
         "limit": job.limit, "fewshot": job.fewshot, "seed": job.seed, "max_length": max_length,
@@ -122,7 +120,7 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines])
 
 
-def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> dict[str, Any] | None:
+def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
     """Measure one of lm-eval's tasks; None in processes that are not the main one."""
     began = time.monotonic()
     task, source = load_part(part, job, tokenizer)
@@ -139,7 +137,7 @@ def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: 
     # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
     set_seed(job.seed)
     task.set_fewshot_seed(job.seed)
-    found: Any = lm_eval.evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
+    found = lm_eval.evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
     if found is None:
         return None
     figures, samples = found["results"][part.name], found["samples"][part.name]
@@ -182,7 +180,7 @@ def _prompt_lengths(task: Task, lm: HFLM, limit: int | None) -> list[int]:
     return lengths
 
 
-def _stderr(task: Task, metric_and_filter: str, samples: Sequence[Mapping[str, Any]]) -> float | None:
+def _stderr(task: Task, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
     """Return the standard error of a mean over questions; None for other figures."""
     metric, _, kind = metric_and_filter.partition(",")
     values = [sample[metric] for sample in samples if sample["filter"] == kind and metric in sample]
@@ -190,13 +188,13 @@ def _stderr(task: Task, metric_and_filter: str, samples: Sequence[Mapping[str, A
     return mean_stderr(values) if len(values) > 1 and aggregation.get(metric) is mean else None
 
 
-def _prompts_hash(samples: Sequence[Mapping[str, Any]]) -> str:
+def _prompts_hash(samples: Sequence[Row]) -> str:
     """Hash everything the model was asked, in the order of the questions."""
     asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
     return digest([json.dumps(asked)])
 
 
-def _score(task: SuiteTask, parts: Sequence[Mapping[str, Any]]) -> TaskScore:
+def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
     sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
     stderr = errors[0]

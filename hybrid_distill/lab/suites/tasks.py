@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import lm_eval.tasks
 import pyarrow.parquet
@@ -25,12 +25,12 @@ from ...probes.answering import begins_with
 from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
 from ...probes.registry import probe_with
+from .results import Row
 from .suites import SuiteTask
 
 if TYPE_CHECKING:
     from .job import SuiteJob
 
-Row = dict[str, Any]
 TEST = "test"
 PROBE_EXAMPLES, PROBE_VERSION = 1000, 1
 NIAH = (
@@ -206,7 +206,7 @@ def _local(part: Part, rows: dict[str, list[Row]]) -> Row:
     if "class" in config:
 
         class LocalSWDE(SWDE):
-            def download(self, *args: Any, **kwargs: Any) -> None:
+            def download(self, *args: object, **kwargs: object) -> None:
                 self.dataset = dataset
 
         return {"class": LocalSWDE}
@@ -251,8 +251,7 @@ def write_part(folder: Path, part: Part, job: SuiteJob, tokenizer: PreTrainedTok
         return
     rows, _ = questions_of(part, job, tokenizer, None)
     if not rows:
-        loaded: Any = task_manager(part.task.folder).load([part.name])["tasks"][part.name]
-        rows = loaded.dataset
+        rows = task_manager(part.task.folder).load([part.name])["tasks"][part.name].dataset
     for split in absent:
         path = folder / part.folder / f"{split}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
