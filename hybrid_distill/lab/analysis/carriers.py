@@ -154,8 +154,10 @@ def _named(counts: Sequence[int]) -> dict[str, int]:
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
     """Remove heads of several kinds at once; a student numbers both kinds together."""
     together = "hybrid" in head_kinds(model)
+    own: dict[HeadKind | None, list[HeadId]] = {}
+    for ranked in heads:
+        own.setdefault(None if together else ranked.kind, []).append(ranked.head)
     with ExitStack() as removed:
-        for kind in {None} if together else {asked_for(ranked.kind) for ranked in heads}:
-            own = [ranked.head for ranked in heads if together or asked_for(ranked.kind) == kind]
-            removed.enter_context(ablate_heads(model, own, kind=kind))
+        for kind, chosen in own.items():
+            removed.enter_context(ablate_heads(model, chosen, kind=kind))
         yield

@@ -76,8 +76,7 @@ class Maps(Experiment):
             chosen = chosen or ([] if ssm_heads else found.first(self.k))
             shown.append(self.save(found.table(self.k, ablation), suffix=".patterns"))
             shown += [] if ablation is None else [found.compared(ablation)]
-        own_prompt = self.prompt is not None
-        prompt = mark_prompt(tokenizer, self.prompt) if own_prompt else mark_example(tokenizer, asked[0])
+        prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
             other, _ = Subject(path, self.subject.dtype).load()

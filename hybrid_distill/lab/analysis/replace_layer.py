@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...distributed import connect
 from ...model.configuration_hybrid import HybridConfig
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run, is_run
@@ -26,7 +26,7 @@ from ...teacher import TINY, head_sites, load_teacher
 from .experiment import Bench, Experiment
 from .figures import draw_bars
 from .tables import Row, Table
-from .tasks import Questions, Subject
+from .tasks import Questions, Subject, own_device
 
 SHOWN = 24  # rows, of a table that has more
 
@@ -72,8 +72,9 @@ class ReplaceLayer(Experiment):
             teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
         student.name_or_path = str(self.student)
         check_pair(student, teacher)
-        device = connect().device
-        return student.to(device).eval(), teacher.to(device), tokenizer
+        for model in (student, teacher):
+            nn.Module.to(model, own_device())
+        return student.eval(), teacher, tokenizer
 
 
 def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", together: int = 1) -> Table:

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
@@ -70,6 +72,11 @@ def lm_eval_task(name: str, job: SuiteJob) -> Task:
     return Task(Column(name, "%"), percent)
 
 
+def own_device() -> torch.device:
+    """Return the device of this process."""
+    return torch.device(connect().device or "cpu")
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model under study."""
@@ -83,10 +90,11 @@ class Subject:
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load model and tokenizer; errors name ``flag``."""
-        device = connect().device
+        device = own_device()
         dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         model, tokenizer = load_teacher(self.model, dtype=dtype, allow_bin=self.allow_bin, flag=flag)
-        return model.to(device), tokenizer
+        nn.Module.to(model, device)
+        return model, tokenizer
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,11 @@ class Questions:
         if name == TEXT:
             return self._text()
         if name.startswith(LM_EVAL):
-            asked, limit = name.removeprefix(LM_EVAL), {"limit": self.examples, "batch_size": self.batch_size}
-            return lm_eval_task(asked, SuiteJob(suite=asked, data_dir=self.data_dir, seed=self.seed, **limit))
+            suite = name.removeprefix(LM_EVAL)
+            job = SuiteJob(
+                suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=self.batch_size
+            )
+            return lm_eval_task(suite, job)
         probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
         examples, chance = self.examples_of(probe_name)
         check_readable(model, tokenizer, examples)

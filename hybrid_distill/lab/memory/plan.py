@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
@@ -142,7 +142,7 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
     return [m for m in module.modules() if isinstance(m, nn.Linear)]
 
 
-def _float32_matrices(layers: nn.Module) -> list[nn.Parameter]:
+def _float32_matrices(layers: nn.Module) -> list[Tensor]:
     return [m.weight for m in _linears(layers) if m.weight.dtype == torch.float32]
 
 

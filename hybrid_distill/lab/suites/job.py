@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+from torch import nn
+
 from ...distributed import alone_in, connect, on_main_process
 from ...io import write_text
 from ...limits import COUNT, COUNT_OR_NONE, Limits, check_fields, numbers
@@ -148,7 +151,7 @@ def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
     from .running import run_suite
 
-    device = connect().device
+    device = torch.device(connect().device or "cpu")
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     try:
         model, tokenizer = load_teacher(
@@ -161,7 +164,8 @@ def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
             f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
             "trust it, add --trust-remote-code."
         ) from error
-    return run_suite(model.to(device), tokenizer, job, out)
+    nn.Module.to(model, device)
+    return run_suite(model, tokenizer, job, out)
 
 
 def _teacher(job: SuiteJob, given: str) -> SuiteResult:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import lm_eval
 from lm_eval.api.metrics import aggregate_subtask_metrics, mean, mean_stderr, pooled_sample_stderr
-from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -28,18 +28,21 @@ from .results import FILE, Row, SuiteResult, TaskScore
 from .suites import SuiteTask, tasks_of
 from .tasks import Part, load_part, parts_of, write_part
 
+Untyped = Any
+"""An object of lm-eval, whose annotations do not fit its classes."""
 DEFAULT_CONTEXT = 2048
 
 log = logging.getLogger(__name__)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
 
 
-def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> HFLM:
+def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:
     """Wrap a model for lm-eval; launched processes share its requests."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
     accelerator = make_accelerator()
-    lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)  # type: ignore[arg-type]
+    wrap: Untyped = HFLM
+    lm = wrap(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
         lm.accelerator = accelerator
         lm._rank, lm._world_size = accelerator.process_index, accelerator.num_processes
@@ -99,7 +102,7 @@ def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
     return found
 
 
-def _run_part(result: SuiteResult, part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> None:
+def _run_part(result: SuiteResult, part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> None:
     """Add a part to the result, or to its failures. One of several processes that fails alone ends them all."""
     try:
         if measured := measure_part(part, lm, tokenizer, job):
@@ -120,7 +123,7 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines])
 
 
-def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
+def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
     """Measure one of lm-eval's tasks; None in processes that are not the main one."""
     began = time.monotonic()
     task, source = load_part(part, job, tokenizer)
@@ -137,7 +140,8 @@ def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: 
     # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
     set_seed(job.seed)
     task.set_fewshot_seed(job.seed)
-    found = lm_eval.evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
+    evaluate: Untyped = lm_eval.evaluate
+    found = evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
     if found is None:
         return None
     figures, samples = found["results"][part.name], found["samples"][part.name]
@@ -164,7 +168,7 @@ def measure_part(part: Part, lm: HFLM, tokenizer: PreTrainedTokenizerBase, job: 
     }
 
 
-def _prompt_lengths(task: Task, lm: HFLM, limit: int | None) -> list[int]:
+def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
     """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
     with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
         task.build_all_requests(limit=limit)
@@ -180,12 +184,12 @@ def _prompt_lengths(task: Task, lm: HFLM, limit: int | None) -> list[int]:
     return lengths
 
 
-def _stderr(task: Task, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
+def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
     """Return the standard error of a mean over questions; None for other figures."""
     metric, _, kind = metric_and_filter.partition(",")
     values = [sample[metric] for sample in samples if sample["filter"] == kind and metric in sample]
-    aggregation: Mapping[str, Callable[..., float]] = task.aggregation()
-    return mean_stderr(values) if len(values) > 1 and aggregation.get(metric) is mean else None
+    is_mean = task.aggregation().get(metric) is mean
+    return mean_stderr(values) if len(values) > 1 and is_mean else None
 
 
 def _prompts_hash(samples: Sequence[Row]) -> str:
