@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILLION, can_draw, figure
-from .patterns import MarkedPrompt
+from .mixing import HeadMix
+from .patterns import MarkedPrompt, row_shares
 from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
@@ -105,16 +106,8 @@ def _note(grid: np.ndarray, text: str) -> None:
     grid[0, 0].figure.supxlabel(text, fontsize=9, color="#444444")
 
 
-class Panel(NamedTuple):
-    """One head's matrix, rows in shares."""
-
-    title: str
-    share_TS: list[list[float]]
-    is_attention: bool
-
-
-def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
-    """Draw matrices side by side with the tokens beside them; the latest tokens, where a prompt is too long to show.
+def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
+    """Draw matrices, rows in shares, under their titles, with the tokens beside them: the latest of a long prompt.
 
     Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: what an
     aggregate head looks at, filled for the answer.
@@ -128,8 +121,9 @@ def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_co
     labels = [label.replace("$", r"\$") for label in prompt.labels[start:]]  # two of them would be a formula
     side = min(max(2.6, 0.115 * n_shown), 7.0)
     with figure(path, n_rows, n_columns, size=((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3)) as grid:
-        for place, (axes, panel) in enumerate(zip(grid.flat, panels)):
-            _draw_map(axes, panel, prompt, start)
+        for place, (axes, (title, mix)) in enumerate(zip(grid.flat, panels)):
+            _draw_map(axes, mix, prompt, start)
+            axes.set_title(title, fontsize=9)
             size = min(7.0, 62 * side / n_shown)
             if place % n_columns == 0:
                 axes.set_yticks(range(n_shown), labels, fontsize=size)
@@ -141,13 +135,13 @@ def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_co
         _note(grid, note)
 
 
-def _draw_map(axes: Axes, panel: Panel, prompt: MarkedPrompt, start: int) -> None:
+def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, start: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    hue = BLUE if panel.is_attention else ORANGE
+    hue = BLUE if mix.kind == "attention" else ORANGE
     colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", hue])
-    shown = [row[start:] for row in panel.share_TS[start:]]
+    shown = row_shares(mix.matrix_TS)[start:, start:].tolist()
     axes.imshow(shown, cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
     axes.grid(False)
     axes.set_xticks([])
@@ -161,4 +155,3 @@ def _draw_map(axes: Axes, panel: Panel, prompt: MarkedPrompt, start: int) -> Non
         face = GREEN if index == prompt.answer else "none"
         axes.scatter(rows, [len(shown) + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
     axes.set_ylim(len(shown) + 0.9, -0.5)
-    axes.set_title(panel.title, fontsize=9)

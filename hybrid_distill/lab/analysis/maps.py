@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from ...scoring import HeadScores
 from ...scoring.comparison import comparison_table
 from ...teacher import HeadKind
 from .experiment import Experiment, parse_head
-from .figures import Panel, draw_maps
+from .figures import draw_maps
 from .mixing import MAX_BYTES, HeadMix, heads_in, mix_heads, mixing_bytes, mixing_sites
-from .patterns import MarkedPrompt, Sharpness, mark_example, mark_prompt, row_shares, sharpness
+from .patterns import MarkedPrompt, Sharpness, mark_example, mark_prompt, sharpness
 from .tables import Column, Row, Table
 from .tasks import Subject
 
@@ -84,7 +83,7 @@ class Maps(Experiment):
         n_columns = len(chosen) + len(ssm_heads) if self.beside else COLUMNS_OF_ONE_MODEL
 
         def draw(table: Table, path: Path) -> None:
-            draw_maps([head.panel() for head in panels], prompt, path, n_columns=n_columns)
+            draw_maps(panels, prompt, path, n_columns=n_columns)
 
         return "\n\n".join([*shown, self.save(sharpness_table(panels, prompt), draw)])
 
@@ -95,27 +94,17 @@ class Maps(Experiment):
         prompt: MarkedPrompt,
         heads: Sequence[HeadId],
         ssm_heads: Sequence[HeadId],
-    ) -> list[ShownHead]:
+    ) -> list[tuple[str, HeadMix]]:
         max_bytes = int(self.max_gb * 2**30)
         mixes = mix_heads(model, prompt.ids, heads, kind=self.kind, max_bytes=max_bytes) if heads else []
         mixes += mix_heads(model, prompt.ids, ssm_heads, kind="ssm", max_bytes=max_bytes) if ssm_heads else []
         label = Path(name).name if self.beside else ""
-        return [ShownHead(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
+        return [(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
 
 
-class ShownHead(NamedTuple):
-    """A head's matrix under its label."""
-
-    label: str
-    mix: HeadMix
-
-    def panel(self) -> Panel:
-        return Panel(self.label, row_shares(self.mix.matrix_TS).tolist(), self.mix.kind == "attention")
-
-
-def sharpness_table(shown: Sequence[ShownHead], prompt: MarkedPrompt) -> Table:
+def sharpness_table(shown: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt) -> Table:
     """Make a row for each head: see `Sharpness`."""
-    rows = [Row(head.label, _in_percent(sharpness(head.mix.matrix_TS, prompt))) for head in shown]
+    rows = [Row(label, _in_percent(sharpness(mix.matrix_TS, prompt))) for label, mix in shown]
     title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
     return Table(title, "head", COLUMNS, tuple(rows), compared=False)
 
