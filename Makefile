@@ -24,8 +24,14 @@ demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the r
 test: $(VENV)/test.stamp ## run the tests, several at a time
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
 
-lint: $(VENV)/test.stamp ## ruff and pyright
+# Docstrings that begin with none of the words a reader searches for, and a translated "is no".
+AVOIDED := '"""(Of|What|Whom|Whether) |(?<![Tt]here )\bis no (?!longer)'
+
+lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 	$(BIN)/ruff check .
+	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks tests docs README.md CONTRIBUTING.md CHANGELOG.md
+	@! grep -rnP $(AVOIDED) hybrid_distill kernels recipes benchmarks tests --include='*.py' \
+		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 # Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.

@@ -1,4 +1,4 @@
-"""What does a decoded token cost, teacher against hybrid, from short to long contexts?
+"""Measure the cost of a decoded token, teacher against hybrid, from short to long contexts.
 
     python benchmarks/decode.py            # measures; writes benchmarks/results/decode.json
     python benchmarks/decode.py --bytes    # bytes a token and the throughput they allow; needs no GPU
@@ -142,7 +142,7 @@ def filled_cache(model: PreTrainedModel, setting: Setting, context: int, batch: 
 
 @torch.no_grad()
 def tokens_per_second(model: PreTrainedModel, setting: Setting, context: int, batch: int) -> float | str:
-    """Of the whole batch, median over steps; or why there is none."""
+    """Return the median step time of the whole batch, or the reason that there is none."""
     on_gpu = model.device.type == "cuda"
     try:
         cache = filled_cache(model, setting, context, batch)

@@ -371,7 +371,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def is_our_refusal(error: BaseException) -> bool:
-    """Whether an error is one line that this package raised on purpose."""
+    """Return True for a one-line error that this package raised on purpose."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     return isinstance(error, ValueError) and PACKAGE in Path(raised_in).parents and "\n" not in str(error)
 

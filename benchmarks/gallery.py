@@ -41,7 +41,7 @@ class Students(NamedTuple):
 
 @dataclass(frozen=True)
 class Gallery:
-    """What to look into, and where the figures go."""
+    """Models, rankings and the folder for the figures."""
 
     model: str = TINY
     """A local folder, a hub id, or ``tiny`` for the embedded teacher, whose student is made here."""
@@ -50,7 +50,7 @@ class Gallery:
     scores: Path | None = None
     """A scores.json of the model; by default its heads are scored first, unless an earlier call has done it."""
     counts: tuple[int, ...] = (2, 4, 6)
-    """How many heads of the ranking are removed."""
+    """Numbers of heads to remove, in ranked order."""
     keep: tuple[str, ...] = ()
     """What keep-heads keeps, a variant each, such as ``16:22/17:24 16:none/17:24``; none for a model of your own is no
     keep-heads."""
@@ -71,7 +71,7 @@ class Gallery:
 
     @property
     def made(self) -> Path:
-        """Where what the experiments need is."""
+        """Return the paths that the experiments need."""
         return self.work or (Path("runs/gallery") if self.is_tiny else self.figures)
 
     @property

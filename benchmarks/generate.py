@@ -1,4 +1,4 @@
-"""What does a generated token cost on a CPU, teacher against students, from short to long contexts?
+"""Measure the cost of a generated token on a CPU, teacher against students, from short to long contexts.
 
     python benchmarks/generate.py            # measures; writes results/generate.json and docs/decode_cost.png
     python benchmarks/generate.py --small    # a tiny model, to see that it runs; writes with --out
@@ -30,10 +30,9 @@ from provenance import versions
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hybrid_distill.budget import cache_bytes
 from hybrid_distill.lab.plots import canvas, end_labels, look
 from hybrid_distill.model import HybridCache, HybridForCausalLM
-from hybrid_distill.plan import HeadPlan
+from hybrid_distill.plan import HeadPlan, cache_bytes
 from hybrid_distill.student.build import build_student
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
@@ -45,7 +44,7 @@ PIECE = 512
 BURST = 5
 """Tokens that a model decodes in its turn; the first brings its weights into the processor's cache again."""
 LOOKS = {"teacher": "teacher", "none": "none", "few": "top", "all": "all"}
-"""Of each model: whose colour in the project's figures it has."""
+"""Model whose color each row takes in the figures."""
 
 
 class Setting(NamedTuple):

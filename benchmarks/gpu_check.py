@@ -208,7 +208,7 @@ def run_command(record: dict[str, Any], name: str, command: list[str]) -> None:
 
 
 def conditions() -> dict[str, Any]:
-    """What results belong to."""
+    """Return the device and versions that the results belong to."""
     import triton
     from kernel_resources import digest, kernel_modules
 

@@ -1,4 +1,4 @@
-"""What do the kernels cost the hardware? Compiles every configuration ahead of time; no GPU is needed.
+"""Compile every kernel configuration ahead of time and record the resources it needs; no GPU is needed.
 
     python benchmarks/kernel_resources.py            # writes benchmarks/results/kernel_resources.json
     python benchmarks/kernel_resources.py --only "ssd backward CBX N=64"
@@ -54,7 +54,7 @@ def kernel_modules() -> Iterator[ModuleType]:
 
 
 def digest(module: ModuleType) -> str:
-    """Of the kernels' code, and of what they share: comments, docstrings and the code around them do not count."""
+    """Hash the code of the kernels and of what they share, without comments, docstrings and the code around them."""
     hashed = hashlib.sha256()
     for source in (importlib.import_module("hybrid_kernels.common"), module):
         for node in ast.parse(Path(str(source.__file__)).read_text()).body:
@@ -66,7 +66,7 @@ def digest(module: ModuleType) -> str:
 
 
 def key(compilation: Any) -> str:
-    """What a result depends on besides the sources."""
+    """Return the launch settings and arguments: with the sources, they decide the result."""
     arguments = ", ".join(f"{name}={value}" for name, value in compilation.arguments.items())
     return f"{compilation.num_warps} warps, {compilation.num_stages} stages, {arguments}"
 

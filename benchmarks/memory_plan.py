@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent / "results" / "memory_plan.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "triton")
 TOLERANCE = 0.15
 WORTH_COMPARING = 0.02
-"""Of the peak: smaller parts are shown and not judged."""
+"""Share of the peak below which a part is shown but not judged."""
 MB = 1e6
 BUCKET = 100_000  # elements
 
@@ -224,13 +224,13 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages, each counted once."""
+    """Sum the bytes of the storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def kept_by_forward(stage: Stage, batch: Batch, device: str) -> int:
-    """What waits for the backward, and the copies that autocast forgets when the outermost of it is left."""
+    """Sum the tensors saved for the backward and autocast's cached copies."""
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16):
         with allocations(device) as forward:
             waiting = stage(batch)
@@ -426,7 +426,7 @@ GPUS = 8
 
 
 def plans() -> list[dict[str, Any]]:
-    """Of large models on several GPUs, from their shapes: predictions, no measurement."""
+    """Predict the memory of large models on several GPUs from their shapes; nothing is measured."""
     found = []
     for case in (*large_cases("llama-3.2-1b"), *large_cases("llama-3.1-8b", rows=(1, 1))):
         totals = {s: predict(case, "cuda", world=GPUS, strategy=s).total for s in STRATEGIES}

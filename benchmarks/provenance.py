@@ -1,4 +1,4 @@
-"""What a benchmark's results were measured with."""
+"""Record the device and versions behind a benchmark's results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of the packages that are installed; absent ones are left out."""
+    """Return the versions of the installed packages; leave out absent ones."""
     found = {}
     for name in packages:
         try:
@@ -21,7 +21,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def device_name(device: str = "cpu", threads: int | None = None) -> str:
-    """The GPU's own name, or the kind of CPU and its threads, by default those that torch computes with."""
+    """Return the GPU's own name, or the kind of CPU and its threads, by default those that torch computes with."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     threads = threads or torch.get_num_threads()

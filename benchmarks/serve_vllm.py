@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LEAD = 1e-2
-"""Of a logit over the second best: below, two programs may round to different tokens."""
+"""Lead of the best logit below which two programs may round to different tokens."""
 PROMPT_LENGTHS = (1, 7, 64, 300)
 
 
@@ -60,7 +60,7 @@ def by_vllm(folder: Path, ids: list[list[int]], new_tokens: int) -> list[list[in
 
 
 def first_difference(expected: Continuation, tokens: list[int]) -> int | None:
-    """Where two continuations part although the lead is clear; beyond a token without one nothing is compared."""
+    """Find where two continuations part despite a clear lead; stop at the first token without one."""
     for place, (best, lead, token) in enumerate(zip(expected.tokens, expected.leads, tokens)):
         if best != token:
             return None if lead < LEAD else place

@@ -40,7 +40,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 ROWS = "rows.jsonl"
 STAGES = ("1-align", "2-distill")
 TIMINGS = ("tokens_per_s", "data_wait", "memory_bytes", "seconds")
-"""What the metrics say of the machine and not of the training."""
+"""Metrics of the machine, not of the training."""
 STEPS, BATCH_SIZE = 60, 2
 DISK_MB, LEFT_KB = 256, 200
 PATIENCE_S = 600.0
@@ -159,12 +159,12 @@ def batches_read(out: Path) -> int:
 
 
 def half_written(out: Path) -> bool:
-    """Whether a killed process left a checkpoint or a result that it had begun."""
+    """Return True if a killed process left an unfinished checkpoint or result."""
     return any(out.glob("stages/*/checkpoints/.step-*.tmp")) or any(out.glob("stages/*/.*.tmp"))
 
 
 def agrees(out: Path, reference: Path) -> bool:
-    """Whether all that was logged and read so far is what the uninterrupted run logged and read."""
+    """Return True if everything logged and read so far equals the uninterrupted run."""
     for stage in STAGES:
         found, expected = metrics(out, stage), metrics(reference, stage)
         if found != expected[: len(found)]:
@@ -238,7 +238,7 @@ class Soak:
         }
 
     def _moments(self, kill: Kill, n_stage: int, before: int) -> Iterator[bool]:
-        """Whether the moment has come, asked again and again."""
+        """Return True once the moment to kill has come; polled."""
         if kill.at == "start":
             yield True
         while batches_read(self.out) - before < kill.after:
@@ -330,7 +330,7 @@ def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any
 
 
 def passed(record: dict[str, Any]) -> bool:
-    """Whether nothing was lost."""
+    """Return True if nothing was lost."""
     faults = record["faults"].values()
     equal = all(value for name, value in record.items() if name.endswith(("_equal", "_contiguous")))
     met = all(f["exact"] and (f.get("previous_checkpoint_used") or f.get("status") == 2) for f in faults)

@@ -1,4 +1,4 @@
-"""What must each kernel move and compute? From the shapes alone, beside the limit of the hardware.
+"""Count the bytes and operations of each kernel from the shapes alone, beside the limits of the hardware.
 
     python benchmarks/traffic.py            # prints a table, writes benchmarks/results/traffic.json
 
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all heads."""
+        """Return the time limit for all heads."""
         return self.B * self.L * self.H
 
     def x(self, element: int = BF16) -> int:

@@ -1,4 +1,4 @@
-"""What does a training step cost, of alignment and end to end, against the loop that one writes first?
+"""Measure a training step, aligned and end to end, against a naive loop.
 
     python benchmarks/train_step.py            # the device that is there; writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --small    # two steps of each, written nowhere

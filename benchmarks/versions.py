@@ -54,7 +54,7 @@ def check_all(folders: list[str], results: Path) -> None:
 
 
 def checked(others: Path | None, folders: list[Path], needs_package: bool) -> dict[str, dict[str, Any]]:
-    """What `check_all` finds in a process whose transformers is that of the folder ``others``, by export."""
+    """Run `check_all` in a process with the transformers of the folder ``others``; results by export."""
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.jsonl"
         results.touch()
@@ -70,7 +70,7 @@ def checked(others: Path | None, folders: list[Path], needs_package: bool) -> di
 
 
 def summary(checks: list[list[Any]] | None, died: list[str]) -> dict[str, Any]:
-    """Whether all checks hold, the figures, and the first reason why not."""
+    """Return whether all checks hold, the figures, and the first failed check."""
     if checks is None:
         return {"right": False, "reason": f"the process ended: {' '.join(died)}"[:300]}
     figures = {name.split(",")[0]: measured for name, measured, *_ in checks if name.split(",")[0] in FIGURES}

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from .config import RunConfig
@@ -58,11 +57,21 @@ _HOMES = {
     "score_heads": "scoring",
 }
 
+
+def _is_busy() -> bool:
+    """Return whether other processes kept a core busy for the last minute and still do (Linux: proc(5), loadavg)."""
+    try:
+        last_minute, _, _, running, _ = Path("/proc/loadavg").read_text().split()
+    except (OSError, ValueError):
+        return False
+    return float(last_minute) > 0.7 and int(running.split("/")[0]) > 1
+
+
 # torch's OpenMP threads (libgomp) spin at every barrier until the last one arrives. Beside another busy process that
-# one waits for a core, and training is ten times slower than on one thread. A short spin costs little on an idle
-# machine (benchmarks/threads.py). libgomp reads the variable once, when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# one waits for a core, and training is ten times slower than on one thread: sleeping threads are the fastest there,
+# and threads that spin shortly on an idle machine (benchmarks/threads.py). libgomp reads this once, in `import torch`.
+if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+    os.environ.update({"OMP_WAIT_POLICY": "passive"} if _is_busy() else {"GOMP_SPINCOUNT": "1000"})
 
 
 def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
@@ -70,8 +79,6 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
 
     Code in the folder is never run. Raises ValueError for a folder without a student, and for a damaged one.
     """
-    from pathlib import Path
-
     from . import guard
     from .pipeline import finished_run, is_run
 

@@ -20,8 +20,8 @@ class Limits:
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless ``value`` is one of them."""
         is_number = isinstance(value, int if self.whole else int | float) and math.isfinite(value)
-        is_inside = self.least < value < self.most if self.without_ends else self.least <= value <= self.most
-        if not (is_number and is_inside):
+        ends = () if self.without_ends else (self.least, self.most)
+        if not is_number or not (self.least < value < self.most or value in ends):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
 
     def __str__(self) -> str:

@@ -1,18 +1,34 @@
-"""Which attention heads a student keeps. Pure data: no torch, no files but JSON."""
+"""Which attention heads a student keeps, what its cache then holds, and the best heads under a budget. No torch.
+
+Choosing heads under a budget is a knapsack problem: a head has a value, the kept heads of one KV group share the cost
+of one KV head, and every other head costs a recurrent state. The parts of a plan (KV groups, or layers where each must
+follow a rule) are independent, so the best choices are built up part by part. Of all ways to choose among the parts so
+far, only those stay that no way of the same weight or less beats (Nemhauser and Ullmann, 1969): the result is optimal.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import random as _random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
 
 from .io import write_json
+from .limits import COUNT, COUNT_OR_NONE, Limits
 
 FORMAT = "hybrid-distill/head-plan/1"
+BF16_BYTES = 2
+STATE_BYTES = 4
+"""Bytes of one element of a recurrent state: a cache keeps these long sums in float32, whatever the model's dtype."""
+TIE_BREAK = 1e-6  # weight of a nat of log-probability beside a whole accuracy: it decides only between equals
+
+PerLayer = Literal["uniform", "power_of_two"]
 
 log = logging.getLogger(__name__)
 
@@ -27,26 +43,25 @@ class HeadId(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
 
-class Ranked(Protocol):
-    """Anything that ranks heads, most important first, and knows where its order is a guess (``HeadScores`` does)."""
+class Table(Protocol):
+    """Numbers [layer, head] of numpy or torch."""
+
+    def tolist(self) -> list[list[float]]: ...
+
+
+class Scored(Protocol):
+    """Scores of all heads (`HeadScores`); tables are [layer, head], NaN where a layer has no such head."""
 
     n_layers: int
     n_heads: int
     n_kv_heads: int
+
+    @property
+    def logprob_drop_LH(self) -> Table: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
-
-
-class Valued(Protocol):
-    """Anything that has a number for every head; tables [layer, head] with NaN for heads that are not there."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    logprob_drop_LH: Any
-
-    def value_LH(self, by: str = "retrieval") -> Any: ...
+    def value_LH(self, by: str = "retrieval") -> Table: ...
 
 
 @dataclass(frozen=True)
@@ -65,30 +80,23 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_heads", "n_kv_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; a plan needs a whole number of at least 1.")
+            COUNT.check(name, getattr(self, name))
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
                 "take both numbers from the teacher's config."
             )
         kept = tuple(sorted(HeadId(*pair) for pair in self.kept))
-        for head_id in kept:
-            self._check_exists(head_id)
-        repeated = sorted({h for h in kept if kept.count(h) > 1})
-        if repeated:
+        for layer, head in kept:
+            whole = isinstance(layer, int) and isinstance(head, int)
+            if not (whole and 0 <= layer < self.n_layers and 0 <= head < self.n_heads):
+                raise ValueError(
+                    f"head {HeadId(layer, head)} does not exist: this teacher has layers 0..{self.n_layers - 1} "
+                    f"with heads 0..{self.n_heads - 1}."
+                )
+        if repeated := sorted({head_id for head_id in kept if kept.count(head_id) > 1}):
             raise ValueError(f"heads named twice: {', '.join(map(str, repeated))}; name each head once.")
         object.__setattr__(self, "kept", kept)
-
-    def _check_exists(self, head_id: HeadId) -> None:
-        layer, head = head_id
-        whole = isinstance(layer, int) and isinstance(head, int)
-        if not (whole and 0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-            raise ValueError(
-                f"head {head_id} does not exist: this teacher has layers 0..{self.n_layers - 1} "
-                f"with heads 0..{self.n_heads - 1}."
-            )
 
     @property
     def k(self) -> int:
@@ -101,27 +109,27 @@ class HeadPlan:
         return self.k == self.n_layers * self.n_heads
 
     def kept_in(self, layer: int) -> tuple[int, ...]:
-        """Kept query heads of a layer, ascending."""
+        """Return the kept query heads of a layer, ascending."""
         return tuple(h.head for h in self.kept if h.layer == layer)
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
-        """Query heads of a layer that become recurrent, ascending."""
+        """Return the query heads of a layer that become recurrent, ascending."""
         kept = set(self.kept_in(layer))
         return tuple(h for h in range(self.n_heads) if h not in kept)
 
     def kv_groups_in(self, layer: int) -> tuple[int, ...]:
-        """KV heads that the kept heads of a layer read, ascending; each is stored once."""
+        """Return the KV heads that the kept heads of a layer read, ascending; each is stored once."""
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
     @property
     def n_stored_kv_heads(self) -> int:
-        """Keys and values that a cache holds, over all layers: one for all kept heads of a group."""
+        """Number of KV heads that a cache holds over all layers."""
         return sum(len(self.kv_groups_in(layer)) for layer in range(self.n_layers))
 
-    def check_fits(self, shape_of: Any) -> None:
+    def check_fits(self, shape_of: object) -> None:
         """Raise ValueError unless the plan was made for a teacher of this shape."""
-        theirs, ours = _shape(shape_of), (self.n_layers, self.n_heads, self.n_kv_heads)
+        theirs, ours = _shape(shape_of), _shape(self)
         if theirs != ours:
             raise ValueError(
                 "the plan was made for another teacher: it expects {} layers, {} heads, {} KV heads, "
@@ -129,8 +137,8 @@ class HeadPlan:
             )
 
     @classmethod
-    def top_k(cls, scores: Ranked, k: int, by: str = "retrieval") -> HeadPlan:
-        """The ``k`` best heads over all layers, by the scores' own ranking.
+    def top_k(cls, scores: Scored, k: int, by: str = "retrieval") -> HeadPlan:
+        """Keep the ``k`` best heads over all layers, by the scores' own ranking.
 
         ``by`` is "retrieval", "retrieval_minus_control" or "ratio" (`HeadScores.value_LH`); the latter two put
         back heads that matter for everything. A cut inside a tie is logged as a warning. Raises ValueError for
@@ -142,12 +150,12 @@ class HeadPlan:
             raise ValueError(f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k.")
         if tie := scores.tie_warning(k, by):
             log.warning(tie)
-        return cls(*_shape(scores), kept=tuple(ranking[:k]), teacher=_fingerprint(scores))
+        return cls.from_pairs(scores, ranking[:k])
 
     @classmethod
     def under_budget(
         cls,
-        scores: Valued,
+        scores: Scored,
         *,
         heads: int | None = None,
         kv_heads: int | None = None,
@@ -155,80 +163,82 @@ class HeadPlan:
         context: int | None = None,
         head_dim: int | None = None,
         d_state: int | None = None,
-        bytes_per_element: int = 2,
+        bytes_per_element: int = BF16_BYTES,
         windows: Sequence[int | None] | None = None,
-        per_layer: Literal["uniform", "power_of_two"] | None = None,
+        per_layer: PerLayer | None = None,
         by: str = "retrieval",
     ) -> HeadPlan:
-        """The plan of greatest total score that costs no more than one budget; the optimum, not an approximation.
+        """Keep the heads of greatest total score that cost no more than one budget: the optimum, not an approximation.
 
         The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
-        cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `budget.cache_bytes` counts them, the
-        states of recurrent heads included (needs ``head_dim`` and ``d_state``, and the layers' ``windows`` where they
-        have some, `model.layer_windows`). ``per_layer`` asks for the same
-        number of KV heads in every layer that has heads, or for 0, 1, 2, 4, ... of them: a server's cache wants
-        pages of one size, or of sizes that divide one another.
+        cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `cache_bytes` counts them, recurrent states
+        included (pass ``head_dim`` and ``d_state``, and the layers' ``windows`` if they have some,
+        `model.layer_windows`). ``per_layer`` asks for the same number of KV heads in every layer that has heads, or
+        for 0, 1, 2, 4, ... of them: servers want cache pages of one size, or of sizes that divide one another.
 
-        Scores are `HeadScores.value_LH` of ``by``, log-probability deciding between equal ones. A head that
-        lowers the total is left out even where there is room. Raises ValueError for a budget that no plan meets.
+        Scores are `HeadScores.value_LH` of ``by``; log-probability decides between equal ones. A head that lowers the
+        total is left out even where there is room. Raises ValueError for a budget that no plan meets.
         """
-        from .budget import best_plan
+        budgets = {"heads": heads, "kv_heads": kv_heads, "cache_bytes": cache_bytes}
+        given = {name: value for name, value in budgets.items() if value is not None}
+        if len(given) != 1:
+            raise ValueError(f"budgets given: {', '.join(given) or 'none'}; give one of {', '.join(budgets)}.")
+        if per_layer not in (None, *get_args(PerLayer)):
+            raise ValueError(f"per_layer is {per_layer!r}; it must be one of {', '.join(get_args(PerLayer))}, or None.")
+        (name, capacity), group_size = given.popitem(), scores.n_heads // scores.n_kv_heads
+        COUNT_OR_NONE.check(name, capacity)
 
-        return best_plan(
-            scores,
-            heads=heads,
-            kv_heads=kv_heads,
-            cache=cache_bytes,
-            context=context,
-            head_dim=head_dim,
-            d_state=d_state,
-            bytes_per_element=bytes_per_element,
-            windows=windows,
-            per_layer=per_layer,
-            by=by,
+        def weight(n_kept: int, window: int | None) -> int:
+            """Return the cost of a KV group with this many kept heads."""
+            if name != "cache_bytes":
+                return n_kept if name == "heads" else int(n_kept > 0)
+            if context is None or head_dim is None or d_state is None:
+                raise ValueError("a budget in cache bytes needs context, head_dim and d_state; pass all three.")
+            group = HeadPlan(1, group_size, 1, kept=tuple(HeadId(0, head) for head in range(n_kept)))
+            sizes = {"length": context, "head_dim": head_dim, "d_state": d_state}
+            return _cache_bytes(group, **sizes, bytes_per_element=bytes_per_element, windows=[window]).total
+
+        windows = windows or [None] * scores.n_layers
+        weights = [[weight(n_kept, window) for n_kept in range(group_size + 1)] for window in windows]
+        value_LH, tie_break_LH = (
+            np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
         )
+        return cls.from_pairs(scores, _best_heads(value_LH + TIE_BREAK * tie_break_LH, weights, capacity, per_layer))
 
     @classmethod
-    def random(cls, shape_of: Any, k: int, seed: int) -> HeadPlan:
-        """``k`` heads drawn without replacement; the same seed draws the same heads."""
+    def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
+        """Keep ``k`` heads drawn without replacement; the same seed draws the same heads."""
         cls.check_k(shape_of, k)
         n_layers, n_heads, _ = _shape(shape_of)
         every = [HeadId(layer, head) for layer in range(n_layers) for head in range(n_heads)]
-        kept = _random.Random(f"head-plan-{seed}").sample(every, k)
-        return cls(*_shape(shape_of), kept=tuple(kept), teacher=_fingerprint(shape_of))
+        return cls.from_pairs(shape_of, _random.Random(f"head-plan-{seed}").sample(every, k))
 
     @classmethod
-    def layers(cls, shape_of: Any, layers: Sequence[int]) -> HeadPlan:
-        """Every head of the named layers."""
-        n_heads = _shape(shape_of)[1]
-        kept = tuple(HeadId(layer, head) for layer in layers for head in range(n_heads))
-        return cls(*_shape(shape_of), kept=kept, teacher=_fingerprint(shape_of))
+    def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
+        """Keep every head of the named layers."""
+        return cls.from_pairs(shape_of, [(layer, head) for layer in layers for head in range(_shape(shape_of)[1])])
 
     @classmethod
-    def all(cls, shape_of: Any) -> HeadPlan:
-        """Every head: the student is the teacher."""
+    def all(cls, shape_of: object) -> HeadPlan:
+        """Keep every head: the student is the teacher."""
         return cls.layers(shape_of, range(_shape(shape_of)[0]))
 
     @classmethod
-    def none(cls, shape_of: Any) -> HeadPlan:
-        """No head: a fully recurrent student."""
-        return cls(*_shape(shape_of), kept=(), teacher=_fingerprint(shape_of))
+    def none(cls, shape_of: object) -> HeadPlan:
+        """Keep no head: the student is fully recurrent."""
+        return cls.from_pairs(shape_of, [])
 
     @classmethod
-    def from_pairs(cls, shape_of: Any, pairs: Iterable[Sequence[int]]) -> HeadPlan:
-        """Explicit ``(layer, head)`` pairs, for example a published ranking cut at k."""
-        kept = tuple(HeadId(*pair) for pair in pairs)
-        return cls(*_shape(shape_of), kept=kept, teacher=_fingerprint(shape_of))
+    def from_pairs(cls, shape_of: object, pairs: Iterable[Sequence[int]]) -> HeadPlan:
+        """Keep explicit ``(layer, head)`` pairs, for example a published ranking cut at k."""
+        teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
+        return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: Any, k: int) -> None:
+    def check_k(shape_of: object, k: int) -> None:
         """Raise ValueError unless a teacher of this shape has ``k`` heads to keep."""
         n_layers, n_heads, _ = _shape(shape_of)
-        if not isinstance(k, int) or not 0 <= k <= n_layers * n_heads:
-            raise ValueError(
-                f"k is {k!r}; the teacher has {n_layers} x {n_heads} = {n_layers * n_heads} heads, "
-                f"so k must be a whole number from 0 to {n_layers * n_heads}."
-            )
+        Limits(0, n_layers * n_heads, whole=True).check("k", k)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -244,7 +254,7 @@ class HeadPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPlan:
-        """Read a plan written by `save`. Raises ValueError for a file that is not one."""
+        """Read a plan written by `save`. Raises ValueError for any other file."""
         try:
             record = json.loads(Path(path).read_text())
             if record["format"] != FORMAT:
@@ -256,24 +266,171 @@ class HeadPlan:
         return cls(*shape, kept=kept, teacher=record.get("teacher", ""))
 
 
-def _shape(source: Any) -> tuple[int, int, int]:
-    """(layers, query heads, KV heads) of a plan, of scores, of a Hugging Face config, or of a model."""
-    config = getattr(source, "config", source)
+def _shape(source: object) -> tuple[int, int, int]:
+    """Return (layers, query heads, KV heads) of a plan, of scores, of a Hugging Face config, or of a model."""
+    config: Any = getattr(source, "config", source)
     if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
         return config.n_layers, config.n_heads, config.n_kv_heads
     try:
         if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
             n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             return config.num_hidden_layers, config.num_attention_heads, n_kv_heads
-    except RuntimeError as error:  # of transformers, for a config whose layers are of several shapes
+    except RuntimeError as error:  # raised by transformers for a config whose layers differ in shape
         raise ValueError(
-            f"the layers of {type(config).__name__} have different numbers of heads; a plan needs the same in every "
-            "layer: take another teacher."
+            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs the same number in "
+            "every layer; take another teacher."
         ) from error
     raise ValueError(
         f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a HeadPlan or HeadScores."
     )
 
 
-def _fingerprint(source: Any) -> str:
-    return getattr(source, "teacher", "") or getattr(source, "fingerprint", "") or ""
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes held after some tokens: keys and values, SSM states, convolution states."""
+
+    kv: int
+    ssm: int
+    conv: int
+
+    @property
+    def total(self) -> int:
+        """Keys, values and SSM states; the convolution state, which is small, is reported beside it."""
+        return self.kv + self.ssm
+
+
+def cache_bytes(
+    plan: HeadPlan,
+    *,
+    length: int,
+    head_dim: int,
+    d_state: int,
+    bytes_per_element: int = BF16_BYTES,
+    state_bytes: int = STATE_BYTES,
+    batch: int = 1,
+    conv_width: int = 4,
+    windows: Sequence[int | None] | None = None,
+) -> CacheBytes:
+    """Count the bytes of a hybrid's cache after ``length`` tokens; with every head kept, of the teacher's.
+
+        bytes(L) = 2 H_kv P L b + H_ssm P N s
+
+    H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
+    the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
+    ``windows`` are those of the layers (`layer_windows`; none by default): a layer that sees W tokens holds the
+    latest W - 1, all that a later token can see.
+    """
+    kv_tokens = 0
+    for layer, window in zip(range(plan.n_layers), windows or [None] * plan.n_layers, strict=True):
+        kv_tokens += len(plan.kv_groups_in(layer)) * (length if window is None else min(length, window - 1))
+    n_recurrent = plan.n_layers * plan.n_heads - plan.k
+    unit = batch * bytes_per_element
+    return CacheBytes(
+        kv=2 * kv_tokens * head_dim * unit,
+        ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
+        conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
+    )
+
+
+_cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that name
+
+
+class _Choices(NamedTuple):
+    """Ways to choose, lightest first, each more valuable than the one before; heads as bits of an integer."""
+
+    weight: np.ndarray
+    value: np.ndarray
+    heads: np.ndarray
+
+    @property
+    def least(self) -> int:
+        """Smallest weight; 0 where nothing is possible."""
+        return int(self.weight[0]) if len(self.weight) else 0
+
+
+def _choices(weights: Sequence[int], values: Sequence[float], heads: Sequence[int]) -> _Choices:
+    """Make `_Choices`, without the entries that a lighter one is worth as much as."""
+    return _undominated(np.array(weights, dtype=np.int64), np.array(values, float), np.array(heads, dtype=object))
+
+
+def _undominated(weight: np.ndarray, value: np.ndarray, heads: np.ndarray) -> _Choices:
+    best = _undominated_order(weight, value)
+    return _Choices(weight[best], value[best], heads[best])
+
+
+def _undominated_order(weight: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return the indices, by weight, of the entries that are worth more than every lighter one."""
+    order = np.lexsort((-value, weight))
+    before = np.maximum.accumulate(np.concatenate([[-np.inf], value[order]]))[:-1]
+    return order[value[order] > before]
+
+
+def _either(*several: _Choices) -> _Choices:
+    return _undominated(*map(np.concatenate, zip(*several)))
+
+
+def _both(a: _Choices, b: _Choices, capacity: float = math.inf) -> _Choices:
+    """Combine every way of ``a`` with every way of ``b``."""
+    weight, value = np.add.outer(a.weight, b.weight).ravel(), np.add.outer(a.value, b.value).ravel()
+    light = np.flatnonzero(weight <= capacity)
+    best = light[_undominated_order(weight[light], value[light])]
+    of_a, of_b = np.divmod(best, max(len(b.weight), 1))
+    return _Choices(weight[best], value[best], a.heads[of_a] | b.heads[of_b])
+
+
+NOTHING, IMPOSSIBLE = _choices([0], [0.0], [0]), _choices([], [], [])
+
+
+def _best_heads(
+    value_LH: np.ndarray, weights: Sequence[Sequence[int]], capacity: int, per_layer: PerLayer | None
+) -> list[HeadId]:
+    """Find the heads of greatest total value; a KV group of a layer with n kept heads weighs ``weights[layer][n]``."""
+    n_layers, n_heads = value_LH.shape
+    n_kv_heads = n_heads // (len(weights[0]) - 1)
+    ids_LGH = np.array([1 << i for i in range(value_LH.size)], dtype=object).reshape(n_layers, n_kv_heads, -1)
+    groups = [
+        [_group(value_H, id_H, weights_N) for value_H, id_H in zip(value_GH, ids_GH)]
+        for value_GH, ids_GH, weights_N in zip(value_LH.reshape(ids_LGH.shape), ids_LGH, weights, strict=True)
+    ]
+    found = []
+    for parts in _independent_parts(groups, per_layer):
+        rest, chosen = sum(part.least for part in parts), NOTHING
+        for part in parts:
+            rest -= part.least
+            chosen = _both(chosen, part, capacity - rest)
+        found.append(chosen)
+    possible = [choices for choices in found if len(choices.weight)]
+    if not possible:
+        least = min(sum(part.least for part in parts) for parts in _independent_parts(groups, per_layer))
+        raise ValueError(f"no plan fits into {capacity:,}: the smallest needs {least:,}; raise the budget.")
+    best = max(possible, key=lambda choices: choices.value[-1])
+    return [HeadId(*divmod(i, n_heads)) for i in range(value_LH.size) if best.heads[-1] >> i & 1]
+
+
+def _group(value_H: np.ndarray, id_H: np.ndarray, weights: Sequence[int]) -> tuple[_Choices, _Choices]:
+    """List the ways to treat one KV group: keep none of its heads; keep its best one, two, ..."""
+    order = [i for i in np.argsort(-value_H, kind="stable") if not math.isnan(value_H[i])]
+    values, heads = np.cumsum(value_H[order]).tolist(), np.cumsum(id_H[order]).tolist()
+    return _choices(weights[:1], [0.0], [0]), _choices(weights[1 : len(order) + 1], values, heads)
+
+
+def _independent_parts(
+    groups: list[list[tuple[_Choices, _Choices]]], per_layer: PerLayer | None
+) -> list[list[_Choices]]:
+    """List the sets of parts that a plan may take one way each of."""
+    if per_layer is None:
+        return [[_either(idle, kept) for layer in groups for idle, kept in layer]]
+    layers = [_by_count(layer) for layer in groups]
+    counts = range(len(layers[0]))
+    if per_layer == "power_of_two":
+        return [[_either(*(layer[n] for n in counts if n & (n - 1) == 0)) for layer in layers]]
+    return [[layer[n] if len(layer[1].weight) else layer[0] for layer in layers] for n in counts]
+
+
+def _by_count(groups: list[tuple[_Choices, _Choices]]) -> list[_Choices]:
+    """List the ways to treat a layer by the number of KV heads it keeps; a layer without heads keeps none."""
+    counts = [NOTHING]
+    for idle, kept in groups:
+        without, with_one_more = [*counts, IMPOSSIBLE], [IMPOSSIBLE, *counts]
+        counts = [_either(_both(a, idle), _both(b, kept)) for a, b in zip(without, with_one_more)]
+    return counts

@@ -183,7 +183,7 @@ def dialogue(rng: random.Random) -> str:
 
 
 def owners(rng: random.Random) -> str:
-    """Who has what, asked for after a story."""
+    """Write who has what, a story, and a question about it."""
     names = rng.sample(PEOPLE, rng.randint(2, 8))
     numbers = dict(zip(names, rng.sample(range(100), len(names)), strict=True))
     told = " ".join(f"{name} has {number} coins." for name, number in numbers.items())

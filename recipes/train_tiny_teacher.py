@@ -45,7 +45,7 @@ Log = Callable[..., None]
 
 @dataclass(frozen=True)
 class TeacherRun:
-    """What the tiny teacher is and how long it learns."""
+    """Shape of the tiny teacher and length of its training."""
 
     out: Path = Path("hybrid_distill/assets")
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What every test shares: one thread, one seed, no network, tiny random models of each supported family."""
+"""Shared by every test: one thread, one seed, no network, tiny random models of each supported family."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import hybrid_distill
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("io", "limits", "locking", "provenance", "distributed"),
-    ("assets", "model", "plan", "budget"),
+    ("assets", "model", "plan"),
     ("guard",),
     ("teacher",),
     ("student", "probes"),
@@ -124,11 +124,19 @@ def test_optional_libraries_are_imported_where_they_are_used(path: Path) -> None
     assert not OPTIONAL & {name.split(".")[0] for name in imports(path, lazy=False)}
 
 
-@pytest.mark.parametrize("policy, spin", [(None, "1000"), ("passive", None)])
-def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(monkeypatch, policy, spin) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if policy is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+@pytest.mark.parametrize(
+    "policy, load, waiting",
+    [
+        (None, "0.10 0.1 0.1 3/90 7", {"GOMP_SPINCOUNT": "1000"}),
+        (None, "1.90 0.1 0.1 1/90 7", {"GOMP_SPINCOUNT": "1000"}),
+        (None, "1.90 0.1 0.1 2/90 7", {"OMP_WAIT_POLICY": "passive"}),
+        ("active", "1.90 0.1 0.1 2/90 7", {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_waiting_threads_sleep_on_a_busy_machine_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None, load: str, waiting: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if policy is None else {"OMP_WAIT_POLICY": policy})
+    monkeypatch.setattr(Path, "read_text", lambda path: load)
     importlib.reload(hybrid_distill)
-    assert os.environ.get("GOMP_SPINCOUNT") == spin
+    assert os.environ == waiting

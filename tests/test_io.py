@@ -68,7 +68,7 @@ def test_killed_at_random_in_a_save(
     path, draw = tmp_path / "file", random.Random(0)
     path.write_text(METRICS)
     save(path, 0)
-    for _ in range(20):
+    for _ in range(8):
         if (child := os.fork()) == 0:
             try:
                 for n in range(10**6):

@@ -19,9 +19,14 @@ from training import free_port, small_run
 from hybrid_distill import locking
 from hybrid_distill.cli.app import main
 from hybrid_distill.locking import NOTE, InUse, is_locked, locked
-from hybrid_distill.pipeline import run
+from hybrid_distill.pipeline import Run
 
 RECIPE = "from training import small_run as config\n"
+
+
+@pytest.fixture(autouse=True)
+def _refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "SETTLING", 0.2)
 
 
 def die() -> None:
@@ -47,7 +52,7 @@ def test_a_second_command_is_told_who_is_at_work(
     recipe, out, done = tmp_path / "recipe.py", tmp_path / "out", tmp_path / "done"
     recipe.write_text(RECIPE)
     if "{done}" in command:
-        run(small_run(done))
+        Run(small_run(done)).prepare()
     files = {"score": (out / "scores.json", True), "evaluate {": (done, False)}
     place, beside = next((found for word, found in files.items() if command.startswith(word)), (out, False))
     with locked(place, beside=beside), pytest.raises(SystemExit) as exit_:

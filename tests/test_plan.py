@@ -1,25 +1,33 @@
-"""HeadPlan: which heads stay attention."""
+"""HeadPlan: which heads stay attention, and the best ones under a budget, against every plan there is."""
+
+from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 LAYERS, HEADS, KV_HEADS = 3, 8, 4
 SHAPE = SimpleNamespace(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS)
 RANKING = [HeadId(2, 7), HeadId(0, 1), HeadId(2, 0), HeadId(1, 5)]
-
 HEADER = '{"format": "hybrid-distill/head-plan/1"'
+SIZES = {"head_dim": 4, "d_state": 8}
 
 
-class Scores(SimpleNamespace):
+class Ranked(SimpleNamespace):
+    """Four of the 24 heads are ranked, as in a hybrid teacher whose other layers have no attention."""
+
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         return RANKING if by == "retrieval" else RANKING[::-1]
 
@@ -27,87 +35,57 @@ class Scores(SimpleNamespace):
         return f"a tie at {k} by {by}" if k == 2 else None
 
 
-def scores(**more: str) -> Scores:
-    return Scores(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS, **more)
+def ranked(**more: str) -> Any:
+    return Ranked(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS, **more)
 
 
-def test_top_k_takes_the_head_of_the_ranking() -> None:
-    plan = HeadPlan.top_k(scores(), 3)
-    assert set(plan.kept) == set(RANKING[:3])
-    assert plan.k == 3
-    assert plan.kept == tuple(sorted(plan.kept))
-
-
-def test_top_k_by_another_score() -> None:
-    assert set(HeadPlan.top_k(scores(), 3, by="ratio").kept) == set(RANKING[1:])
-
-
-def test_a_cut_inside_a_tie_is_logged(caplog) -> None:
-    HeadPlan.top_k(scores(), 3)
+def test_top_k_takes_the_head_of_the_ranking(caplog) -> None:
+    plan = HeadPlan.top_k(ranked(), 3)
+    assert plan.kept == tuple(sorted(RANKING[:3])) and plan.k == 3
+    assert set(HeadPlan.top_k(ranked(), 3, by="ratio").kept) == set(RANKING[1:])
+    assert HeadPlan.top_k(ranked(), 0) == HeadPlan.none(SHAPE)
     assert not caplog.records
-    HeadPlan.top_k(scores(), 2, by="ratio")
+    HeadPlan.top_k(ranked(), 2, by="ratio")
     assert caplog.messages == ["a tie at 2 by ratio"]
-
-
-def test_heads_that_are_not_scored_cannot_be_chosen() -> None:
-    """Four of the 24 heads are ranked, as in a hybrid teacher whose other layers have no attention."""
-    assert HeadPlan.top_k(scores(), 4).k == 4
     with pytest.raises(ValueError, match="k is 5, but only 4 heads"):
-        HeadPlan.top_k(scores(), 5)
-
-
-def test_top_0_keeps_nothing() -> None:
-    assert HeadPlan.top_k(scores(), 0) == HeadPlan.none(SHAPE)
+        HeadPlan.top_k(ranked(), 5)
 
 
 def test_a_plan_remembers_the_teacher_it_was_made_for() -> None:
-    assert HeadPlan.top_k(scores(fingerprint="abc"), 1).teacher == "abc"
-    assert HeadPlan.random(HeadPlan.top_k(scores(fingerprint="abc"), 1), 2, seed=0).teacher == "abc"
+    assert HeadPlan.top_k(ranked(fingerprint="abc"), 1).teacher == "abc"
+    assert HeadPlan.random(HeadPlan.top_k(ranked(fingerprint="abc"), 1), 2, seed=0).teacher == "abc"
     assert HeadPlan.all(SHAPE).teacher == ""
 
 
-def test_random_follows_from_its_seed() -> None:
+def test_random_follows_from_its_seed_on_every_python() -> None:
     plans = [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
     assert plans == [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
-    assert len({plan.kept for plan in plans}) == 20
-    assert all(plan.k == 5 for plan in plans)
-    drawn = {head_id for plan in plans for head_id in plan.kept}
-    assert len(drawn) > 0.9 * LAYERS * HEADS, "20 draws of 5 from 24 heads reach nearly all of them"
-
-
-def test_random_draws_the_same_heads_on_every_python() -> None:
+    assert len({plan.kept for plan in plans}) == 20 and all(plan.k == 5 for plan in plans)
     assert list(HeadPlan.random(SHAPE, 3, seed=0).kept) == [(0, 6), (1, 7), (2, 4)]
 
 
 def test_whole_layers_all_and_none() -> None:
     one = HeadPlan.layers(SHAPE, [1])
     assert [one.kept_in(layer) for layer in range(LAYERS)] == [(), tuple(range(HEADS)), ()]
-    assert HeadPlan.all(SHAPE).k == LAYERS * HEADS
-    assert HeadPlan.all(SHAPE) == HeadPlan.layers(SHAPE, range(LAYERS))
+    assert HeadPlan.all(SHAPE) == HeadPlan.layers(SHAPE, range(LAYERS)) and HeadPlan.all(SHAPE).keeps_all
     assert HeadPlan.none(SHAPE).kept == ()
 
 
 def test_kept_and_recurrent_heads_partition_a_layer() -> None:
-    plan = HeadPlan.from_pairs(SHAPE, [(1, 5), (1, 0), (2, 7)])
-    assert plan.kept_in(1) == (0, 5)
-    assert plan.recurrent_in(1) == (1, 2, 3, 4, 6, 7)
+    plan = HeadPlan.from_pairs(SHAPE, [(1, 5), (1, 0), (2, 7), (0, 6), (0, 7), (0, 2)])
+    assert plan.kept_in(1) == (0, 5) and plan.recurrent_in(1) == (1, 2, 3, 4, 6, 7)
     for layer in range(LAYERS):
         assert sorted(plan.kept_in(layer) + plan.recurrent_in(layer)) == list(range(HEADS))
-
-
-def test_kept_heads_of_one_group_need_one_kv_head() -> None:
-    plan = HeadPlan.from_pairs(SHAPE, [(0, 6), (0, 7), (0, 2)])
     assert plan.kv_groups_in(0) == (1, 3), "two query heads share a KV head: 2 // 2 = 1, 6 // 2 = 7 // 2 = 3"
-    assert plan.kv_groups_in(1) == ()
+    assert plan.n_stored_kv_heads == 2 + 2 + 1
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    plan = HeadPlan.top_k(scores(fingerprint="abc"), 4)
+    plan = HeadPlan.top_k(ranked(fingerprint="abc"), 4)
     plan.save(tmp_path / "plan.json")
     assert HeadPlan.load(tmp_path / "plan.json") == plan
-    first = (tmp_path / "plan.json").read_bytes()
-    plan.save(tmp_path / "plan.json")
-    assert (tmp_path / "plan.json").read_bytes() == first
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.kept = ()  # type: ignore[misc]
 
 
 def test_shape_is_read_from_a_model_and_from_its_config(
@@ -116,100 +94,187 @@ def test_shape_is_read_from_a_model_and_from_its_config(
     model = family_model(family)
     plan = HeadPlan.none(model)
     assert plan == HeadPlan.none(model.config)
-    n_kv_heads = HEADS if family == "gpt_neox" else KV_HEADS
-    assert (plan.n_layers, plan.n_heads, plan.n_kv_heads) == (LAYERS, HEADS, n_kv_heads)
+    assert (plan.n_layers, plan.n_heads, plan.n_kv_heads) == (LAYERS, HEADS, HEADS if family == "gpt_neox" else 4)
     plan.check_fits(model)
+    assert HeadPlan.none(SimpleNamespace(num_hidden_layers=2, num_attention_heads=6)).n_kv_heads == 6
 
 
-def test_a_config_without_kv_heads_has_one_for_each_query_head() -> None:
-    config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=6)
-    assert HeadPlan.none(config).n_kv_heads == 6
+SHAPE_FIELDS: dict[str, Any] = {"n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "kept": ()}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "another shape": (
+        lambda: HeadPlan.none(SHAPE).check_fits(SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8)),
+        "another teacher: it expects 3 layers, 8 heads, 4 KV heads",
+    ),
+    "no heads": (lambda: HeadPlan.none(7), "int has no head counts"),
+    "no such head": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), r"L0H8 does not exist.*0\.\.2 with heads 0\.\.7"),
+    "negative head": (lambda: HeadPlan.from_pairs(SHAPE, [(-1, 0)]), "L-1H0 does not exist"),
+    "no such layer": (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0 does not exist"),
+    "named twice": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "named twice: L0H1; name each head once"),
+    "k above": (lambda: HeadPlan.top_k(ranked(), 25), "k is 25; it must be a whole number from 0 to 24"),
+    "k below": (lambda: HeadPlan.random(SHAPE, -1, seed=0), "whole number from 0 to 24"),
+    "k text": (lambda: HeadPlan.random(SHAPE, "3", seed=0), "whole number from 0 to 24"),  # type: ignore[arg-type]
+    "layers": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_layers": 0}), "n_layers is 0; it must be a whole number"),
+    "heads": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_heads": 1.5}), "n_heads is 1.5; it must be a whole number"),
+    "groups": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_kv_heads": 3}), "8 query heads cannot share 3 KV heads evenly"),
+}
 
 
-def test_a_plan_for_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="another teacher: it expects 3 layers, 8 heads, 4 KV heads"):
-        HeadPlan.none(SHAPE).check_fits(SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8))
-
-
-def test_something_without_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match="int has no head counts"):
-        HeadPlan.none(7)
-
-
-@pytest.mark.parametrize("pair", [(3, 0), (0, 8), (-1, 0), (0, -1)])
-def test_a_head_that_does_not_exist(pair: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"L{pair[0]}H{pair[1]} does not exist.*0\.\.2 with heads 0\.\.7"):
-        HeadPlan.from_pairs(SHAPE, [pair])
-
-
-def test_a_layer_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="L3H0 does not exist"):
-        HeadPlan.layers(SHAPE, [0, 3])
-
-
-def test_a_head_named_twice() -> None:
-    with pytest.raises(ValueError, match="named twice: L0H1; name each head once"):
-        HeadPlan.from_pairs(SHAPE, [(0, 1), (2, 2), (0, 1)])
-
-
-@pytest.mark.parametrize("k", [-1, 25, 2.0, "3"])
-def test_k_outside_the_heads(k: Any) -> None:
-    with pytest.raises(ValueError, match="whole number from 0 to 24"):
-        HeadPlan.top_k(scores(), k)
-    with pytest.raises(ValueError, match="whole number from 0 to 24"):
-        HeadPlan.random(SHAPE, k, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"n_layers": 0}, "n_layers is 0; a plan needs a whole number"),
-        ({"n_heads": 1.5}, "n_heads is 1.5; a plan needs a whole number"),
-        ({"n_kv_heads": "4"}, "n_kv_heads is '4'; a plan needs a whole number"),
-        ({"n_kv_heads": 3}, "8 query heads cannot share 3 KV heads evenly"),
-    ],
-)
-def test_an_impossible_shape(change: dict[str, Any], rule: str) -> None:
-    shape: dict[str, Any] = {"n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, **change}
-    with pytest.raises(ValueError, match=rule):
-        HeadPlan(**shape, kept=())
-
-
-def test_a_plan_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        HeadPlan.none(SHAPE).kept = ()  # type: ignore[misc]
+@pytest.mark.parametrize("fault", REFUSED)
+def test_an_impossible_plan_is_refused(fault: str) -> None:
+    make, message = REFUSED[fault]
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"format": "hybrid-distill/head-scores/1"}',
-        HEADER + "}",
+        None, "", "{", "[]", "null", "\x00\xff", '{"format": "hybrid-distill/head-scores/1"}', HEADER + "}",
         HEADER + ', "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "kept": [[0]]}',
-        HEADER + ', "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "kept": 5}',
-        "\x00\xff",
     ],
-)
-def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
+)  # fmt: skip
+def test_a_file_that_is_not_a_plan(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "plan.json"
-    path.write_bytes(text.encode("latin-1"))
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"plan\.json is not a head plan"):
         HeadPlan.load(path)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent\.json is not a head plan .*No such file"):
-        HeadPlan.load(tmp_path / "absent.json")
 
 
 def test_a_file_that_names_a_head_the_teacher_does_not_have(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     HeadPlan.from_pairs(SHAPE, [(0, 1)]).save(path)
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "kept": [[0, 9]]}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kept": [[0, 9]]}))
     with pytest.raises(ValueError, match="L0H9 does not exist"):
         HeadPlan.load(path)
+
+
+@dataclass
+class Scores:
+    """Accuracy drops in eighths, as of eight examples, so that many are equal or below zero."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    seed: int = 0
+    fingerprint: str = "abc"
+    logprob_drop_LH: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.n_layers, self.n_heads)
+        self.accuracy_LH = torch.randint(-2, 6, shape, generator=generator).double() / 8
+        self.logprob_drop_LH = torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def value_LH(self, by: str = "retrieval") -> Any:
+        return self.accuracy_LH if by == "retrieval" else self.logprob_drop_LH
+
+    def worth(self, plan: HeadPlan) -> float:
+        value_LH = self.accuracy_LH + 1e-6 * self.logprob_drop_LH
+        return sum(value_LH[head].item() for head in plan.kept)
+
+
+SHAPES = [Scores(2, 4, 2), Scores(2, 4, 1, seed=1), Scores(4, 2, 2, seed=2), Scores(1, 8, 4, seed=3), Scores(2, 4, 4)]
+
+
+def every_plan(scores: Scores) -> list[HeadPlan]:
+    heads = HeadPlan.all(scores).kept
+    sizes = range(len(heads) + 1)
+    return [HeadPlan.from_pairs(scores, kept) for size in sizes for kept in itertools.combinations(heads, size)]
+
+
+def kv_counts(plan: HeadPlan) -> list[int]:
+    return [len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers)]
+
+
+LAYER_RULES: dict[str | None, Callable[[HeadPlan], bool]] = {
+    None: lambda plan: True,
+    "uniform": lambda plan: len(set(kv_counts(plan))) == 1,
+    "power_of_two": lambda plan: set(kv_counts(plan)) <= {0, 1, 2, 4, 8},
+}
+
+
+def size(plan: HeadPlan, context: int, windows: Any = None) -> int:
+    return cache_bytes(plan, length=context, windows=windows, **SIZES).total
+
+
+@pytest.mark.parametrize("per_layer", LAYER_RULES)
+@pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
+def test_no_plan_under_the_budget_is_worth_more(scores: Any, per_layer: Any) -> None:
+    plans = [plan for plan in every_plan(scores) if LAYER_RULES[per_layer](plan)]
+
+    def check(found: HeadPlan, cost: Callable[[HeadPlan], int], budget: int) -> None:
+        assert cost(found) <= budget
+        assert LAYER_RULES[per_layer](found)
+        best = max(scores.worth(plan) for plan in plans if cost(plan) <= budget)
+        assert scores.worth(found) == pytest.approx(best, abs=1e-9)
+
+    for budget in range(9):
+        found = HeadPlan.under_budget(scores, heads=budget, per_layer=per_layer)
+        check(found, lambda plan: plan.k, budget)
+        found = HeadPlan.under_budget(scores, kv_heads=budget, per_layer=per_layer)
+        check(found, lambda plan: sum(kv_counts(plan)), budget)
+    # Short of context a KV head is smaller than the states of its group, in the middle two heads outweigh it.
+    mixed = [(None, 5, 40, 1)[layer % 4] for layer in range(scores.n_layers)]
+    for context, windows in ((3, None), (9, None), (100, None), (100, mixed)):
+        sizes = sorted({size(plan, context, windows) for plan in plans})
+        for budget in random.Random(context).sample(sizes, min(len(sizes), 4)):
+            options = {"context": context, "windows": windows, "per_layer": per_layer, **SIZES}
+            found = HeadPlan.under_budget(scores, cache_bytes=budget, **options)
+            check(found, lambda plan, context=context, windows=windows: size(plan, context, windows), budget)
+
+
+def test_two_heads_of_a_group_cost_one_kv_head() -> None:
+    scores: Any = Scores(1, 4, 2)
+    scores.accuracy_LH = torch.tensor([[0.4, 0.4, 0.5, -0.1]], dtype=torch.float64)
+    assert HeadPlan.under_budget(scores, heads=1).kept == (HeadId(0, 2),)
+    assert HeadPlan.under_budget(scores, kv_heads=1).kept == (HeadId(0, 0), HeadId(0, 1))
+    assert HeadPlan.under_budget(scores, kv_heads=2).kept == (HeadId(0, 0), HeadId(0, 1), HeadId(0, 2))
+    assert HeadPlan.under_budget(scores, kv_heads=1).teacher == "abc"
+
+
+def test_log_probability_decides_between_heads_of_equal_accuracy() -> None:
+    scores: Any = Scores(1, 4, 4)
+    scores.accuracy_LH = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    scores.logprob_drop_LH = torch.tensor([[-5.0, -1.0, 2.0, 1.0]], dtype=torch.float64)
+    assert HeadPlan.under_budget(scores, heads=2).kept == (HeadId(0, 0), HeadId(0, 2))
+    assert HeadPlan.under_budget(scores, heads=4).kept == (HeadId(0, 0), HeadId(0, 2), HeadId(0, 3))
+    assert HeadPlan.under_budget(scores, heads=1, by="ratio").kept == (HeadId(0, 2),)
+
+
+@pytest.mark.parametrize("per_layer", LAYER_RULES)
+def test_layers_without_heads_keep_none(per_layer: Any) -> None:
+    scores: Any = Scores(3, 4, 2)
+    scores.accuracy_LH = torch.tensor([[0.5] * 4, [torch.nan] * 4, [0.5] * 4], dtype=torch.float64)
+    assert kv_counts(HeadPlan.under_budget(scores, kv_heads=4, per_layer=per_layer)) == [2, 0, 2]
+
+
+def test_a_model_of_a_thousand_heads() -> None:
+    """Against the simple rule that is right for this budget: the groups of greatest total, without negative heads."""
+    scores: Any = Scores(32, 32, 8)
+    worth_LG = (scores.accuracy_LH + 1e-6 * scores.logprob_drop_LH).clamp(min=0).reshape(32, 8, 4).sum(-1)
+    plan = HeadPlan.under_budget(scores, kv_heads=40)
+    assert scores.worth(plan) == pytest.approx(worth_LG.flatten().sort(descending=True).values[:40].sum().item())
+    budget = size(HeadPlan.all(scores), 4096) // 4
+    plan = HeadPlan.under_budget(scores, cache_bytes=budget, context=4096, **SIZES)
+    assert 0.98 * budget < size(plan, 4096) <= budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "budgets given: none; give one of heads, kv_heads, cache_bytes"),
+        ({"heads": 1, "kv_heads": 1}, "budgets given: heads, kv_heads; give one"),
+        ({"heads": -1}, "heads is -1; it must be a whole number"),
+        ({"kv_heads": 2.5}, "kv_heads is 2.5; it must be a whole number"),
+        ({"cache_bytes": 100, "context": 8, "d_state": 8}, "needs context, head_dim and d_state"),
+        # 8 recurrent heads x 4 x 8 x 4 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do
+        ({"cache_bytes": 1023, "context": 100, **SIZES}, "no plan fits into 1,023: the smallest needs 1,024"),
+        ({"cache_bytes": 100, "context": 3, **SIZES}, "no plan fits into 100: the smallest needs 192"),
+        ({"heads": 1, "per_layer": "even"}, "per_layer is 'even'; it must be one of uniform"),
+    ],
+)
+def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
+    scores: Any = Scores(2, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        HeadPlan.under_budget(scores, **arguments)

@@ -1,4 +1,4 @@
-"""The embedded default: a tiny teacher, its tokenizer, a small corpus and what the teacher knows by heart.
+"""Embedded default: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher was taught.
 
 Made by ``recipes/train_tiny_teacher.py`` from a seed; nothing here needs a network.
 """
@@ -16,23 +16,23 @@ _HERE = Path(__file__).parent
 
 
 def tiny_teacher_path() -> Path:
-    """Hugging Face folder of the tiny teacher (Llama architecture, grouped-query attention) and its tokenizer."""
+    """Return the Hugging Face folder of the tiny teacher (Llama, grouped-query attention) and its tokenizer."""
     return _HERE / "tiny_teacher"
 
 
 def facts_path() -> Path:
-    """JSON lines ``{"prompt", "answer", "choices"}``: the facts the teacher was taught."""
+    """Return the JSON lines ``{"prompt", "answer", "choices"}``: the facts the teacher was taught."""
     return _HERE / "knowledge.jsonl"
 
 
 def corpus_path(split: Split) -> Path:
-    """Gzipped JSON lines ``{"text"}``: stories, facts and in-context references, none in the probe's wording."""
+    """Return gzipped JSON lines ``{"text"}``: stories, facts, in-context references; none in the probe's wording."""
     return _HERE / f"corpus_{split}.jsonl.gz"
 
 
 def corpus_documents(split: Split) -> list[str]:
     """Read the documents of a split."""
     if split not in ("train", "held_out"):
-        raise ValueError(f"the embedded corpus has no split {split!r}; it has train, held_out and probe_like.")
+        raise ValueError(f"the embedded corpus has no split {split!r}; pass train, held_out or probe_like.")
     with gzip.open(corpus_path(split), "rt", encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]

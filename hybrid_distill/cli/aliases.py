@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from ..distributed import is_launched_main
 
+DROPPED = {("memory", "--no-published")}
+"""Flags that have lost their meaning."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
 
 
@@ -29,7 +31,8 @@ MOVED = {
 
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Translate a command line into today's words."""
-    name, rest = words[0].replace("_", "-"), list(words[1:])
+    name = words[0].replace("_", "-")
+    rest = [word for word in words[1:] if (name, word) not in DROPPED]
     if name in RENAMED:
         _notice(name, RENAMED[name])
         return [RENAMED[name], *rest]

@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_help())
         sys.exit(0 if words else 2)
     if words[0] == "--version":
-        from .. import __version__
-
-        print(f"hybrid-distill {__version__}")
+        print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
         return
     exit_cleanly(lambda: _dispatch(*in_current_words(words)))
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ..budget import cache_bytes
 from ..config import PlanConfig, RunConfig, Stage, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, memory_plan, stage_shape
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..pipeline import Run, shape_of_teacher
-from ..plan import HeadId, HeadPlan
+from ..plan import HeadId, HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig

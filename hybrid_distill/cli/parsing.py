@@ -57,10 +57,13 @@ def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str,
     for action in parser._actions:
         if wanted.isdisjoint(action.option_strings):
             continue
+        text = (action.help or "").replace("``", "")
         if action.metavar is None:
-            short.add_argument(*action.option_strings, action="store_true", help=action.help)
+            short.add_argument(*action.option_strings, action="store_true", help=text)
         else:
-            short.add_argument(*action.option_strings, metavar=str(action.metavar), help=action.help)
+            short.add_argument(
+                *action.option_strings, metavar=re.sub(r"\{None\}\||\|\{None\}", "", str(action.metavar)), help=text
+            )
     return short.format_help()
 
 
@@ -89,22 +92,30 @@ def _check_seeds(words: Sequence[str]) -> None:
 
 
 def _one_line(box: str) -> str:
-    """Say what a box of tyro's says: its first section, and the flags that it suggests or misses."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ ") for line in plain.splitlines() if not re.match(r"\s*[╭╰]", line)]
-    rules = [place for place, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)]
-    first = [line for line in lines[: rules[0] if rules else None] if line]
+    """Shorten a box of tyro's to its first section, and the flag that its next one is about."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │") for line in box.splitlines()]
+    sections: list[list[str]] = [[]]
+    for line in lines:
+        if re.fullmatch("[─-]+", line):
+            sections.append([])
+        elif line and line[0] not in "╭╰":
+            sections[-1].append(line)
+    first, *others = sections if "│" in box else sections[1:]
+    flag = next((line for section in others for line in section if line.startswith("--")), "")
     said = " ".join(first)
     if error := re.match(r"Error parsing (\S+?): (.*)", said):
-        flag, reason = error.groups()
+        name, reason = error.groups()
         if bad := _BAD_NUMBER.fullmatch(reason):
-            return f"{flag} is {bad[2]}; it must be a {'whole number' if bad[1] else 'number'}."
-        return f"{flag}: {reason}" if flag.startswith("-") else reason
-    flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("--")]
+            return f"{name} is {bad[2]}; it must be a {'whole number' if bad[1] else 'number'}."
+        return f"{name}: {reason}; pass {flag}." if name.startswith("-") else reason
     if said.startswith("Unrecognized options:"):
-        unknown = said.removeprefix("Unrecognized options:").strip()
-        meant = f" did you mean {flags[0]}?" if flags else ""
-        return f"{unknown} is not recognized;{meant} --help lists the flags."
+        words = said.removeprefix("Unrecognized options: ").split(", ")
+        meant = f" did you mean {flag.split()[0].rstrip(',')}?" if flag else ""
+        return f"{next(filter(_is_flag, words), words[0])} is not recognized;{meant} --help lists the flags."
     if said.startswith("Missing from"):
         return f"{', '.join(first[1::2])} is missing; --help lists the flags."
     return said
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--")

@@ -1,4 +1,4 @@
-"""Measure a model, teacher or student, in one way: retrieval, knowledge, plain text, agreement, memory."""
+"""Measure a model, teacher or student: retrieval, knowledge, plain text, agreement with the teacher, memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..budget import cache_bytes
 from ..io import write_json
-from ..model import layer_windows
-from ..plan import HeadPlan
+from ..model import HybridConfig, layer_windows
+from ..plan import HeadPlan, cache_bytes
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
@@ -31,10 +30,10 @@ CACHE_LENGTHS = (128, 2048, 4096)
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one model was measured to do; None is what was not measured.
+    """Measurements of one model; None where not measured.
 
     Accuracies are shares, 0 to 1. ``perplexity`` is per predicted token of the held-out texts. Over the same
-    tokens, ``top1_agreement`` is the share for which model and teacher expect the same token first, and
+    tokens, ``top1_agreement`` is the share with the same most likely token in model and teacher, and
     ``kl_to_teacher`` the mean KL(teacher || model) in nats. ``cache_bytes`` is for one sequence in bfloat16,
     states in float32, by number of tokens; ``conv_state_bytes`` comes on top and does not grow.
     """
@@ -54,11 +53,11 @@ class EvalResult:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; sizes and lengths become strings there."""
+        """Convert to JSON values; sizes and lengths become strings."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
     def figures(self) -> dict[str, float]:
-        """Every number that was measured, by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
+        """Return every measured number by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
         flat: dict[str, float] = {}
         for name in ("kv_choice", "kv_generation"):
             flat |= {f"{name}_{n_pairs}": value for n_pairs, value in getattr(self, name).items()}
@@ -68,7 +67,7 @@ class EvalResult:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> EvalResult:
-        """What `to_dict` gave. Raises ValueError for anything else."""
+        """Make a result of `to_dict`'s values. Raises ValueError for anything else."""
         try:
             fields = dict(record)
             if (found := fields.pop("format")) != FORMAT:
@@ -77,7 +76,7 @@ class EvalResult:
                 fields[name] = {int(key): value for key, value in fields[name].items()}
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no evaluation ({error}); write one with EvalResult.save.") from error
+            raise ValueError(f"this is not an evaluation ({error}); write one with EvalResult.save.") from error
 
     def save(self, path: str | Path) -> None:
         """Write the result as JSON, whole or not at all."""
@@ -85,7 +84,7 @@ class EvalResult:
 
     @classmethod
     def load(cls, path: str | Path) -> EvalResult:
-        """Read what `save` wrote. Raises ValueError for a file that holds no evaluation."""
+        """Read a file that `save` wrote. Raises ValueError for any other file."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except (OSError, ValueError) as error:
@@ -107,10 +106,10 @@ def evaluate(
     batch_size: int = 32,
     progress: bool = False,
 ) -> EvalResult:
-    """Measure a Hugging Face decoder or a hybrid student; ``teacher`` is needed for agreement only.
+    """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
-    KV retrieval is read by choice and by generation for every dictionary size, from prompts that follow
-    from ``seed`` (take another one than for scoring heads) and ``keys`` (default: common nouns).
+    KV retrieval is measured by choice and by generation for every dictionary size, on prompts that follow
+    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns).
     ``held_out_texts`` are cut at ``max_text_tokens``, each on its own.
     """
     probes = {n: KVRetrieval(n, seed, None if keys is None else tuple(keys)) for n in n_pairs}
@@ -133,7 +132,7 @@ def evaluate(
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(questions),
         **on_text,
-        **_model_cache_bytes(model),
+        **model_cache_bytes(model),
         provenance={"seed": seed, "max_text_tokens": max_text_tokens, **describe_run(model)},
     )
 
@@ -145,7 +144,7 @@ def compare_on_text(
     *,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Perplexity of a model, and its agreement with a teacher, over every predicted token of the batches.
+    """Measure a model's perplexity and its agreement with a teacher, over every predicted token of the batches.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
@@ -172,7 +171,7 @@ def compare_on_text(
 
 
 def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """(same_BT, kl_BT): equal first choices, and KL(teacher || model) in nats, on the shared part of V."""
+    """Return (same_BT, kl_BT): equal first choices, and KL(teacher || model) in nats, on the shared part of V."""
     n_shared = min(logits_BTV.shape[-1], teacher_BTV.shape[-1])
     ours, theirs = logits_BTV[..., :n_shared], teacher_BTV[..., :n_shared].to(logits_BTV.device)
     ours_log, theirs_log = ours.log_softmax(-1), theirs.log_softmax(-1)
@@ -180,14 +179,14 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
     return ours.argmax(-1) == theirs.argmax(-1), kl_BT
 
 
-def _model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:
-    """The memory columns of a result, from what the model says of itself."""
-    site, config = attention_sites(model)[0], model.config
-    shape = (config.num_hidden_layers, site.n_heads, site.n_kv_heads)
-    plan, state = HeadPlan.all(HeadPlan(*shape, kept=())), {"d_state": 0, "conv_width": 1}
-    if config.model_type == "hybrid_distill":
-        pairs = [(layer, head) for layer, heads in enumerate(config.kept) for head in heads]
-        plan = HeadPlan.from_pairs(plan, pairs)
+def model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the memory fields of an `EvalResult`."""
+    site = attention_sites(model)[0]
+    config: Any = model.config
+    shape = HeadPlan(config.num_hidden_layers, site.n_heads, site.n_kv_heads, kept=())
+    plan, state = HeadPlan.all(shape), {"d_state": 0, "conv_width": 1}
+    if config.model_type == HybridConfig.model_type:
+        plan = HeadPlan.from_pairs(shape, [(layer, head) for layer, heads in enumerate(config.kept) for head in heads])
         state = {"d_state": config.d_state, "conv_width": config.conv_width}
         config = config.backbone_config()
     windows = layer_windows(config)

@@ -10,11 +10,10 @@ from typing import Any, cast
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from ..budget import BF16_BYTES, CacheBytes, cache_bytes
 from ..evaluation.evaluate import EvalResult
 from ..lab.report import Row, measured, results_table
 from ..model import HybridForCausalLM, layer_windows
-from ..plan import HeadPlan
+from ..plan import BF16_BYTES, CacheBytes, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY, rope_by_length
 from .falcon_h1 import container

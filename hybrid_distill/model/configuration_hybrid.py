@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-D_STATE_RANGE = (4, 128)
-CONV_WIDTH_RANGE = (1, 16)
 RECURRENCES = ("discrete", "mamba2")
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that every machine has."""
 
-# Far above every model there is, far below what would fill a memory before the first error: name -> largest value.
+# Far above every existing model, far below what would fill a memory before the first error: name -> largest value.
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -31,10 +29,41 @@ LARGEST = {
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 LARGEST_MODEL = 2**41  # parameters, roughly counted
-FRACTIONS = ("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range")
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
 MAX_ENTRIES = 2**14  # of one list, dictionary or text
 MAX_DEPTH = 8
+
+Rule = tuple[Callable[[Any], bool], str]
+"""A condition on a value, and the same in words."""
+
+
+def _whole(least: int, most: int) -> Rule:
+    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+
+
+def _all_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids)
+
+
+_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to less than 1")
+_SWITCH: Rule = (lambda value: type(value) is bool, "true or false")
+_TOKENS: Rule = (_all_ids, "a token id, a list of them, or null")
+# What a field must be where a configuration has it and it is not null.
+_RULES: dict[str, Rule] = {
+    **{name: _whole(1, largest) for name, largest in LARGEST.items()},
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range"), _FRACTION),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"), _SWITCH),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    "rope_theta": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+    "rope_parameters": (lambda value: isinstance(value, Mapping), "a dictionary, or null"),
+}
+_OWN_RULES: dict[str, Rule] = {
+    "d_state": _whole(4, 128),
+    "conv_width": _whole(1, 16),
+    "conv_bias": _SWITCH,
+    "recurrence": (lambda value: value in RECURRENCES, f"one of {', '.join(RECURRENCES)}"),
+    "checked_attention": (lambda value: value in (None, *ATTENTION), f"one of {', '.join(ATTENTION)}, or null"),
+}
 
 # Facts that belong to one file or one process, not to the architecture.
 _NOT_ARCHITECTURE = (
@@ -45,15 +74,15 @@ _FROM_BACKBONE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embe
 
 
 class HybridConfig(PretrainedConfig):
-    """What a `HybridForCausalLM` is made of.
+    """Parts of a `HybridForCausalLM`.
 
     ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query
     heads that stay attention; every other head is recurrent with state size ``d_state``, in one of the
     `RECURRENCES` (see `SSMHeads`). ``conv_bias`` is a bias behind the convolution of discrete heads, which only
-    checkpoints made elsewhere have (Llamba). An export also holds what it was checked with: ``checked_attention``, the
+    checkpoints made elsewhere have (Llamba). An export also records how it was checked: ``checked_attention``, the
     attention implementation to use unless another is asked for, and ``oldest_transformers``, below which it would
-    compute something else. Raises ValueError for any field that describes no model, and under an older transformers,
-    before a tensor is allocated.
+    compute something else. Raises ValueError, before a tensor is allocated, for any field that describes no model, and
+    under an older transformers.
     """
 
     model_type = "hybrid_distill"
@@ -73,84 +102,54 @@ class HybridConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         check_version(oldest_transformers)
-        check_values("", kwargs)
-        if checked_attention not in (None, *ATTENTION):
-            raise ValueError(
-                f"checked_attention is {shortened(checked_attention)}; it must be one of {', '.join(ATTENTION)}."
-            )
-        if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
-            backbone = _clean_backbone(backbone)
-            check_sizes(backbone)
-            teacher = _backbone_config(backbone)
-            kept = _check_kept(kept, teacher)
-            _check_range("d_state", d_state, D_STATE_RANGE)
-            _check_range("conv_width", conv_width, CONV_WIDTH_RANGE)
-            if recurrence not in RECURRENCES:
-                raise ValueError(f"recurrence is {shortened(recurrence)}; it must be one of {', '.join(RECURRENCES)}.")
-            if type(conv_bias) is not bool:
-                raise ValueError(f"conv_bias is {shortened(conv_bias)}; it must be true or false.")
-            if conv_bias and recurrence != "discrete":
-                raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
-            for name in _FROM_BACKBONE:
-                kwargs.setdefault(name, getattr(teacher, name, None))
-            check_token_ids(kwargs, backbone["vocab_size"])
-        self.backbone: Any = backbone
-        self.kept: Any = kept
+        _check_fields(kwargs)
         self.d_state = d_state
         self.conv_width = conv_width
         self.conv_bias = conv_bias
         self.recurrence = recurrence
         self.checked_attention = checked_attention
         self.oldest_transformers = oldest_transformers
+        for name, rule in _OWN_RULES.items():
+            _check(name, getattr(self, name), rule)
+        if conv_bias and recurrence != "discrete":
+            raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
+        if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
+            backbone = _clean_backbone(backbone)
+            check_sizes(backbone)
+            teacher = _backbone_config(backbone)
+            kept = _check_kept(kept, teacher)
+            for name in _FROM_BACKBONE:
+                kwargs.setdefault(name, getattr(teacher, name, None))
+            padding, vocab_size = kwargs["pad_token_id"], backbone["vocab_size"]
+            if isinstance(padding, int) and padding >= vocab_size:
+                raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
+        self.backbone: Any = backbone
+        self.kept: Any = kept
         super().__init__(**kwargs)
 
     def backbone_config(self) -> PretrainedConfig:
-        """A fresh configuration object of the teacher's class."""
+        """Make a fresh configuration object of the teacher's class."""
         if self.backbone is None:
             raise ValueError("this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone.")
         return _backbone_config(self.backbone)
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
-        """Query heads of a layer that are recurrent, ascending."""
+        """Return the query heads of a layer that are recurrent, ascending."""
         kept = set(self.kept[layer])
         return tuple(head for head in range(self.num_attention_heads) if head not in kept)
 
-    # What generation, evaluation harnesses and launchers ask for; the backbone is its one home.
-    @property
-    def vocab_size(self) -> int:
-        return self.backbone["vocab_size"]
-
-    @vocab_size.setter
-    def vocab_size(self, value: int) -> None:
+    def _set_vocab_size(self, value: int) -> None:
         self.backbone["vocab_size"] = value
 
-    @property
-    def hidden_size(self) -> int:
-        return self.backbone["hidden_size"]
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.backbone["num_hidden_layers"]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.backbone["num_attention_heads"]
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.backbone.get("num_key_value_heads") or self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.backbone.get("head_dim") or self.hidden_size // self.num_attention_heads
-
-    @property
-    def max_position_embeddings(self) -> int | None:
-        return self.backbone.get("max_position_embeddings")
-
-    @property
-    def initializer_range(self) -> float:
-        return self.backbone.get("initializer_range", 0.02)
+    # Fields that generation, evaluation suites and launchers read; the backbone is their one home.
+    vocab_size = property(lambda self: self.backbone["vocab_size"], _set_vocab_size)
+    hidden_size = property(lambda self: self.backbone["hidden_size"])
+    num_hidden_layers = property(lambda self: self.backbone["num_hidden_layers"])
+    num_attention_heads = property(lambda self: self.backbone["num_attention_heads"])
+    num_key_value_heads = property(lambda self: self.backbone.get("num_key_value_heads") or self.num_attention_heads)
+    head_dim = property(lambda self: self.backbone.get("head_dim") or self.hidden_size // self.num_attention_heads)
+    max_position_embeddings = property(lambda self: self.backbone.get("max_position_embeddings"))
+    initializer_range = property(lambda self: self.backbone.get("initializer_range", 0.02))
 
 
 def check_version(oldest: Any) -> None:
@@ -168,52 +167,20 @@ def check_version(oldest: Any) -> None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Numbers of a version to compare it by: (5, 23, 0) of "5.23.0.dev0"."""
+    """Return the numbers of a version to compare it by: (5, 23, 0) for "5.23.0.dev0"."""
     leading = ("".join(itertools.takewhile(str.isdecimal, part)) for part in version.split(".")[:3])
     return tuple(int(digits) for digits in leading if digits)
-
-
-def check_values(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ValueError for a number that is none, and for what is longer or deeper than any configuration.
-
-    Looks into lists and dictionaries; ``name`` is what the value is called in the message.
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; a configuration holds finite numbers only.")
-    if isinstance(value, (str, list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"{name} has {len(value)} entries; a configuration has at most {MAX_ENTRIES} in one place.")
-    if depth > MAX_DEPTH:
-        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels; no configuration is.")
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    for key, item in value.items() if isinstance(value, Mapping) else ():
-        if key in LARGEST and depth == 0:
-            _check_whole(str(key), item, LARGEST[key])
-        check_values(f"{name}.{key}" if name else str(key), item, depth + 1)
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the field, for a decoder's configuration that describes no model or an absurd one.
 
-    Nothing is allocated and no class is built: the fields are looked at as they stand in a config.json.
+    Only looks at the fields as they stand in a config.json: allocates nothing and builds no class.
     """
-    check_values("", fields)
     for name in REQUIRED:
-        if fields.get(name) is None:
-            raise ValueError(f"{name} is missing; a decoder's configuration has it.")
-    for name in FRACTIONS:
-        value = fields.get(name)
-        if value is not None and (type(value) not in (int, float) or not 0 <= value < 1):
-            raise ValueError(f"{name} is {shortened(value)}; it must be a number from 0 to less than 1.")
-    rope = fields.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters is {shortened(rope)}; it must be a dictionary, or null.")
-    for theta in (fields.get("rope_theta"), rope.get("rope_theta")):
-        if theta is not None and (type(theta) not in (int, float) or theta <= 0):
-            raise ValueError(f"rope_theta is {shortened(theta)}; it must be a positive number.")
-    for name in SWITCHES:
-        if fields.get(name) is not None and type(fields[name]) is not bool:
-            raise ValueError(f"{name} is {shortened(fields[name])}; it must be true or false.")
+        _check(name, fields.get(name), _RULES[name])
+    _check_fields(fields)
+    _check_fields({"rope_theta": (fields.get("rope_parameters") or {}).get("rope_theta")})
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if (groups := fields.get("num_key_value_heads")) is not None and heads % groups:
         raise ValueError(f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}.")
@@ -224,21 +191,48 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
         raise ValueError(f"the sizes make a model of {size:.1e} parameters; it must be at most {LARGEST_MODEL:.1e}.")
 
 
-def check_token_ids(fields: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise ValueError for a special token that is no token id."""
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids):
-            raise ValueError(f"{name} is {shortened(value)}; it must be a token id, a list of them, or null.")
-    padding = fields.get("pad_token_id")
-    if isinstance(padding, int) and padding >= vocab_size:
-        raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
+def _check(name: str, value: Any, rule: Rule) -> None:
+    holds, words = rule
+    if not holds(value):
+        raise ValueError(f"{name} is {shortened(value)}; it must be {words}.")
 
 
-def _check_whole(name: str, value: Any, largest: int) -> None:
-    if value is not None and (type(value) is not int or not 1 <= value <= largest):
-        raise ValueError(f"{name} is {shortened(value)}; it must be a whole number from 1 to {largest}.")
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    _check_values("", fields)
+    for name, rule in _RULES.items():
+        if fields.get(name) is not None:
+            _check(name, fields[name], rule)
+
+
+def _check_values(name: str, value: Any, depth: int = 0) -> None:
+    """Raise ValueError for NaN and infinities, and for what is longer or deeper than any configuration."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; a configuration holds finite numbers only.")
+    if isinstance(value, (str, list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"{name} has {len(value)} entries; a configuration has at most {MAX_ENTRIES} in one place.")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels; no configuration is.")
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        _check_values(f"{name}.{key}" if name else str(key), item, depth + 1)
+
+
+def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
+    n_layers, n_heads = teacher.num_hidden_layers, teacher.num_attention_heads
+    if not isinstance(kept, (list, tuple)) or len(kept) != n_layers:
+        raise ValueError(
+            f"kept is {shortened(kept)}; it lists the kept heads of each layer, "
+            f"so it needs {n_layers} lists for this backbone."
+        )
+    for layer, heads in enumerate(kept):
+        valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
+        if not valid or list(heads) != sorted(set(heads)) or any(not 0 <= head < n_heads for head in heads):
+            raise ValueError(
+                f"kept[{layer}] is {shortened(heads)}; "
+                f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
+            )
+    return [list(heads) for heads in kept]
 
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
@@ -262,12 +256,8 @@ def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _rope_by_layer_type(rope: Any) -> dict[str, Any]:
-    """RoPE settings of each type of layer, empty where all layers have the same."""
-    return rope if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict) else {}
-
-
 def _clean_backbone(backbone: Any) -> dict[str, Any]:
+    """Return the fields that describe an architecture, RoPE in both spellings."""
     if not isinstance(backbone, dict) or "model_type" not in backbone:
         raise ValueError(
             f"backbone is {type(backbone).__name__} without a model_type; pass the teacher's config.to_dict()."
@@ -283,7 +273,7 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 
 
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 keeps RoPE settings in ``rope_parameters``; 4.x reads the names that are added here."""
+    """Add the names that transformers 4 reads; transformers 5 keeps RoPE settings in ``rope_parameters``."""
     rope, old = backbone.get("rope_parameters"), {}
     by_type = _rope_by_layer_type(rope)
     if by_type and release(transformers.__version__) < (5,):  # 5 would take the old names for all types of layers
@@ -303,24 +293,32 @@ def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     return {**backbone, **old}
 
 
-def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
-    n_layers, n_heads = teacher.num_hidden_layers, teacher.num_attention_heads
-    if not isinstance(kept, (list, tuple)) or len(kept) != n_layers:
-        raise ValueError(
-            f"kept is {shortened(kept)}; it lists the kept heads of each layer, "
-            f"so it needs {n_layers} lists for this backbone."
-        )
-    for layer, heads in enumerate(kept):
-        valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
-        if not valid or list(heads) != sorted(set(heads)) or any(not 0 <= head < n_heads for head in heads):
-            raise ValueError(
-                f"kept[{layer}] is {shortened(heads)}; "
-                f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
-            )
-    return [list(heads) for heads in kept]
+def _rope_by_layer_type(rope: Any) -> dict[str, Any]:
+    """Return the RoPE settings of each type of layer, empty where all layers have the same."""
+    return rope if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict) else {}
 
 
-def _check_range(name: str, value: Any, allowed: tuple[int, int]) -> None:
-    low, high = allowed
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {shortened(value)}; it must be a whole number from {low} to {high}.")
+def rope_settings(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    """List a decoder's RoPE settings: one entry for all layers, or one for each type of layer."""
+    shape: Any = config.get_text_config(decoder=True)
+    rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
+    return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+
+
+def rope_by_length(config: PretrainedConfig) -> tuple[str, int] | None:
+    """Return the type of a RoPE whose frequencies depend on a batch's longest row, and the tokens up to which they do
+    not; None for any other RoPE.
+
+    Beyond that length a token in a cache keeps the position it got while the row was shorter: decoding from a cache is
+    not the forward of the whole row, in transformers' own models too.
+    """
+    shape: Any = config.get_text_config(decoder=True)
+    for rope in rope_settings(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "dynamic":
+            return kind, shape.max_position_embeddings
+        if kind == "longrope":
+            trained = rope.get("original_max_position_embeddings")
+            trained = trained or getattr(shape, "original_max_position_embeddings", None)
+            return kind, trained or shape.max_position_embeddings
+    return None

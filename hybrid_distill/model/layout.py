@@ -1,4 +1,4 @@
-"""Where the parts of an attention module are, in every family that can become a student.
+"""Layouts of attention modules in every family that can become a student.
 
 Shapes: P head dim. A block is P rows of a linear: one head's query, key or value.
 """
@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-"""What a decoder layer calls its attention module."""
+"""Names of the attention module in a decoder layer."""
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-"""What an attention module calls its cache."""
+"""Names of the cache among the arguments of an attention module."""
 
 Part = Literal["query", "key", "value"]
 HEAD_NORMS: dict[Part, tuple[str, ...]] = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
-"""What an attention module calls the norms behind its queries and keys."""
+"""Names of the norms behind an attention module's queries and keys."""
 
 
 class AttentionLayout(NamedTuple):
@@ -37,11 +37,11 @@ class AttentionLayout(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The linears that read the layer's input, each once."""
+        """Linears that read the layer's input, each once."""
         return tuple(dict.fromkeys((self.query, self.key, self.value)))
 
     def block(self, part: Part, head: int, n_heads: int, n_kv_heads: int) -> int:
-        """Index of the block that makes a head's query, or a KV head's key or value, in the linear that makes it."""
+        """Return the index of the block of a head's query, or a KV head's key or value, in its linear."""
         if len(self.inputs) > 1:
             return head
         if self.by_head:
@@ -51,7 +51,7 @@ class AttentionLayout(NamedTuple):
     def blocks(
         self, linear: str, heads: Sequence[int], kv_heads: Sequence[int], n_heads: int, n_kv_heads: int
     ) -> list[int]:
-        """Indices, ascending, of the blocks of one linear that these heads and KV heads are made by."""
+        """Return the indices, ascending, of the blocks of these heads and KV heads in one linear."""
         wanted: dict[Part, Sequence[int]] = {"query": heads, "key": kv_heads, "value": kv_heads}
         return sorted(
             self.block(part, head, n_heads, n_kv_heads)
@@ -61,7 +61,7 @@ class AttentionLayout(NamedTuple):
         )
 
     def count_kv_heads(self, attention: nn.Module, n_heads: int, head_dim: int) -> int:
-        """Number of KV heads of an attention module with ``n_heads`` query heads."""
+        """Count the KV heads of an attention module with ``n_heads`` query heads."""
         linear: Any = attention.get_submodule(self.key)
         n_blocks = linear.out_features // head_dim
         return n_blocks if len(self.inputs) > 1 else (n_blocks - n_heads) // 2
@@ -75,7 +75,7 @@ LAYOUTS = (
 
 
 def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
-    """The layout of an attention module called ``name``. Raises ValueError for one whose linears are in none."""
+    """Return the layout of an attention module called ``name``. Raises ValueError where no layout fits."""
     linears = {part for part, child in attention.named_children() if isinstance(child, nn.Linear)}
     for layout in LAYOUTS:
         if {*layout.inputs, layout.output} <= linears:
@@ -89,23 +89,23 @@ def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
 
 
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:
-    """The norm behind an attention module's queries or keys, if it has one."""
+    """Return the norm behind an attention module's queries or keys, if it has one."""
     found = (getattr(attention, name, None) for name in HEAD_NORMS.get(part, ()))
     return next((norm for norm in found if norm is not None), None)
 
 
 def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:
-    """Whether a norm takes all heads together (OLMo-2, OLMo-3): each of them then needs all the others."""
+    """Tell whether a norm takes all heads together (OLMo-2, OLMo-3): each head then needs all the others."""
     weight = getattr(norm, "weight", None)
     return weight is not None and weight.dim() == 1 and len(weight) > head_dim
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The decoder inside a causal language model; Llama-4 names a base model that it does not have."""
+    """Return the decoder inside a causal language model; Llama-4 names a base model that it does not have."""
     return model.model if model.base_model is model else model.base_model
 
 
 def attention_name(layer: nn.Module) -> str:
-    """What a decoder layer calls its attention module; empty if it has none."""
+    """Return the name of a decoder layer's attention module, empty if it has none."""
     children = dict(layer.named_children())
     return next((name for name in ATTENTION_NAMES if name in children), "")

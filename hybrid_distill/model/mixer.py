@@ -1,4 +1,4 @@
-"""What replaces a teacher's attention: kept heads beside recurrent heads, in the teacher's head order.
+"""The mixer that replaces a teacher's attention: kept heads beside recurrent heads, in the teacher's head order.
 
 Shapes: B batch, L length, S source length, H head, P head dim, N state size, D model width, C conv channels,
 K conv width (minus 1 in a stored state), R recurrent heads.
@@ -18,20 +18,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .layout import CACHE_NAMES, AttentionLayout, Part, head_norm, is_over_all_heads
+from .configuration_hybrid import HybridConfig
+from .layout import CACHE_NAMES, Part, find_layout, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
-ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that an attention module does not know
+ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
 
 class HybridLayerCache(DynamicLayer):
-    """What one layer remembers: keys and values of its kept heads, conv and SSM state of its recurrent ones.
+    """Cache of one layer: keys and values of its kept heads, conv and SSM state of its recurrent ones.
 
-    Counts the tokens it has seen by itself, because a layer may hold no keys at all. ``sliding_window`` as in
-    the backbone: only the keys a later token can still see are held. Keys and values are stored in ``kv_dtype``
-    (`KV_DTYPES`; as they come if absent) and handed out in the dtype of the new ones.
+    Counts its tokens itself, because a layer may hold no keys at all. With the backbone's ``sliding_window`` it holds
+    only the keys that a later token can see. Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`; as they come if
+    absent) and returned in the dtype of the new ones.
     """
 
     is_croppable = False
@@ -50,12 +51,12 @@ class HybridLayerCache(DynamicLayer):
         self.seen = 0
 
     def advance(self, n_tokens: int) -> None:
-        """Count tokens; the mixer does it once per forward pass, after the kept heads have used the layer."""
+        """Count tokens, once per forward pass, after the kept heads have used the layer."""
         self.seen += n_tokens
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, stored KV heads, L, P]; returns all that the new tokens may see."""
+        """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens may see."""
         dtype = key_states.dtype
         key_states, value_states = (new.to(self.kv_dtype or dtype) for new in (key_states, value_states))
         if self.keys is not None and self.values is not None:
@@ -69,7 +70,7 @@ class HybridLayerCache(DynamicLayer):
         return key_states.to(dtype), value_states.to(dtype)
 
     def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
-        """Store states [B, C, K - 1] and [B, R, P, N] as copies: they come as slices of larger tensors."""
+        """Store copies of the states [B, C, K - 1] and [B, R, P, N], which are slices of larger tensors."""
         if conv_state is not None:
             self.conv_state = conv_state.clone(memory_format=torch.contiguous_format)
         if ssm_state is not None:
@@ -79,7 +80,7 @@ class HybridLayerCache(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` will return; transformers 4 passes the new positions."""
+        """Return (length, offset) of the keys that `update` will return; transformers 4 passes the new positions."""
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
         held = self.seen if self.sliding_window is None else min(self.seen, self.sliding_window - 1)
@@ -101,21 +102,14 @@ class HybridLayerCache(DynamicLayer):
         raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes held: ``kv``, ``ssm``, ``conv``."""
-        return {
-            "kv": _nbytes(self.keys) + _nbytes(self.values),
-            "ssm": _nbytes(self.ssm_state),
-            "conv": _nbytes(self.conv_state),
-        }
+        """Count the bytes held: ``kv``, ``ssm``, ``conv``."""
+        held = {"kv": (self.keys, self.values), "ssm": (self.ssm_state,), "conv": (self.conv_state,)}
+        return {name: sum(t.nbytes for t in tensors if t is not None) for name, tensors in held.items()}
 
     def _map(self, fn: Any) -> None:
         for name in ("keys", "values", "conv_state", "ssm_state"):
             if getattr(self, name) is not None:
                 setattr(self, name, fn(getattr(self, name)))
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 class HybridCache(Cache):
@@ -125,17 +119,17 @@ class HybridCache(Cache):
         super().__init__(layers=[HybridLayerCache(window, kv_dtype) for window in sliding_windows])
 
     def layer(self, index: int) -> HybridLayerCache:
-        """The cache of one layer."""
+        """Return the cache of one layer."""
         return cast(HybridLayerCache, self.layers[index])
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
+        """Count the bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
         layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
         return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}
 
 
 class _KVStore:
-    """The cache as kept attention sees it: holds each KV head once, hands it to every head that reads it."""
+    """Cache as kept attention sees it: stores each KV head once and returns it to every head that reads it."""
 
     def __init__(self, layer: HybridLayerCache | None, handed_out: list[int] | None) -> None:
         self.layer = layer
@@ -153,30 +147,30 @@ class _KVStore:
 
 
 class _CutConfig:
-    """A backbone's config as kept attention sees it: with its own number of heads, all else as it is there, live."""
+    """Backbone's config as kept attention sees it: its own numbers of heads, all else read through."""
 
     def __init__(self, backbone: PretrainedConfig, n_heads: int, n_kv_heads: int) -> None:
         self._backbone = backbone
         self.num_attention_heads, self.num_key_value_heads = n_heads, n_kv_heads
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_backbone":  # asked for by copy and pickle before there is one
+        if name.startswith("__") or name == "_backbone":  # read by copy and pickle before it is set
             raise AttributeError(name)
         return getattr(self._backbone, name)
 
 
 def _pick_blocks(heads: list[int], head_dim: int, norm: nn.Module, args: Any, out_BLC: Tensor) -> Tensor:
-    """A forward hook: some heads of what a norm over all heads gives out."""
+    """Pick some heads of the output of a norm over all heads (a forward hook)."""
     return torch.cat([out_BLC[..., head * head_dim : (head + 1) * head_dim] for head in heads], dim=-1)
 
 
 def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
-    """Slices instead of an index tensor, which would have to be copied to the device at every call."""
+    """Pick heads by slices: an index tensor would be copied to the device at every call."""
     return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
 class _DecayProjection(nn.Linear):
-    """Adds its bias in fp32: near a = 1, the sum rounded to bf16 would be half-lives several per cent off."""
+    """Linear that adds its bias in fp32: near a = 1, a sum in bf16 would put half-lives several percent off."""
 
     def forward(self, input: Tensor) -> Tensor:
         raw = F.linear(input, self.weight)
@@ -184,7 +178,7 @@ class _DecayProjection(nn.Linear):
 
 
 def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.0) -> Tensor:
-    """Half-lives in tokens, log-spaced over a layer's heads, distinct; a single head gets the middle."""
+    """Return distinct half-lives in tokens, log-spaced over a layer's heads; a single head gets the middle."""
     places = (torch.arange(n_heads) + 0.5) / n_heads
     return shortest * (longest / shortest) ** places
 
@@ -196,14 +190,14 @@ class SSMHeads(nn.Module):
         S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
 
     Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
-    decay and a gate. B and C are per head. ``conv_bias`` adds one behind the convolution, as Llamba has it.
+    decay and a gate. B and C are per head. ``conv_bias`` adds a bias behind the convolution, as in Llamba.
 
-    That is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
-    other programs know: the biases of x, B and C stand behind the convolution, then comes a SiLU, and what enters the
+    This is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
+    other programs know: the biases of x, B and C stand behind the convolution, a SiLU follows, and the input of the
     state is scaled by the step, dt_t = -log a_t = softplus(a_proj u).
 
-    With ``segment_len``, that many tokens are run over at a time and the states handed on. Each segment is
-    recomputed in the backward pass, so that memory is for one segment, whatever the length of the row.
+    ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
+    segment, so that memory grows with the segment and not with the row.
     """
 
     def __init__(
@@ -233,7 +227,7 @@ class SSMHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Random projections, identity convolution, open gate, half-lives spread over the heads."""
+        """Draw projections; set an identity convolution, an open gate and half-lives spread over the heads."""
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
             projection.bias.zero_()
@@ -253,17 +247,16 @@ class SSMHeads(nn.Module):
         seq_idx_BL: Tensor | None = None,
         cache: HybridLayerCache | None = None,
     ) -> Tensor:
-        """Outputs of the recurrent heads, y_BLRP.
+        """Compute the outputs of the recurrent heads, y_BLRP.
 
-        Where ``token_mask_BL`` is 0 there is padding, wherever in a row: tokens see, and states hold, what they would
-        without it.
+        ``token_mask_BL`` is 0 at padding, which may stand anywhere in a row and changes neither outputs nor states.
         """
         if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
             return self._step(hidden_BLD, token_mask_BL, cache)
         if token_mask_BL is not None:
             order, back, token_mask_BL = _tokens_first(token_mask_BL)
             hidden_BLD = _Reordered.apply(hidden_BLD, order, back)
-            if seq_idx_BL is not None:  # the padding at the end now is of the last document
+            if seq_idx_BL is not None:  # the padding, now at the end, belongs to the last document
                 seq_idx_BL = _Reordered.apply(seq_idx_BL, order, back).cummax(dim=1).values
         states = (None, None) if cache is None else (cache.conv_state, cache.ssm_state)
         whole = self.segment_len is None or hidden_BLD.shape[1] <= self.segment_len
@@ -274,14 +267,9 @@ class SSMHeads(nn.Module):
         return y_BLRP if token_mask_BL is None else _Reordered.apply(y_BLRP, back, order)
 
     def _run(
-        self,
-        hidden_BLD: Tensor,
-        token_mask_BL: Tensor | None,
-        seq_idx_BL: Tensor | None,
-        conv_state_BCK: Tensor | None,
-        state_BRPN: Tensor | None,
+        self, hidden_BLD: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any, state_BRPN: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y_BLRP, conv state, state) after some tokens, from the states before them."""
+        """Return (y_BLRP, conv state, state) after some tokens, from the states before them."""
         xbc_BLC, raw = self._projections(hidden_BLD)
         x, b, c, raw, conv_state_BCK = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK)
         options: dict[str, Any] = {"state_BHPN": state_BRPN, "seq_idx_BL": seq_idx_BL, "impl": self.impl}
@@ -289,42 +277,36 @@ class SSMHeads(nn.Module):
         return y_BLRP, conv_state_BCK, state_BRPN
 
     def _run_in_segments(
-        self,
-        hidden_BLD: Tensor,
-        token_mask_BL: Tensor | None,
-        seq_idx_BL: Tensor | None,
-        conv_state_BCK: Tensor | None,
-        state_BRPN: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`_run`, ``segment_len`` tokens at a time. A document that begins with a segment gets no state."""
-        size = cast(int, self.segment_len)
+        self, hidden_BLD: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any, state_BRPN: Any
+    ) -> tuple[Tensor, Any, Any]:
+        """Do as `_run`, ``segment_len`` tokens at a time. A document that begins with a segment gets no state."""
+        size: Any = self.segment_len
         ys = []
-        for number, hidden in enumerate(hidden_BLD.split(size, dim=1)):
-            begin = number * size
-            token_mask, seq_idx = (
-                None if t is None else t[:, begin : begin + size] for t in (token_mask_BL, seq_idx_BL)
+        for begin in range(0, hidden_BLD.shape[1], size):
+            hidden, token_mask, seq_idx = (
+                None if t is None else t[:, begin : begin + size] for t in (hidden_BLD, token_mask_BL, seq_idx_BL)
             )
             if seq_idx_BL is not None and begin:
                 conv_state_BCK, state_BRPN = _of_document(seq_idx_BL, begin, conv_state_BCK, state_BRPN)
             states = conv_state_BCK, state_BRPN
             y, *states = cast(Any, checkpoint(self._run, hidden, token_mask, seq_idx, *states, use_reentrant=False))
-            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # they are slices of larger tensors
+            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # slices of larger tensors
             ys.append(y)
         return torch.cat(ys, dim=1), conv_state_BCK, state_BRPN
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-        """T_BRLS, with D on the diagonal and without the gate: y = T x."""
+        """Return T_BRLS, with D on the diagonal and without the gate: y = T x."""
         x, log_a, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
         mixing = mixing_matrix(log_a, b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
     def scan_inputs(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> tuple[Tensor, ...]:
-        """x_BLRP, log a [B, L, R], B_BLRN, C_BLRN as the scan reads them, and silu(z)_BLRP, which gates its output."""
+        """Return x_BLRP, log a [B, L, R], B_BLRN, C_BLRN as the scan reads them, and its output gate silu(z)_BLRP."""
         x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
         return x, log_decay(raw), b, c, F.silu(self._gate(hidden_BLD))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
+        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
         projections = self.x_proj, self.b_proj, self.c_proj
         if self.is_mamba2:
             parts = [F.linear(hidden_BLD, projection.weight) for projection in projections]
@@ -336,7 +318,7 @@ class SSMHeads(nn.Module):
         return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
 
     def _step(self, hidden_BLD: Tensor, token_mask_BL: Tensor | None, cache: HybridLayerCache) -> Tensor:
-        """One token after those in the cache; its states are overwritten where a kernel can."""
+        """Compute one token after those in the cache; a kernel overwrites the states in place if it can."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
         z_BLRP = self._gate(hidden_BLD)
         conv_state, ssm_state = cast(tuple[Tensor, Tensor], (cache.conv_state, cache.ssm_state))
@@ -359,14 +341,9 @@ class SSMHeads(nn.Module):
         return y_BRP.unsqueeze(1)
 
     def _convolved(
-        self,
-        xbc_BLC: Tensor,
-        raw_BLR: Tensor,
-        token_mask_BL: Tensor | None,
-        seq_idx_BL: Tensor | None,
-        conv_state_BCK: Tensor | None,
+        self, xbc_BLC: Tensor, raw_BLR: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R], and the convolution's state.
+        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R], and the convolution's state.
 
         Padding, which stands behind the tokens of its row, adds and decays nothing.
         """
@@ -398,9 +375,9 @@ class SSMHeads(nn.Module):
 
 
 def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order (for `_Reordered`) in which a row's tokens come before its padding, the way back, the mask then.
+    """Return the order (for `_Reordered`) with each row's tokens before its padding, the way back, the mask then.
 
-    Without a sort, and without waiting for the device to say whether there is padding.
+    Neither sorts nor waits for the device.
     """
     is_token = token_mask_BL != 0
     n_tokens_B1 = is_token.sum(dim=1, keepdim=True)
@@ -411,7 +388,7 @@ def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Reordered(torch.autograd.Function):
-    """Tokens [B, L, ..] in the order of ``index``, which counts over all rows. The gradient goes the way ``back``."""
+    """Reorder tokens [B, L, ..] by ``index``, which counts over all rows; the gradient by ``back``."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -424,10 +401,8 @@ class _Reordered(torch.autograd.Function):
         return _Reordered.apply(gradient, back, index), None, None
 
 
-def _of_document(
-    seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any
-) -> tuple[Tensor, Tensor]:
-    """What the states before token ``begin`` hold of its own document."""
+def _of_document(seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any) -> tuple[Tensor, Tensor]:
+    """Keep, of the states before token ``begin``, what belongs to its own document."""
     n_past = conv_state_BCK.shape[-1]
     own_BK = F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:] == seq_idx_BL[:, begin : begin + 1]
     continues_B = seq_idx_BL[:, begin - 1] == seq_idx_BL[:, begin]
@@ -435,49 +410,35 @@ def _of_document(
 
 
 class HybridMixer(nn.Module):
-    """Takes the place of an attention module: same inputs, same kind of output.
+    """Stand-in for the attention module of a layer: same inputs, same kind of output.
 
     ``attention`` is the backbone's own attention module, cut down to the kept heads and without output
     projection (None when no head is kept); ``ssm`` holds the recurrent heads (None when all are kept). Where queries
     and keys are normed over all heads, their projections stay whole and the kept heads are picked behind the norm.
     """
 
-    def __init__(
-        self,
-        attention: Any,
-        layout: AttentionLayout,
-        kept: list[int],
-        *,
-        n_heads: int,
-        n_kv_heads: int,
-        hidden_size: int,
-        d_state: int,
-        conv_width: int,
-        layer: int,
-        conv_bias: bool = False,
-        recurrence: str = "discrete",
-    ) -> None:
+    def __init__(self, attention: Any, config: HybridConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.kept = tuple(kept)
-        self.recurrent = tuple(head for head in range(n_heads) if head not in self.kept)
-        self.n_heads = n_heads
-        self.layout = layout
-        self.o_proj: nn.Linear = getattr(attention, layout.output)
-        self.head_dim = self.o_proj.in_features // n_heads
-        self.group_size = n_heads // n_kv_heads
+        self.n_heads: int = config.num_attention_heads
+        self.kept: tuple[int, ...] = tuple(config.kept[layer])
+        self.recurrent = config.recurrent_in(layer)
+        self.layout = find_layout(attention, f"the attention of layer {layer}")
+        self.o_proj: nn.Linear = getattr(attention, self.layout.output)
+        self.head_dim = self.o_proj.in_features // self.n_heads
+        self.group_size: int = self.n_heads // config.num_key_value_heads
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
-        for name in ("attention_type", "is_sliding"):  # what decoders of some transformers ask their attention for
+        for name in ("attention_type", "is_sliding"):  # read by decoders of some versions of transformers
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
         self._handed_out: list[int] | None = None
         self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` as the decoder layer got them, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
-        sizes = (hidden_size, len(self.recurrent), self.head_dim, d_state, conv_width, conv_bias, recurrence)
-        self.ssm = SSMHeads(*sizes) if self.recurrent else None
+        sizes = config.hidden_size, len(self.recurrent), self.head_dim, config.d_state, config.conv_width
+        self.ssm = SSMHeads(*sizes, config.conv_bias, config.recurrence) if self.recurrent else None
 
     def _cut_down(self, attention: Any) -> nn.Module:
-        """The backbone's attention with projections for the kept heads only; the builder fills them in."""
+        """Give the backbone's attention projections for the kept heads only; the builder fills them."""
         n_kept, n_stored = len(self.kept), len(self.kv_groups)
         n_all = self.n_heads, self.n_heads // self.group_size
         whole = set()
@@ -499,7 +460,7 @@ class HybridMixer(nn.Module):
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
             n_rep = 1
             self._handed_out = stored_for_kept  # else the backbone's own repeat fits
-        # What forwards read, under the names that families have for it.
+        # Counts that forwards read, by the names of the families.
         counts = {"num_heads": n_kept, "num_attention_heads": n_kept, "num_key_value_heads": n_stored}
         for name, count in {**counts, "num_key_value_groups": n_rep}.items():
             if hasattr(attention, name):
@@ -515,7 +476,7 @@ class HybridMixer(nn.Module):
         past_key_values: HybridCache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """(out_BLD, None): the teacher's output projection over all heads. See `heads` for the arguments."""
+        """Return (out_BLD, None): the teacher's output projection over all heads. See `heads` for the arguments."""
         y_BLHP = self.heads(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         return self.o_proj(y_BLHP.flatten(-2)), None
 
@@ -530,11 +491,11 @@ class HybridMixer(nn.Module):
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """All heads' outputs y_BLHP in the teacher's head order, before the output projection.
+        """Compute all heads' outputs y_BLHP in the teacher's head order, before the output projection.
 
         ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; both are for the
         recurrent heads, the kept ones get the backbone's ``attention_mask``. Other keyword arguments go to
-        the kept attention; a cache may come among them, under any of `CACHE_NAMES`.
+        the kept attention; a cache may be among them, under any of `CACHE_NAMES`.
         """
         cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         past_key_values = kwargs.pop(cache_name, past_key_values)
@@ -561,7 +522,7 @@ class HybridMixer(nn.Module):
         return self._in_teacher_order(attended, recurred)
 
     def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-        """T_BHLS of the recurrent heads, D included: the counterpart of their attention maps."""
+        """Return T_BHLS of the recurrent heads, D included: the counterpart of their attention maps."""
         if self.ssm is None:
             raise ValueError(f"layer {self.layer} keeps all its heads; only recurrent heads have mixing matrices.")
         return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)

@@ -1,11 +1,10 @@
-"""The student: a transformers decoder whose attention modules are `HybridMixer`s; the rest is the backbone's.
+"""The student: a transformers decoder whose attention modules are `HybridMixer`s; all else is the backbone's.
 
 Shapes: B batch, L length, S source length, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
@@ -23,8 +22,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .configuration_hybrid import HybridConfig
-from .layout import attention_name, decoder_of, find_layout
+from .configuration_hybrid import HybridConfig, rope_by_length
+from .layout import attention_name, decoder_of
 from .mixer import ROW_ARGUMENTS, HybridCache, HybridMixer
 
 # transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
@@ -34,7 +33,6 @@ CACHE_WITH_PACKING = (
     "packed documents (seq_idx, cu_seq_lens_q, or position_ids that restart) cannot be continued from a cache; "
     "drop the cache, or pass positions that go on from it."
 )
-WRONG_KEYS = ("missing_keys", "unexpected_keys")
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 FULL = "full_attention"
 # Kinds of layers that do not see everything, and the field of a config with their size.
@@ -68,12 +66,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         config._attn_implementation = backbone.config._attn_implementation
         self.model: Any = decoder_of(backbone)
         self.lm_head: Any = backbone.get_output_embeddings()
-        self._tied_weights_keys = {"lm_head.weight": f"model.{_embedding_name(self.model)}.weight"}
+        embedding = self.model.get_input_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is embedding)
+        self._tied_weights_keys = {"lm_head.weight": f"model.{name}.weight"}
         self._no_split_modules = backbone._no_split_modules
         self._longrope_switch = _longrope_switch(backbone)
         for index, layer in enumerate(self.model.layers):
             name = attention_name(layer)
-            setattr(layer, name, _make_mixer(getattr(layer, name), config, index))
+            setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
             layer.__class__ = _handing_over(type(layer), name)
         self.post_init()
         for mixer in self.mixers():  # post_init leaves submodules to the backbone, which does not know these
@@ -90,7 +90,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if output_loading_info:
             return loaded
         model, info = loaded
-        if wrong := [f"{kind.split('_')[0]}: {_some(info[kind])}" for kind in WRONG_KEYS if info[kind]]:
+        names = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
+        if wrong := [f"{len(found)} {kind}: {', '.join(found[:3])}" for kind, found in names.items() if found]:
             where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
             raise ValueError(
                 f"the tensors of {where} are not this model's under transformers {__version__} "
@@ -103,7 +104,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def mixers(self) -> list[HybridMixer]:
-        """The mixer of each layer."""
+        """Return the mixer of each layer."""
         return [getattr(layer, attention_name(layer)) for layer in self.model.layers]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -113,7 +114,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.set_input_embeddings(value)
 
     def set_segment_len(self, segment_len: int | None) -> None:
-        """Let recurrent heads run over so many tokens at a time (`SSMHeads`); None is a row at once."""
+        """Run recurrent heads over so many tokens at a time (`SSMHeads`); None is a whole row."""
         for mixer in self.mixers():
             if mixer.ssm is not None:
                 mixer.ssm.segment_len = segment_len
@@ -126,40 +127,41 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 mixer.ssm.impl = impl
 
     def new_cache(self, kv_dtype: torch.dtype | None = None) -> HybridCache:
-        """An empty cache that fits this model.
+        """Make an empty cache that fits this model.
 
-        Keys and values are stored in ``kv_dtype``, of `KV_DTYPES`, or as they come; recurrent states stay in float32.
+        Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), or as they come; recurrent states stay in float32.
         """
         return HybridCache(layer_windows(self.model.config), kv_dtype)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """`generate` starts from this model's own cache. Raises ValueError for what would come out wrong."""
+        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation is {kind!r}; a hybrid has a cache of its own, which holds recurrent states too: "
+                f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
                 "leave it out."
             )
         if getattr(generation_config, "is_assistant", False):
             raise ValueError(
                 "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
-                "tokens; use an assistant_model without recurrent heads."
+                "tokens. Pass an assistant_model without recurrent heads."
             )
         mask = model_kwargs.get("attention_mask")
         in_pieces = generation_config.prefill_chunk_size is not None
         if in_pieces and __version__.startswith("4.") and mask is not None and not mask.all():
             raise ValueError(
                 f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
-                "use version 5, or leave prefill_chunk_size out."
+                "install version 5, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers does, but read all anew where LongRoPE goes over to its long factors, as Phi-3 itself does:
-        the keys in the cache were turned by the short ones.
+        """Prepare inputs as transformers does, but drop the cache where LongRoPE switches to its long factors.
+
+        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there.
         """
         cache, switch = kwargs.get("past_key_values"), self._longrope_switch
         length = input_ids.shape[1]
@@ -174,7 +176,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it lays several sequences end to end, and a recurrent state would run from one into the next."""
+        """Refuse: sequences are laid end to end, and a recurrent state would run from one into the next."""
         raise ValueError(
             "continuous batching (cache_implementation='paged') keeps keys and values only, no recurrent states; "
             "call generate with a left-padded batch."
@@ -193,23 +195,16 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Next-token logits.
+        """Compute next-token logits.
 
         ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row,
-        ascending: positions restart and nothing passes from one document to the next. Without it, ``position_ids``
-        that restart within a row say the same, or ``cu_seq_lens_q``, the documents' borders in all rows laid end to
-        end (transformers' conventions). ``use_cache`` defaults to True except in training and with packed documents.
-        Raises ValueError for a cache of another class, or a cache with packed documents.
+        ascending: positions restart and nothing passes from one document to the next. Transformers' own conventions
+        work too: ``position_ids`` that restart within a row, or ``cu_seq_lens_q``, the documents' borders in all rows
+        laid end to end. ``use_cache`` defaults to True except in training and with packed documents. Raises ValueError
+        for a cache of another class, or a cache with packed documents.
         """
         outputs = self.backbone_outputs(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            seq_idx,
-            **kwargs,
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, seq_idx, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
@@ -235,13 +230,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`forward` up to the output embedding: ``last_hidden_state`` [B, L, D] is what that would read."""
+        """Run `forward` up to the output embedding, which reads ``last_hidden_state`` [B, L, D]."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None:
             raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
         if past_key_values is not None and not isinstance(past_key_values, HybridCache):
             raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}, which holds no recurrent state; "
+                f"past_key_values is a {type(past_key_values).__name__}, which cannot hold recurrent states; "
                 "pass model.new_cache(), or nothing."
             )
         batch, length = inputs.shape[:2]
@@ -265,7 +260,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         if not any(mixer.kept for mixer in self.mixers()):
-            attention_mask = None  # nobody reads it, and the backbone would make length² numbers of it
+            attention_mask = None  # unread, and the backbone would expand it to length² numbers
         elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
             packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask)
             attention_mask = packed["attention_mask"]
@@ -282,7 +277,6 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-
     def _refuse_padding_in_windows(self, attention_mask_BS: Tensor) -> None:
         """Raise ValueError for padding between the tokens of a row that is longer than the window of a kept head."""
         windows = layer_windows(self.model.config)
@@ -298,24 +292,18 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
 
-def _some(names: Iterable[str], n: int = 3) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:n]) + (f" and {len(listed) - n} more" if len(listed) > n else "")
-
-
 def packed_inputs(
     seq_idx_BL: Tensor,
     dtype: torch.dtype = torch.float32,
     config: PretrainedConfig | None = None,
     mask_BL: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Arguments that make any transformers decoder treat the documents packed in a row as if each were alone.
+    """Make arguments for any transformers decoder that keep the documents packed in a row apart.
 
-    Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]:
-    boolean for a ``config`` that says sdpa, else additive in ``dtype``, which sdpa and eager both take. Pass
-    the model's ``config`` also for its windows and chunks (the mask of a model that mixes kinds of layers is then a
-    dictionary by layer type). ``mask_BL`` is 0 at padding. Raises ValueError for an attention
-    implementation that takes no such mask.
+    Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]: boolean
+    for a ``config`` with sdpa, else additive in ``dtype``, which sdpa and eager both take. Pass the model's ``config``
+    also for its windows and chunks; where layers differ in kind, the mask is a dictionary by layer type. ``mask_BL`` is
+    0 at padding. Raises ValueError for an attention implementation that takes no such mask.
     """
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", None):
@@ -328,7 +316,7 @@ def packed_inputs(
 
     distance_LL = index_L.unsqueeze(1) - index_L
     n_between = distance_LL
-    if mask_BL is not None:  # a window is one of tokens
+    if mask_BL is not None:  # windows count tokens, not padding
         place_BL = mask_BL.bool().cumsum(dim=1)
         n_between = place_BL.unsqueeze(2) - place_BL.unsqueeze(1)
     seen = (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)) & (distance_LL >= 0)
@@ -372,26 +360,18 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
 
 
 def _longrope_switch(backbone: PreTrainedModel) -> int | None:
-    """Tokens beyond which `generate` of a backbone with LongRoPE reads all anew; None for one that does not."""
-    config = backbone.config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    """Return the tokens beyond which `generate` of a backbone with LongRoPE reads all anew; None if it never does."""
     name = "prepare_inputs_for_generation"
     has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # Phi-3 has, Llama has not
-    if rope.get("rope_type", rope.get("type")) != "longrope" or not has_own_way:
-        return None
-    trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return trained or config.max_position_embeddings
-
-
-def _embedding_name(model: Any) -> str:
-    embedding = model.get_input_embeddings()
-    return next(name for name, module in model.named_modules() if module is embedding)
+    kind, trained = rope_by_length(backbone.config) or ("", 0)
+    return trained if kind == "longrope" and has_own_way else None
 
 
 @lru_cache
 def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
-    """The same decoder layer, which lets its mixer know of `ROW_ARGUMENTS` by itself: Nemotron's drops arguments that
-    it does not know. A class and no hook: what recomputes a layer's activations runs its forward alone.
+    """Subclass a decoder layer so that it hands `ROW_ARGUMENTS` to its mixer itself: some (Nemotron's) drop arguments.
+
+    Not a hook, because gradient checkpointing runs a layer's forward alone.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -406,31 +386,15 @@ def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Modul
     return type(layer_class.__name__, (layer_class,), names)
 
 
-def _make_mixer(attention: Any, config: HybridConfig, layer: int) -> HybridMixer:
-    return HybridMixer(
-        attention,
-        find_layout(attention, f"the attention of layer {layer}"),
-        config.kept[layer],
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        hidden_size=config.hidden_size,
-        d_state=config.d_state,
-        conv_width=config.conv_width,
-        layer=layer,
-        conv_bias=config.conv_bias,
-        recurrence=config.recurrence,
-    )
-
-
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """How many tokens a token of each layer sees at most, itself included; None where it sees all before it."""
+    """Return how many tokens a token of each layer sees, itself included; None where it sees all before it."""
     return [window for _, window in _kinds_and_windows(config)]
 
 
 def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | None]]:
-    """The kind of each layer, of `LIMITED` or `FULL`, and its window.
+    """Return the kind of each layer, of `LIMITED` or `FULL`, and its window.
 
-    A field counts if the family's configurations have it. Any other may stand in a config.json, and no model reads it.
+    Only fields that the family's configurations have count: a config.json may hold others, which no model reads.
     """
     if config is None:
         return []
@@ -446,7 +410,7 @@ def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int |
 
 @torch.compiler.assume_constant_result
 def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
-    """Those of ``layer_types`` and `LIMITED` that the family's configurations have."""
+    """Return those of ``layer_types`` and `LIMITED` that the family's configurations have."""
     if kind not in _known:  # no lru_cache, which torch.compile would trace through
         names = ("layer_types", *LIMITED.values())
         try:
@@ -458,14 +422,14 @@ def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
 
 
 def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
-    """1 at tokens, 0 at padding, [B, L], from the mask over past and new tokens; 4-D masks do not tell."""
+    """Cut the mask over past and new tokens to the new ones, [B, L]; None for a 4-D mask, which does not tell."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return None
     return attention_mask[:, -length:]
 
 
 def _between(borders: Tensor, batch: int, length: int) -> Tensor:
-    """seq_idx_BL from the documents' borders in all rows laid end to end: 0, the first one's length, ..."""
+    """Make seq_idx_BL from the documents' borders in all rows laid end to end: 0, the first one's length, ..."""
     place_T = torch.arange(batch * length, device=borders.device)
     return torch.bucketize(place_T, borders.flatten()[1:].long(), right=True).view(batch, length)
 
@@ -473,10 +437,10 @@ def _between(borders: Tensor, batch: int, length: int) -> Tensor:
 def _restarts(
     position_ids: Tensor, attention_mask: Any, past: HybridCache | None, batch: int, length: int, cached: bool
 ) -> Tensor | None:
-    """seq_idx_BL by positions that do not rise from one token to the next; None where all do.
+    """Make seq_idx_BL from positions that do not rise from one token to the next; None where all rise.
 
-    Without a mask and a cache a leap is a border too: there, transformers takes it for one. Whether there are borders
-    is asked of the device, once. A compiled graph cannot ask: it assumes some, and none where there is a cache.
+    Without a mask and a cache a leap is a border too, as in transformers. The device is asked once whether there are
+    borders. A compiled graph cannot ask: it assumes some, and none where there is a cache.
     """
     token_mask = _token_mask(attention_mask, length)
     n_past = 0 if past is None else past.get_seq_length()
@@ -502,7 +466,7 @@ def _restarts(
 
 
 def _packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch: int) -> bool:
-    """Whether the backbone's attention is one that takes no mask of documents, but the same arguments as `forward`."""
+    """Tell whether the backbone's attention takes no mask of documents, but the same arguments as `forward`."""
     implementation = getattr(config, "_attn_implementation", None) or ""
     if implementation == "flex_attention":
         return position_ids is not None
@@ -510,12 +474,12 @@ def _packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batc
 
 
 def finishes_logits(config: PretrainedConfig) -> bool:
-    """Whether logits are more than the output embedding's product with the last hidden state."""
+    """Tell whether logits are more than the output embedding's product with the last hidden state."""
     return any(getattr(config, name, None) is not None for name in LOGIT_OPTIONS)
 
 
 def finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
-    """What some families do behind the output embedding: see `LOGIT_OPTIONS`."""
+    """Scale and cap logits behind the output embedding as some families do (`LOGIT_OPTIONS`)."""
     if getattr(config, "logits_scaling", None) is not None:
         logits_BLV = logits_BLV / config.logits_scaling
     if getattr(config, "logit_scale", None) is not None:

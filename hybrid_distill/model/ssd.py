@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 def log_decay(raw: Tensor) -> Tensor:
-    """The decay formula, used by every code path: log a = -softplus(raw), in fp32 at least."""
+    """Compute the decay, in fp32 at least: log a = -softplus(raw), for every code path."""
     return -F.softplus(raw.to(_state_dtype(raw)))
 
 
 def raw_decay(half_life: Tensor) -> Tensor:
-    """The inverse: the raw value whose decay halves a state in ``half_life`` tokens."""
+    """Invert `log_decay`: the raw value whose decay halves a state in ``half_life`` tokens."""
     return torch.log(torch.expm1(math.log(2.0) / half_life))
 
 
@@ -101,30 +101,23 @@ def gated_ssd_scan(
     seq_idx_BL: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``(scan(x) + D x) silu(z)`` and the last state: `ssd_scan` from the raw decay on, in one kernel where there
-    is one. Arguments and errors as there.
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state, in one kernel if there is one.
+
+    Arguments and errors are those of `ssd_scan`, which takes log a instead of the raw decay.
     """
     if x_BLHP.shape[1] > 0 and _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1]) == "triton":
         inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
             return _kernels("ssd").ssd(*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     log_a_BLH = log_decay(raw_BLH)
-    y_BLHP, state = ssd_scan(
-        x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl
-    )
+    y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
     return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
 def gated_ssd_step(
-    x_BHP: Tensor,
-    raw_BH: Tensor,
-    b_BHN: Tensor,
-    c_BHN: Tensor,
-    D_H: Tensor,
-    z_BHP: Tensor,
-    state_BHPN: Tensor,
+    x_BHP: Tensor, raw_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of `gated_ssd_scan`: y_BHP and the new state."""
+    """Compute one token of `gated_ssd_scan`: y_BHP and the new state."""
     y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
     return _skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
@@ -141,11 +134,10 @@ def step_in_place(
     token_mask_B: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor | None:
-    """One token of `causal_conv` and `gated_ssd_scan` as one kernel that writes both states in place: y_BHP.
+    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel that writes both states in place: y_BHP.
 
-    ``token_mask_B`` is 0 where there is padding instead of a token: that leaves both states alone. None, and nothing
-    done, where ``impl`` has no such kernel, where a gradient may be asked for, or where the states are not laid out for
-    it.
+    ``token_mask_B`` is 0 at padding, which leaves both states alone. Does nothing and returns None where gradients are
+    on, ``impl`` has no such kernel, or the states are not laid out for it.
     """
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
@@ -163,7 +155,7 @@ def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
 def ssd_step(
     x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
+    """Compute one token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
     dtype = _state_dtype(x_BHP, state_BHPN)
     x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
     state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
@@ -171,7 +163,7 @@ def ssd_step(
 
 
 def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-    """T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
+    """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
 
     The counterpart of an attention map; quadratic in the length. fp32 (fp64 for fp64 inputs).
     """
@@ -191,11 +183,11 @@ def causal_conv(
     n_tokens_B: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
+    """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
 
     The last tap sees the current token. The state is the last K - 1 inputs, [B, C, K - 1] (zeros if absent);
-    with ``seq_idx_BL`` no tap reaches into another document. Returns y_BLC and the state after the last
-    token: that of each row is its input ``n_tokens_B`` - 1, where padding follows the tokens.
+    with ``seq_idx_BL`` no tap reaches into another document. Returns y_BLC and the state after each row's last
+    token: its last input, or input ``n_tokens_B`` - 1 where padding follows the tokens.
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
@@ -220,7 +212,7 @@ def causal_conv(
 
 
 def _last_tokens(x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int) -> Tensor:
-    """The last inputs up to each row's last token, [B, C, K - 1], of which some may be those of the state."""
+    """Return the last inputs up to each row's last token, [B, C, K - 1]; some may come from the state."""
     place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(-1)
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
@@ -238,7 +230,7 @@ def check_implementation(impl: str) -> None:
 
 
 def _choose(impl: str, x: Tensor, *sizes: int) -> str:
-    """What "auto" is for a tensor and these head and state sizes; any other name is checked and returned."""
+    """Resolve "auto" for a tensor and these head and state sizes; check and return any other name."""
     if impl != "auto":
         check_implementation(impl)
         return impl
@@ -248,7 +240,7 @@ def _choose(impl: str, x: Tensor, *sizes: int) -> str:
 
 @cache
 def _absent(impl: str) -> tuple[str, ...]:
-    """What ``impl`` needs and is not there. A package that is there and broken raises when it is imported."""
+    """Return the packages that ``impl`` needs and are not installed. A broken package raises when it is imported."""
     needed = {"triton": ("hybrid_kernels", "triton"), "mamba_ssm": ("mamba_ssm",)}.get(impl, ())
     absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
     if absent:
@@ -257,15 +249,17 @@ def _absent(impl: str) -> tuple[str, ...]:
 
 
 def _kernels(name: str) -> ModuleType:
-    """A module of kernels, named in a string: a checkpoint that carries this file must not ask for the package."""
+    """Import a module of kernels by a string, so that transformers does not require the package for an export."""
     return importlib.import_module(f"hybrid_kernels.{name}")
 
 
 def _scan_mamba_ssm(
     x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """mamba-ssm's kernels. Theirs is the continuous form, in which a step size dt decays by exp(-dt) and scales the
-    input: with dt = -log a, the input is divided by it first.
+    """Scan with mamba-ssm's kernels.
+
+    They compute the continuous form, in which a step dt decays by exp(-dt) and scales the input: dt is -log a here, and
+    the input is divided by it first.
     """
     combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     dt = -log_a.float()
@@ -290,13 +284,13 @@ def _state_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
-    """Is the token ``back`` places earlier of the same document? What precedes the row is of its first."""
+    """Tell where the token ``back`` places earlier is of the same document; a row continues its first document."""
     before_BK = seq_idx_BL[:, :1].expand(-1, back)
     return torch.cat([before_BK, seq_idx_BL], dim=1)[:, : seq_idx_BL.shape[1]] == seq_idx_BL
 
 
 def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """-inf where token i does not see token j (j is later, or of another document), else 0: [.., L, L]."""
+    """Return -inf where token i does not see token j (later, or of another document), else 0: [.., L, L]."""
     later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
     if seq_idx is not None:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
@@ -306,24 +300,24 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
-    """cum_i, the sum of log a over the tokens [.., H, L] that token i sees: it restarts with each document.
+    """Sum log a over the tokens [.., H, L] that token i sees: cum_i, which restarts with each document.
 
-    A product, so that no bit of one document enters the sums of another, nor the gradients. In float64, because the
-    difference of two long sums has lost its small terms in float32 (which is all that MPS has).
+    A matrix product, so that no bit of one document enters the sums or gradients of another. In float64, because the
+    difference of two long sums loses its small terms in float32 (all that MPS has).
     """
     wide = log_a.dtype if log_a.device.type == "mps" else torch.float64
     return log_a.to(wide) @ (unseen == 0).to(wide).mT
 
 
 def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
-    """exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing can overflow."""
+    """Return exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing overflows."""
     return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
 
 
 def _scan_reference(
     x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of the module docstring, token by token."""
+    """Run the recurrence of the module docstring token by token."""
     ys = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
@@ -336,9 +330,9 @@ def _scan_reference(
 def _scan_chunked(
     x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Matrix products only: a chunk's mixing matrix within it, its end state from chunk to chunk.
+    """Scan by matrix products: a mixing matrix within each chunk, states from chunk to chunk.
 
-    1. What each chunk adds to the state.  2. The state before each chunk.  3. The outputs, from both.
+    1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
     """
     batch, length, n_heads, head_dim = x.shape
     log_a_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
@@ -362,10 +356,10 @@ def _scan_chunked(
 class _ChunkOutputs(torch.autograd.Function):
     """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
-    By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as
-    often: but for j = i, every term of y_i has the factor exp(cum_i), every term of dx_j the factor exp(-cum_j), so
-    that the gradient of cum is dy_i . y_i - x_i . dx_i. The terms of j = i, which no decay enters, are kept out of
-    it: where decays are strong, they would drown the others.
+    By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as often. But for
+    j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor exp(-cum_j), so that the
+    gradient of cum is dy_i . y_i - x_i . dx_i. The terms of j = i, which no decay enters, stay apart: they would drown
+    the others where decays are strong.
     """
 
     @staticmethod
@@ -396,7 +390,7 @@ class _ChunkOutputs(torch.autograd.Function):
 
 
 def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
-    """[B, L, H, .] -> [B, H, M, Q, .]; a ragged end is filled with zeros, which change no state (a = 1)."""
+    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros, which change no state (a = 1), fill a ragged end."""
     missing = -t_BLH.shape[1] % chunk_size
     if missing:
         t_BLH = F.pad(t_BLH, (0, 0, 0, 0, 0, missing))
@@ -404,22 +398,22 @@ def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 
 
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
-    """seq_BMQ; a ragged end belongs to the last document."""
+    """Reshape to seq_BMQ; a ragged end belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
     return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk_size))
 
 
 def _incoming(seq_BMQ: Tensor) -> Tensor:
-    """The document that the state before each chunk is of, [B, M, 1]."""
+    """Return the document of the state before each chunk, [B, M, 1]."""
     return torch.cat([seq_BMQ[:, :1, :1], seq_BMQ[:, :-1, -1:]], dim=1)
 
 
 def _carry(
     added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The states before each chunk, and after the last one: S_m = a_m S_{m-1} + added_m, a block at a time.
+    """Return the states before each chunk, and after the last one: S_m = a_m S_{m-1} + added_m, a block at a time.
 
-    A chunk in which a document starts lets nothing of the state before it through.
+    A chunk in which a document starts blocks the state before it.
     """
     starts_BM = None if seq_BMQ is None else (seq_BMQ[..., -1:] != _incoming(seq_BMQ)).squeeze(-1)
     before = []

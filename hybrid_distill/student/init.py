@@ -1,24 +1,23 @@
-"""How recurrent heads start: from the teacher's own weights, or at random. Compared in benchmarks/init.py.
+"""Initialize recurrent heads, from the teacher's own weights or at random. Compared in benchmarks/init.py.
 
-A head that starts well is near its attention head before the first step: softmax attention is a decaying
-average of the values, bent towards what the head looks for,
+A head that starts well is near its attention head before the first step. Softmax attention is a decaying average of the
+values, bent towards what the head looks for,
 
     softmax(s)_ij  ~  (average + content s_ij) (1 - a) a^(i - j)  +  skip [i = j]
 
-with s_ij = q_i . k_j / sqrt(P) through the best factors of W_q^T W_k. One state dimension is a constant
-feature, for the average; a sum over the past is not an average, hence 1 - a. The convolution's taps stand for
-heads that look back one, two or three tokens. Without calibration data the numbers are guesses; with it they
-are fitted to each head by least squares, in closed form.
+with s_ij = q_i . k_j / sqrt(P) through the best factors of W_q^T W_k. One state dimension is a constant feature, for
+the average; 1 - a turns the state's sum over the past into an average. The convolution's taps imitate heads that look
+back one, two or three tokens. Without calibration data the numbers are guesses; with it they are fitted to each head by
+least squares, in closed form.
 
-Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model width, K conv width, F
-factors.
+Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model width, K conv width, F factors.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,9 @@ from ..model.ssd import causal_conv, raw_decay, ssd_scan
 from ..teacher import AttentionSite
 
 Started = dict[str, tuple[Tensor, tuple[str, ...]]]
+"""Tensors of `SSMHeads` by name, each with the names of its sources in the attention."""
 
-NOISE = 0.02  # for B where C is 0: had both no value, neither would have a gradient
+NOISE = 0.02  # of B where C is 0: were both 0, neither would get a gradient
 FLOOR = 0.05  # least share of the average, for the same reason
 HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # tokens, tried by the fit
 RIDGE = 1e-4  # relative; the fit's features may be nearly the same
@@ -39,7 +39,7 @@ RIDGE = 1e-4  # relative; the fit's features may be nearly the same
 
 @dataclass(frozen=True)
 class SSMInit:
-    """One way to start recurrent heads."""
+    """Recipe for starting recurrent heads."""
 
     values: bool = True  # x from the teacher's v; else at random
     factors: bool = True  # B and C from q and k; else at random
@@ -57,23 +57,20 @@ INITS: dict[str, SSMInit] = {
     "svd": SSMInit(average=False, skip=1.0),
     "random": SSMInit(values=False, factors=False, average=False, skip=1.0),
 }
-
-
 DEFAULT_INIT = "teacher"  # the best that needs no text to be fitted to
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What went into a layer's attention, and what its heads made of it, on calibration data."""
+    """Inputs of a layer's attention and outputs of its heads on calibration data."""
 
     hidden_BLD: Tensor
     heads_BLHP: Tensor
     seq_idx_BL: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Coefficients:
-    """The numbers of the module docstring, one per head, and the convolution of the values."""
+class _Coefficients(NamedTuple):
+    """Numbers of the module docstring, one per head, and the convolution of the values."""
 
     half_life_R: Tensor
     average_R: Tensor
@@ -82,9 +79,8 @@ class _Coefficients:
     taps_RK: Tensor
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """C u_i . B u_j stands for the scores of each head, with about unit spread; F rows a head."""
+class _Factors(NamedTuple):
+    """Factors of each head's scores, F rows a head: C u_i . B u_j, with about unit spread."""
 
     b_weight_RFD: Tensor
     b_bias_RF: Tensor
@@ -100,9 +96,9 @@ def init_ssm(
     generator: torch.Generator,
     trace: LayerTrace | None = None,
 ) -> Started:
-    """Tensors of the `SSMHeads` that replace ``heads``, each with the names of its sources in the attention.
+    """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
-    fp32, on the teacher's device. A fitted init needs a ``trace``, the others take no notice of it.
+    A fitted init needs a ``trace``, the others ignore it.
     """
     x_weight, x_bias = _values(init, site, heads, generator)
     factors = _factors(init, site, heads, config.d_state - init.average, generator, trace)
@@ -142,7 +138,7 @@ def init_ssm(
 
 
 def _guess(init: SSMInit, n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
-    """The same for every head, but for half-lives that cover the useful range."""
+    """Give every head the same coefficients, with half-lives that cover the useful range."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
     ones = torch.ones(n_heads, device=device)
@@ -151,7 +147,7 @@ def _guess(init: SSMInit, n_heads: int, conv_width: int, device: torch.device) -
 
 
 def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
-    """Weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
+    """Return weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
     b_weight, b_bias = factors.b_weight_RFD, factors.b_bias_RF
     c_weight, c_bias = factors.c_weight_RFD, factors.c_bias_RF
     if init.average:
@@ -168,8 +164,10 @@ def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tup
 
 
 def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose SiLU is about what the rows were: twice as large where they depend on the input, since its slope at 0
-    is one half, and inverted where they are a positive constant.
+    """Return rows whose SiLU is about the given rows.
+
+    They are twice as large where they depend on the input, since SiLU's slope at 0 is one half, and inverted where they
+    are a positive constant.
     """
     inverse_C = bias_C.clone()
     for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
@@ -183,11 +181,11 @@ def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
 
 
 def _projection(site: AttentionSite, part: Part) -> nn.Linear:
-    return cast(nn.Linear, site.module.get_submodule(getattr(site.layout, part)))
+    return site.linear(getattr(site.layout, part))
 
 
 def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
-    """Weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
+    """Return weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
     assert site.layout is not None
     projection, head_dim = _projection(site, part), site.head_dim
     block = site.layout.block(part, head, site.n_heads, site.n_kv_heads)
@@ -197,20 +195,19 @@ def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
 
 
 def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
-    """Small noise, drawn on the CPU: the same on every device."""
+    """Draw small noise on the CPU: the same on every device."""
     return torch.randn(*shape, generator=generator).to(like.device) * NOISE
 
 
 def _values(
     init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """x_proj: each head reads the values of its KV group."""
+    """Make x_proj: each head reads the values of its KV group."""
     weight = _projection(site, "value").weight
     if not init.values:
         n_rows = len(heads) * site.head_dim
-        return _normal(generator, n_rows, weight.shape[1], like=weight), torch.zeros(
-            n_rows, device=weight.device
-        )
+        x_weight = _normal(generator, n_rows, weight.shape[1], like=weight)
+        return x_weight, torch.zeros(n_rows, device=weight.device)
     group_size = site.n_heads // site.n_kv_heads
     per_head = [_rows(site, "value", head // group_size) for head in heads]
     return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
@@ -236,9 +233,9 @@ def _factors(
 
 
 def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [D] of the layer's inputs, and square roots [D, D] of their second moment and their covariance.
+    """Return the mean [D] of the layer's inputs, and square roots [D, D] of their second moment and covariance.
 
-    Without data: white noise behind the layer's input norm, whose gains tell how much each channel varies.
+    Without data, inputs are white noise behind the layer's input norm, whose gains are the channels' spreads.
     """
     if trace is None:
         norm = getattr(site.block, "input_layernorm", None)
@@ -263,7 +260,7 @@ def _score_factors(
     generator: torch.Generator,
     unit_spread: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
+    """Return B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
 
     Best in the mean square over the layer's inputs; keys are taken relative to their mean, which no softmax
     sees. Beyond the rank of the scores B is small noise and C is zero.
@@ -285,15 +282,13 @@ def _score_factors(
     to_b_FP = root_F1 * (vh_PP[:rank] @ torch.linalg.pinv(rk_PP).T)
     missing = (0, 0, 0, n_factors - rank)
     b_weight, c_weight = (nn.functional.pad(w, missing) for w in (to_b_FP @ wk_PD, to_c_FP @ wq_PD))
-    b_bias, c_bias = (
-        nn.functional.pad(b, missing[2:]) for b in (-to_b_FP @ (wk_PD @ mean_D), to_c_FP @ bq_P)
-    )
+    b_bias, c_bias = (nn.functional.pad(b, missing[2:]) for b in (-to_b_FP @ (wk_PD @ mean_D), to_c_FP @ bq_P))
     b_weight[rank:] = _normal(generator, n_factors - rank, b_weight.shape[1], like=b_weight)
     return b_weight, b_bias, c_weight, c_bias
 
 
 def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """One head's query or key projection; a norm behind it is replaced by its usual effect."""
+    """Return one head's query or key projection; a norm behind it is replaced by its usual effect."""
     weight_PD, bias_P = _rows(site, part, head)
     norm = head_norm(site.module, part)
     if norm is None:
@@ -312,7 +307,7 @@ def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor
 
 
 class _Best:
-    """Keeps, for every head, what was found with the least error."""
+    """Best numbers found for every head, by least error."""
 
     def __init__(self, found_RG: Tensor) -> None:
         self.found_RG = found_RG
@@ -333,7 +328,7 @@ def _fit(
     conv_width: int,
     trace: LayerTrace,
 ) -> _Coefficients:
-    """Coefficients nearest to the heads' outputs: per head, with its values as they are or convolved."""
+    """Fit coefficients to the heads' outputs: per head, with its values as they are or convolved."""
     hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
     target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
     values_BLRP = (hidden @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
@@ -361,7 +356,7 @@ def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) 
 
 
 def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BLRF: Tensor) -> Tensor:
-    """Decaying average of x, each value weighted by C_i . B_j if they are given."""
+    """Average x with decay, each value weighted by C_i . B_j if they are given."""
     a = 0.5 ** (1.0 / half_life)
     b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
     log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
@@ -369,7 +364,7 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
 
 
 def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
-    """Per head, weights [R, G] of the features nearest to the target, and the squared error [R]."""
+    """Return, per head, weights [R, G] of the features nearest to the target, and the squared error [R]."""
     features = features_GBLRP.movedim(3, 0).flatten(2)  # [R, G, B * L * P]
     target = target_BLRP.movedim(2, 0).reshape(len(features), -1, 1)
     gram = (features @ features.mT).double()
@@ -380,10 +375,8 @@ def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor,
     return weights.squeeze(-1).float(), target.double().square().sum((-2, -1)) - explained
 
 
-def _fit_taps(
-    values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None
-) -> Tensor:
-    """Convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
+def _fit_taps(values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None) -> Tensor:
+    """Fit convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
     width = identity_RK.shape[1]
     taps = [identity_RK.roll(-back, 1) for back in reversed(range(width))]
     looking_back = [_convolved(values_BLRP, taps_RK, seq_idx_BL) for taps_RK in taps]
@@ -393,7 +386,7 @@ def _fit_taps(
         weights_RG, error_R = _least_squares(torch.stack([*looking_back, average]), target_BLRP)
         taps_RK = weights_RG[:, :width]
         total_R1 = taps_RK.sum(1, keepdim=True)
-        # Taps that cancel out would leave nothing of the average.
+        # Taps that cancel out would erase the average.
         cancels_R = total_R1.squeeze(1).abs() < 0.3 * taps_RK.abs().sum(1)
         best.offer(taps_RK / total_R1, error_R.masked_fill(cancels_R, math.inf))
     return best.found_RG

@@ -1,14 +1,14 @@
-"""Check a model on a few random tokens: a document is the same packed, padded and from a cache as it is alone.
+"""Check a model on a few random tokens: a document is the same packed, padded, from a cache and alone.
 
-A decoder that lets documents of a row see one another, or counts padding as text, would train and evaluate without an
-error; each family of models has code of its own for this, and each version of transformers another.
+A decoder that lets documents of a row see one another, or counts padding as text, trains and evaluates without an
+error. Each family of models has its own code for this, and each version of transformers changes it.
 
 Shapes: L length, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,13 +22,13 @@ from ..model.modeling_hybrid import LIMITED
 from ..teacher import SUPPORTED, decoder_blocks, eval_mode, rope_by_length, text_config
 
 BESIDE = 5
-"""Tokens of another document, or of padding, before the one that is looked at."""
+"""Tokens of another document, or of padding, before the compared document."""
 PIECES = (5, 1, 1, 4)
-"""Pieces in which the document is read into a cache."""
+"""Lengths of the pieces in which the document is read into a cache."""
 WINDOW = 4
 """Longest window and chunk during the check: the document has to be longer."""
 MARGIN = 16
-"""How many times what one more rounding after every layer changes may two ways to compute the same logits differ."""
+"""Largest difference between two ways to compute the same logits, in effects of one more rounding after every layer."""
 TF32_EPS = 2**-10
 """Relative rounding of products on a GPU, where float32 may be computed in TF32."""
 
@@ -38,9 +38,9 @@ _checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def check_rows(model: PreTrainedModel) -> None:
     """Compare a document packed behind another, padded and read into a cache with the document alone.
 
-    A model is checked once with each attention implementation. The differences allowed are relative to what rounding
-    does to this model's logits in its dtype (`MARGIN`). Raises ValueError, naming the class, the way that failed and
-    the difference, for a model that computes something else in one of these ways.
+    A model is checked once with each attention implementation. The tolerance is relative to the effect of rounding on
+    this model's logits in its dtype (`MARGIN`). Raises ValueError, with the class, the way that failed and the
+    difference, for a model that computes something else in one of these ways.
     """
     implementation = str(model.config._attn_implementation)
     if _checked.get(model) == implementation:
@@ -54,7 +54,7 @@ def check_rows(model: PreTrainedModel) -> None:
 
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator) -> None:
     document_1L = ids_1L[:, BESIDE:]
-    ways: dict[str, Any] = {"padded on the left": lambda: _padded(model, ids_1L)}
+    ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
     if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     rope = rope_by_length(_backbone(model).config)
@@ -73,7 +73,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator)
 
 @contextmanager
 def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
-    """Name the model and the way in which it fails: a family's code may do anything with arguments new to it."""
+    """Turn any error into one line with the model and the way that failed: a family's code may raise anything."""
     try:
         yield
     except Exception as error:
@@ -82,7 +82,7 @@ def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
         name = f"a student made from {type(_backbone(model)).__name__}" if is_student else type(model).__name__
         raise ValueError(
             f"{name} does not compute a document {way} with transformers {__version__}: {reason}. "
-            f"Expected the same logits in every way; take a teacher of another family ({SUPPORTED}) or another version "
+            f"Expected the same logits in every way. Take a teacher of another family ({SUPPORTED}) or another version "
             "of transformers, or remove from its config.json windows that its attention does not have (sliding_window)."
         ) from error
 
@@ -96,18 +96,16 @@ def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: Any) -> Tensor:
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
-    mask_1L = torch.ones_like(ids_1L)
-    mask_1L[:, :BESIDE] = 0
+    mask_1L = (torch.arange(ids_1L.shape[1], device=ids_1L.device) >= BESIDE).long().unsqueeze(0)
     positions_1L = (mask_1L.cumsum(-1) - 1).clamp(min=0)
     return _logits(model, ids_1L, attention_mask=mask_1L, position_ids=positions_1L)[BESIDE:]
 
 
 def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
-    seq_idx_1L = torch.ones_like(ids_1L)
-    seq_idx_1L[:, :BESIDE] = 0
-    if isinstance(model, HybridForCausalLM):
-        return _logits(model, ids_1L, seq_idx=seq_idx_1L)[BESIDE:]
-    return _logits(model, ids_1L, **packed_inputs(seq_idx_1L, model.dtype, model.config))[BESIDE:]
+    seq_idx_1L = (torch.arange(ids_1L.shape[1], device=ids_1L.device) >= BESIDE).long().unsqueeze(0)
+    is_student = isinstance(model, HybridForCausalLM)
+    inputs = {"seq_idx": seq_idx_1L} if is_student else packed_inputs(seq_idx_1L, model.dtype, model.config)
+    return _logits(model, ids_1L, **inputs)[BESIDE:]
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
@@ -120,13 +118,13 @@ def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
 
 
 def _size(difference_LV: Tensor) -> float:
-    """Root mean square over the vocabulary, of the token where it is largest."""
+    """Return the root mean square over the vocabulary, of the token where it is largest."""
     return difference_LV.square().mean(-1).sqrt().max().item()
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Let windows and chunks end within the document: masks and caches read them from the config at every forward."""
+    """Shrink windows and chunks below the document: masks and caches read them from the config at every forward."""
     config = text_config(_backbone(model))
     sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
     longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
@@ -141,7 +139,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
-    """Change what every decoder layer returns by about as much as rounding it once does."""
+    """Change every decoder layer's output by about as much as rounding it once does."""
     eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,5 +1,6 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
+from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
@@ -19,7 +20,6 @@ from .loading import (
     load_teacher,
     longest_context,
     read_teacher,
-    rope_by_length,
 )
 from .sites import (
     SUPPORTED,

@@ -6,12 +6,13 @@ Shapes: B batch, L length, H head, P head dim, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..plan import HeadId
 from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_blocks, head_sites
@@ -27,10 +28,9 @@ def ablate_heads(
 ) -> Iterator[None]:
     """Zero the named heads' slices of the output projection's input while the context is open.
 
-    A head named in ``values`` gets that vector [P] there, at every token, instead of zeros (mean ablation).
-    ``kind`` is that of `head_sites`. The model is as before afterwards, also after an exception; contexts may
-    be nested. Raises ValueError for a head that does not exist, and in a forward that goes round the
-    projection.
+    A head named in ``values`` gets that vector [P] at every token instead of zeros (mean ablation). ``kind`` is that of
+    `head_sites`. Leaves the model as before, also after an exception; contexts may be nested. Raises ValueError for a
+    head that does not exist, and in a forward that bypasses the projection.
     """
     sites = head_sites(model, kind)
     vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
@@ -42,7 +42,7 @@ def ablate_heads(
         for site in sites:
             if which := heads_of.get(site.layer):
                 replaced = {head: vectors.get(HeadId(site.layer, head)) for head in which}
-                hooks.enter_context(_at_heads(site, _replacing(replaced)))
+                hooks.enter_context(_edited_heads(site, _replacing(replaced)))
         yield
 
 
@@ -57,17 +57,15 @@ def ablate_heads_by_row(
 ) -> Iterator[None]:
     """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
 
-    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, G being ``len(heads)``; None
-    ablates nothing there. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros.
-    Raises ValueError as `ablate_heads` does, and in a forward whose rows do not form G equal groups.
+    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, where G is ``len(heads)``; None ablates
+    nothing. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros. Raises ValueError as
+    `ablate_heads` does, and in a forward whose rows do not form G equal groups.
     """
     sites = head_sites(model, kind)
     for head in heads:
         check_exists(model, sites, HeadId(layer, 0 if head is None else head))
-    with ExitStack() as hooks:
-        if heads:
-            site = next(site for site in sites if site.layer == layer)
-            hooks.enter_context(_at_heads(site, _replacing_by_row(heads, values)))
+    site = next((site for site in sites if site.layer == layer), None)
+    with _edited_heads(site, _replacing_by_row(heads, values)) if heads and site else nullcontext():
         yield
 
 
@@ -77,24 +75,24 @@ def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) 
     sites = head_sites(model, kind)
     check_exists(model, sites, HeadId(layer, 0))
     recorded: list[Tensor] = []
-    with _at_heads(next(site for site in sites if site.layer == layer), recorded.append):
+    with _edited_heads(next(site for site in sites if site.layer == layer), recorded.append):
         yield recorded
 
 
 @contextmanager
-def _at_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Hand ``edit`` a copy x_BLHP of the heads of this layer; what it changes there, the projection reads."""
-    in_layer, reached = not site.shared, False
+def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Pass ``edit`` a copy x_BLHP of this layer's heads; the projection reads the copy as edited."""
+    in_layer, reached = not site.shared, False  # a shared module runs for other layers as well
 
-    def enter_layer(module: nn.Module, args: Any) -> None:
+    def enter_layer(module: nn.Module, args: object) -> None:
         nonlocal in_layer
         in_layer = True
 
-    def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+    def leave_layer(module: nn.Module, args: object, output: object) -> None:
         nonlocal in_layer
-        in_layer = not site.shared  # what is shared runs for other layers as well
+        in_layer = not site.shared
 
-    def start(module: nn.Module, args: Any) -> None:
+    def start(module: nn.Module, args: object) -> None:
         nonlocal reached
         reached = False
 
@@ -107,23 +105,30 @@ def _at_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
         edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    def check(module: nn.Module, args: Any, output: Any) -> None:
+    def check(module: nn.Module, args: object, output: object) -> None:
         if not reached:
             raise ValueError(
                 f"{site.name} did not call its output projection, so its heads were left as they are: "
                 "a fused kernel for training did its work; call model.eval() first."
             )
 
-    with ExitStack() as hooks:
-        for handle in (
-            site.block.register_forward_pre_hook(enter_layer),
-            site.module.register_forward_pre_hook(start),
-            site.o_proj.register_forward_pre_hook(edited),
-            site.module.register_forward_hook(check),
-            site.block.register_forward_hook(leave_layer, always_call=True),
-        ):
-            hooks.callback(handle.remove)
+    with _hooked(
+        site.block.register_forward_pre_hook(enter_layer),
+        site.module.register_forward_pre_hook(start),
+        site.o_proj.register_forward_pre_hook(edited),
+        site.module.register_forward_hook(check),
+        site.block.register_forward_hook(leave_layer, always_call=True),
+    ):
         yield
+
+
+@contextmanager
+def _hooked(*handles: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
@@ -155,16 +160,36 @@ def _replacing_by_row(heads: Sequence[int | None], values: Tensor | None) -> Cal
 
 @dataclass
 class MixerCall:
-    """One layer's mixer in the latest forward: how it was called, its heads before ``o_proj``, its output.
+    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output.
 
     Reading a field before a forward has run raises AttributeError.
     """
 
+    site: HeadSite
     hidden_BLD: Tensor = field(init=False)
     args: tuple[Any, ...] = field(init=False)
     kwargs: dict[str, Any] = field(init=False)
     heads_BLHP: Tensor = field(init=False)
     out_BLD: Tensor = field(init=False)
+
+    def record(self) -> AbstractContextManager[None]:
+        """Fill the fields in every forward while the context is open."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.args, self.kwargs = args, kwargs
+            self.hidden_BLD = args[0] if args else kwargs["hidden_states"]
+
+        def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
+
+        def after(module: nn.Module, args: object, output: Any) -> None:
+            self.out_BLD = output[0] if isinstance(output, tuple) else output
+
+        return _hooked(
+            self.site.module.register_forward_pre_hook(before, with_kwargs=True),
+            self.site.o_proj.register_forward_pre_hook(heads),
+            self.site.module.register_forward_hook(after),
+        )
 
 
 @contextmanager
@@ -173,51 +198,27 @@ def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
 
     Tensors are the model's own, neither copied nor detached: for targets, forward under ``torch.no_grad``.
     """
-    sites = attention_sites(model)
-    calls = [MixerCall() for _ in sites]
+    calls = [MixerCall(site) for site in attention_sites(model)]
     with ExitStack() as hooks:
-        for site, call in zip(sites, calls, strict=True):
-            before, heads, after = _recorders(call, site.head_dim)
-            for handle in (
-                site.module.register_forward_pre_hook(before, with_kwargs=True),
-                site.o_proj.register_forward_pre_hook(heads),
-                site.module.register_forward_hook(after),
-            ):
-                hooks.callback(handle.remove)
+        for call in calls:
+            hooks.enter_context(call.record())
         yield calls
 
 
-def _recorders(call: MixerCall, head_dim: int) -> tuple[Any, Any, Any]:
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.args, call.kwargs = args, kwargs
-        call.hidden_BLD = args[0] if args else kwargs["hidden_states"]
-
-    def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        call.heads_BLHP = args[0].unflatten(-1, (-1, head_dim))
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        call.out_BLD = output[0] if isinstance(output, tuple) else output
-
-    return before, heads, after
-
-
 @contextmanager
-def record_block(model: nn.Module, layer: int) -> Iterator[list[Any]]:
-    """Yield a list that receives what decoder layer ``layer`` returns, one entry per forward."""
-    outputs: list[Any] = []
+def record_block(model: nn.Module, layer: int) -> Iterator[list[object]]:
+    """Yield a list that receives the output of decoder layer ``layer``, one entry per forward."""
+    outputs: list[object] = []
     block = decoder_blocks(model)[layer][1]
-    handle = block.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
+    with _hooked(block.register_forward_hook(lambda module, args, output: outputs.append(output))):
         yield outputs
-    finally:
-        handle.remove()
 
 
 @contextmanager
-def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
-    """Let layers 0..``layer`` hand out ``output`` (from `record_block`) instead of running.
+def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None]:
+    """Make layers 0..``layer`` return ``output`` (from `record_block`) instead of running.
 
-    A forward on the same input then computes the layers above only, with the same result. Not for use with a
+    A forward on the same input then computes only the layers above, with the same result. Not for use with a
     cache: the skipped layers would leave theirs empty.
     """
     with ExitStack() as restore:
@@ -227,8 +228,8 @@ def replay_blocks(model: nn.Module, layer: int, output: Any) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Run ``forward`` in the place of a module's own, which comes back afterwards; its hooks stay."""
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+    """Replace a module's forward while the context is open; its hooks stay."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:

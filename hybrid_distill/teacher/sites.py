@@ -1,6 +1,6 @@
 """Find the heads of an unmodified Hugging Face decoder: which module mixes tokens in each layer.
 
-docs/heads.md says what a head is in each family.
+docs/heads.md defines a head in each family.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from ..model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, fin
 from ..plan import HeadId
 
 SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
-# In a decoder layer: its attention, its recurrent mixer (Zamba2 wraps both).
+# Names in a decoder layer of its attention and its recurrent mixer (Zamba2 wraps both).
 ATTENTION_PATHS = (*ATTENTION_NAMES, "shared_transformer.self_attn")
 RECURRENT_PATHS = ("mixer", "mamba", "mamba_decoder.mamba")
 
@@ -25,11 +25,11 @@ HeadKind = Literal["attention", "ssm", "channel"]
 
 @dataclass(frozen=True)
 class HeadSite:
-    """The heads of one decoder layer: the linear ``o_proj`` reads them side by side, in order.
+    """Heads of one decoder layer: the linear ``o_proj`` reads them side by side, in order.
 
-    ``module`` is the mixer, ``layout`` names its linears if it is attention; ``shared`` says that other layers run
-    it too. ``kind`` is "attention"; "ssm" (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's
-    mixer (`kind_of`).
+    ``module`` is the mixer, ``layout`` names its linears if it is attention; other layers run a ``shared`` one too.
+    ``kind`` is "attention"; "ssm" (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's mixer
+    (`kind_of`).
     """
 
     layer: int
@@ -45,18 +45,22 @@ class HeadSite:
     shared: bool = False
 
     def kind_of(self, head: int) -> HeadKind:
-        """The kind of one head; in a student's mixer kept heads are attention, the others SSM heads."""
+        """Return the kind of one head; in a student's mixer kept heads are attention, the others SSM heads."""
         if self.kind != "hybrid":
             return self.kind
         kept: Any = self.module.kept
         return "attention" if head in kept else "ssm"
 
+    def linear(self, name: str) -> nn.Linear:
+        """Return a linear of the mixer by its name."""
+        return _linear(self.module, name)
 
-AttentionSite = HeadSite  # one found by `attention_sites`
+
+AttentionSite = HeadSite  # found by `attention_sites`
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every decoder layer, bottom to top. Raises ValueError when there is no such list."""
+    """List (name, module) of every decoder layer, bottom to top. Raises ValueError when there is no such list."""
     n_layers = text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
@@ -68,14 +72,14 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language model inside ``model``."""
+    """Return the config of the language model inside ``model``."""
     return model.config.get_text_config(decoder=True)
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """The one mixer of every layer of a decoder that can become a student, or of a student.
+    """Find the one mixer of every layer of a decoder that can become a student, or of a student.
 
-    Raises ValueError, naming the module and what was expected, for a layer whose attention is in none of the
+    Raises ValueError, naming the module and what was expected, for a layer whose attention fits none of the
     layouts of `model.layout`, or which holds another mixer beside it.
     """
     sites = []
@@ -97,14 +101,14 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]:
-    """The heads of every layer that has any, in any decoder of docs/heads.md, bottom to top.
+    """Find the heads of every layer that has any, in any decoder of docs/heads.md, bottom to top.
 
     Without ``kind`` these are a student's heads of both kinds, the attention heads of a model with attention,
     the recurrent heads of a model without; a hybrid has a second set of heads under ``kind="ssm"``. Raises
     ValueError, naming the module found and what was expected, for a layer that is not understood, and for a
     model without heads of that kind.
     """
-    found = _every_site(model)
+    found = list(_every_site(model))
     kinds = [site.kind for site in found]
     wanted = kind or next(k for k in ("hybrid", "attention", *kinds) if k in kinds)
     uses = Counter(id(site.o_proj) for site in found)
@@ -118,39 +122,31 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
 
 
 def asked_for(kind: str) -> HeadKind | None:
-    """How `head_sites` is asked for sites of a kind: a student's mixers are what it gives by itself."""
-    return None if kind == "hybrid" else cast(HeadKind, kind)
+    """Return the argument with which `head_sites` finds the sites of a kind: a student's mixers need none."""
+    return next((known for known in get_args(HeadKind) if known == kind), None)
 
 
 def head_kinds(model: nn.Module) -> list[str]:
-    """What `HeadSite.kind` is in a decoder, sorted, each once: two in Zamba2 and Falcon-H1."""
+    """List the values of `HeadSite.kind` in a decoder, sorted: two in Zamba2 and Falcon-H1."""
     return sorted({site.kind for site in _every_site(model)})
 
 
-def _every_site(model: nn.Module) -> list[HeadSite]:
-    """Of all kinds, bottom to top."""
-    return [
-        site
-        for layer, (name, block) in enumerate(decoder_blocks(model))
-        for site in _block_sites(model, layer, name, block)
-    ]
-
-
-def _block_sites(model: nn.Module, layer: int, name: str, block: nn.Module) -> Iterator[HeadSite]:
-    parts = dict(block.named_modules())
-    attention = next((path for path in ATTENTION_PATHS if path in parts), None)
-    recurrent = next((path for path in RECURRENT_PATHS if path in parts), None)
-    if attention is None and recurrent is None:
-        raise ValueError(
-            f"{name} ({type(block).__name__}) holds no mixer that is understood: its parts are "
-            f"{', '.join(dict(block.named_children())) or 'none'}; expected attention named self_attn or "
-            "attention, or a Mamba mixer named mixer or mamba (docs/heads.md)."
-        )
-    if attention is not None:
-        path = f"{name}.{attention}"
-        yield _attention_site(model, layer, block, path, parts[attention])
-    if recurrent is not None:
-        yield _recurrent_site(layer, block, f"{name}.{recurrent}", parts[recurrent])
+def _every_site(model: nn.Module) -> Iterator[HeadSite]:
+    """Yield the sites of all kinds, bottom to top."""
+    for layer, (name, block) in enumerate(decoder_blocks(model)):
+        parts = dict(block.named_modules())
+        attention = next((path for path in ATTENTION_PATHS if path in parts), None)
+        recurrent = next((path for path in RECURRENT_PATHS if path in parts), None)
+        if attention is None and recurrent is None:
+            raise ValueError(
+                f"{name} ({type(block).__name__}) holds no mixer that is understood: its parts are "
+                f"{', '.join(dict(block.named_children())) or 'none'}; expected attention named self_attn or "
+                "attention, or a Mamba mixer named mixer or mamba (docs/heads.md)."
+            )
+        if attention is not None:
+            yield _attention_site(model, layer, block, f"{name}.{attention}", parts[attention])
+        if recurrent is not None:
+            yield _recurrent_site(layer, block, f"{name}.{recurrent}", parts[recurrent])
 
 
 def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, module: nn.Module) -> HeadSite:
@@ -158,7 +154,7 @@ def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, m
     is_hybrid = type(module).__name__ == "HybridMixer"
     layout = None if is_hybrid else find_layout(module, name)
     output = "o_proj" if layout is None else layout.output
-    config, o_proj = text_config(model), cast(nn.Linear, module.get_submodule(output))
+    config, o_proj = text_config(model), _linear(module, output)
     n_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or o_proj.in_features // n_heads
     if o_proj.in_features != n_heads * head_dim:
@@ -172,8 +168,8 @@ def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, m
     return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, "attention", layout)
 
 
-def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> HeadSite:
-    """Mamba-2's heads have one decay each; in Mamba-1 every channel has its own."""
+def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: nn.Module) -> HeadSite:
+    """Describe a Mamba mixer: Mamba-2's heads have one decay each, in Mamba-1 every channel has its own."""
     decay, out_proj = getattr(mixer, "A_log", None), getattr(mixer, "out_proj", None)
     if decay is None or not isinstance(out_proj, nn.Linear):
         raise ValueError(
@@ -182,6 +178,12 @@ def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: Any) -> Head
         )
     n_heads, kind = len(decay), "ssm" if decay.dim() == 1 else "channel"
     return HeadSite(layer, name, mixer, block, out_proj, n_heads, n_heads, out_proj.in_features // n_heads, kind)
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    found = module.get_submodule(name)
+    assert isinstance(found, nn.Linear)
+    return found
 
 
 def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
@@ -197,5 +199,5 @@ def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> No
 
 
 def head_dim_of(config: Any) -> int:
-    """Width of an attention head; configs that do not name it divide the hidden size among the heads."""
+    """Return the width of an attention head; configs without it divide the hidden size among the heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

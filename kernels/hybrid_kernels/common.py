@@ -1,4 +1,4 @@
-"""What the kernels share: products at a stated precision, rounding, and the checks of what a caller passes.
+"""Shared parts of the kernels: products at a stated precision, rounding, and the checks of what a caller passes.
 
 Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) runs every kernel on a CPU, but it computes
 with the bits of a bf16 number as if they were an integer, and cuts off where a GPU rounds. So every product and every

@@ -224,7 +224,7 @@ def _weight(weight, channel, back, C, WIDTH: tl.constexpr):
 
 @triton.jit
 def _same_document(seq_idx, earlier, later, L):
-    """What precedes the row is of its first document."""
+    """Treat the tokens before the row as part of its first document."""
     before = tl.load(seq_idx + tl.maximum(earlier, 0), mask=earlier < L, other=0)
     after = tl.load(seq_idx + tl.maximum(later, 0), mask=later < L, other=0)
     return (before == after)[:, None]

@@ -48,7 +48,7 @@ class TeacherTopK(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is compared, and how."""
+    """Divergence and its settings."""
 
     kind: str
     temperature: float
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What is known of each token of a chunk."""
+    """Labels, weights and teacher of each token of a chunk."""
 
     soft_M: Tensor
     """Factor of the divergence."""
@@ -135,7 +135,7 @@ class _Problem(NamedTuple):
     options: Options
     n_real: int
     dtype: torch.dtype
-    """Of the student's products."""
+    """Dtype of the student's products."""
     teacher_dtype: torch.dtype
     chunk_size: int
     of_logits: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
@@ -230,7 +230,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_wide_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds a bf16 product to an fp32 sum; older ones, and CPUs, need copies in fp32."""
+    """Return True if this torch adds a bf16 product to an fp32 sum; older ones, and CPUs, need fp32 copies."""
     a, total = (torch.zeros(16, 16, dtype=dtype_, device=device) for dtype_ in (dtype, torch.float32))
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
@@ -280,7 +280,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product_dtype(hidden: Tensor, head: Tensor, hidden_name: str, head_name: str) -> torch.dtype:
-    """What a linear layer would multiply in, except that float16's range is too small for the gradient of logits."""
+    """Return the dtype a linear layer multiplies in, never float16: its range is too small for logits' gradients."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, head.dtype):
         dtype = torch.get_autocast_dtype(device)

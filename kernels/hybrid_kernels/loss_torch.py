@@ -1,4 +1,4 @@
-"""What the distillation loss does to the logits of a chunk, in plain torch: loss and gradient of every token.
+"""Distillation loss of a chunk's logits in plain torch: loss and gradient of every token.
 
 With q the student's probabilities at temperature T and r_v = d divergence / d q_v, the gradient by the student's logits
 is (q_v r_v - q_v sum_u q_u r_u) / T: every divergence is written as its ``pull`` q_v r_v.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .loss import Options, Tokens
 
 SMALLEST_TAIL = torch.finfo(torch.float32).eps
-"""What a teacher's top K leave over, at least: less is the rounding of their sum."""
+"""Smallest probability mass outside the teacher's top K; anything less is rounding of their sum."""
 
 
 def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:

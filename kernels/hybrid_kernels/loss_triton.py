@@ -1,4 +1,4 @@
-"""What `loss_torch` does to the logits of a chunk, as kernels: one program a token, the gradient in the logits' place.
+"""`loss_torch` as Triton kernels: one program per token, the gradient overwrites the logits.
 
 A row of logits is read once for the normalisers, once for the mean pull (which forward KL knows beforehand: -1), and
 once more for the gradient, which is written over it; log, exp and the sums are in fp32 and to base 2.
@@ -138,7 +138,7 @@ def _add_exponentials(largest, total, x):
 
 @triton.jit
 def _pull(log2_q, log2_p, beta, KIND: tl.constexpr):
-    """Of each entry: its part of the divergence, and its pull q r (see `loss_torch`), for forward KL without q."""
+    """Return each entry's part of the divergence and its pull q r (see `loss_torch`), without q for forward KL."""
     q = tl.exp2(log2_q)
     p = tl.exp2(log2_p)
     if KIND == "forward_kl":

@@ -96,7 +96,7 @@ _BF16_TILES = {
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (90, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=2),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
@@ -123,7 +123,7 @@ _BF16_TILES = {
 }
 # To check by, not to train with: three products for one take twice the registers, so larger states run in blocks.
 _FP32_TILES = {
-    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
     (90, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
     (90, 16, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
     (90, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
@@ -133,7 +133,7 @@ _FP32_TILES = {
     (90, 64, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (90, 64, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
-    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
     (80, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
 }
@@ -589,9 +589,9 @@ def _documents(seq_idx, row, token, L):
 
 @triton.jit
 def _decays(a, seq_idx, row, head, start, L, H, Q: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr):
-    """Of a chunk: log2 of the decay up to each token, from where its document or the chunk starts; the decays from the
-    chunk's start to each token, from each token to its end, and over all of it, 0 where another document begins on the
-    way; d log a; and each token's document. No bit of one document enters another's."""
+    """Return the log2 of the decay up to each token of a chunk, from where its document or the chunk starts; the decays
+    from the chunk's start to each token, from each token to its end, and over all of it, 0 where another document begins
+    on the way; d log a; and each token's document. No bit of one document enters another's."""
     q = tl.arange(0, Q)
     log_a, slope = _log_decay(a + (row * L + start) * H + head, L - start, H, Q, SOFTPLUS)
     log2_a = log_a * LOG2_E
@@ -861,7 +861,7 @@ def _segment_states(
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, Q: tl.constexpr,
     SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, HAS_Z: tl.constexpr, REVERSE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, and how much of the state before it comes through.
+    """Compute what a segment adds to the state, and how much of the state before it passes through.
 
     With (v, k) = (x, B) from left to right; with (dy, C) and REVERSE for the gradient of the state, right to left.
     """

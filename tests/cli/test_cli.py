@@ -22,7 +22,7 @@ from training import small_run
 import hybrid_distill
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import app, main, run_recipe
-from hybrid_distill.cli.aliases import MOVED, in_current_words
+from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.cli.parsing import flags_of
@@ -66,7 +66,7 @@ def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -
         (["--seed", "-1"], "error: --seed is -1; it must be a whole number of at least 0."),
         (["--data.seed=-3"], "error: --data.seed is -3; it must be a whole number of at least 0."),
         (["--align.loss", "l3"], "invalid choice 'l3' for argument '--align.loss'. Expected one of ('l2', 'nmse')."),
-        (["--student.d-stat", "8"], "error: --student.d-stat 8 is not recognized; did you mean --student.d-state?"),
+        (["--student.d-stat", "8"], "error: --student.d-stat is not recognized; did you mean --student.d-state?"),
         (["--plan.k", "49"], "49"),
         (["--plan.selection", "pairs", "--plan.pairs", "9", "0"], "L9H0"),
         (["--scoring.n-pairs", "101", "--plan.selection", "top"], "101"),
@@ -226,8 +226,9 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(flag: str) -> set[str]:
-        with pytest.raises(SystemExit, match=r"0|None"):
+        with pytest.raises(SystemExit) as exit_:
             main([command, str(RECIPES / "hybrid_tiny.py"), flag])
+        assert not exit_.value.code
         text = capsys.readouterr().out
         assert text.split()[:3] == ["usage:", "hybrid-distill", command]
         return set(re.findall(r"(?<=\s)--[a-z][\w.-]*", text)) - {"--help", "--help-all"}
@@ -274,11 +275,11 @@ def parser_of(words: str) -> argparse.ArgumentParser:
 def test_every_flag_of_the_first_version_is_accepted() -> None:
     """flags_of_first_version.json lists them by command; `RunConfig` stands for a recipe's."""
     record = json.loads(Path(__file__).with_name("flags_of_first_version.json").read_text())
-    missing = []
+    missing, known = [], {*MOVED, *DROPPED}
     for words, flags in record.items():
         parsers = [parser_of(name) for name in (words, *(["evaluate-suite"] if words == "evaluate" else []))]
         accepted = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-        missing += [(words, flag) for flag in flags if flag not in accepted and (words, flag) not in MOVED]
+        missing += [(words, flag) for flag in flags if flag not in accepted and (words, flag) not in known]
     assert missing == [] and sum(map(len, record.values())) > 400
 
 
@@ -378,7 +379,6 @@ def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.Capt
         ("memory --batch -1", "--batch is -1; it must be a whole number of at least 1."),
         ("score --seed -1", "--seed is -1; it must be a whole number of at least 0."),
         ("score --k many", "--k is 'many'; it must be a whole number."),
-        ("score --k 9999", "--k is 9999"),
         ("verify nowhere --device foo", "--device is 'foo', which is not usable"),
         ("export --out x", "--model PATH is missing; --help lists the flags."),
         ("run", "no recipe; pass a Python file first"),

@@ -8,17 +8,9 @@ import torch
 from planted import AGGREGATE, KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
-from hybrid_distill.evaluation.evaluate import (
-    EvalResult,
-    _model_cache_bytes,
-    agreement,
-    cache_bytes,
-    compare_on_text,
-    evaluate,
-)
-from hybrid_distill.export.card import model_card
+from hybrid_distill.evaluation.evaluate import EvalResult, agreement, compare_on_text, evaluate, model_cache_bytes
 from hybrid_distill.model import layer_windows
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -76,7 +68,7 @@ def test_kept_heads_of_one_group_share_their_cache() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", WINDOWS)
-@pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
+@pytest.mark.parametrize("length", [1, 6, 40])
 def test_cache_bytes_are_those_a_real_teachers_cache_holds(family_model, family, length: int) -> None:
     """At once and token by token, shorter and longer than the window of layers that have one."""
     model = family_model(family, **WINDOWS[family])
@@ -92,8 +84,8 @@ def test_cache_bytes_are_those_a_real_teachers_cache_holds(family_model, family,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", [[], [(0, 1)], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
-@pytest.mark.parametrize(("length", "family"), [(40, family) for family in WINDOWS] + [(5, "llama"), (5, "gemma3")])
+@pytest.mark.parametrize("kept", [[], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
+@pytest.mark.parametrize(("length", "family"), [(40, "llama"), (40, "mistral"), (40, "gemma3"), (5, "gemma3")])
 def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, family, length: int) -> None:
     teacher = family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
@@ -109,16 +101,12 @@ def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, f
         assert dataclasses.asdict(size) == cache.nbytes()
 
 
-def test_every_place_counts_windows(family_model) -> None:
+def test_evaluations_count_windows(family_model) -> None:
     """1 of 3 layers sees everything: 4 KV heads of 8 in bfloat16, 2048 tokens there and 5 in the others."""
     teacher = family_model("gemma3", **WINDOWS["gemma3"])
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
-    held = 2 * 4 * 8 * 2 * (2048 + 5 + 5)
-    assert held == 263_424
     for model in (teacher, student):
-        assert _model_cache_bytes(model)["cache_bytes"][2048] == held
-    assert "| 2,048 | 0.263 | 0.263 | 0.263 |" in model_card(student, HeadPlan.all(teacher), None, None, license="mit",
-        base_model="x")  # fmt: skip
+        assert model_cache_bytes(model)["cache_bytes"][2048] == 2 * 4 * 8 * 2 * (2048 + 5 + 5)
 
 
 @torch.no_grad()
@@ -227,11 +215,11 @@ def test_the_probe_reads_students_as_it_reads_teachers(planted) -> None:
 
 
 @pytest.mark.parametrize("change", [{"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}])
-def test_a_record_that_is_no_evaluation_is_refused(planted, tmp_path, change: dict[str, object]) -> None:
+def test_a_record_that_is_not_an_evaluation_is_refused(planted, tmp_path, change: dict[str, object]) -> None:
     teacher, tokenizer = planted
     record = evaluate(teacher, tokenizer, n_pairs=(), held_out_texts=["apple anchor arrow"]).to_dict()
     assert EvalResult.from_dict(record).to_dict() == record
-    with pytest.raises(ValueError, match="no evaluation"):
+    with pytest.raises(ValueError, match="not an evaluation"):
         EvalResult.from_dict({**record, **change})
     (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
     with pytest.raises(ValueError, match="cannot be read as an evaluation"):

@@ -219,7 +219,7 @@ def test_decays_far_outside_what_training_reaches(raw: float) -> None:
 
 
 def test_small_decay_gradients_survive_beside_large_ones() -> None:
-    """Where a state is almost forgotten at every token, what is left of the gradient is still right."""
+    """Gradients stay right where a state is almost forgotten at every token."""
     given = problem(1, 70, 1, 16, 16, gated=False, state=False)
     given = given._replace(a=torch.full_like(given.a, 12.0).requires_grad_())
     check(given)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hybrid_distill.budget import cache_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.sweep import SweepFailed, SweepJob
 from hybrid_distill.lab.sweep_report import RecommendJob, recommend, surrogate, write_sweep_report
@@ -24,7 +23,7 @@ from hybrid_distill.lab.sweep_report.findings import findings, headline
 from hybrid_distill.lab.sweep_report.recommend import Advisor, n_bytes, size_text
 from hybrid_distill.lab.sweep_report.settings import SweepResults, estimate, t_95
 from hybrid_distill.lab.sweep_report.surrogate import Surface, TooFewCells
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SHAPE = HeadPlan(6, 8, 4, ())
 HEAD_DIM, EVERY = 16, 48

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from hybrid_distill.export.check import TOLERANCE
 from hybrid_distill.model import HybridForCausalLM
@@ -38,18 +37,20 @@ BEAM = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 KEPT = {"none": (), "one": (5,), "mixed": (*THREE, 5)}
 
 
-@pytest.fixture(params=["llama", "qwen2", "olmo3", "phi3", "gpt_neox", "tiny"])
+WINDOWS: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "olmo3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6},
+}
+
+
+@pytest.fixture(params=["qwen2", "olmo3", "gpt_neox", "tiny"])
 def student(request: pytest.FixtureRequest, family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
-    """Grouped queries; biases and a short window in two layers of three; the embedded teacher's student."""
+    """Biases and a short window in two layers of three; norms over all heads; the embedded teacher's student."""
     if request.param == "tiny":
         teacher, _ = load_teacher(TINY)
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
-    window: dict[str, dict[str, Any]] = {
-        "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-        "olmo3": {"sliding_window": 6},
-        "phi3": {"sliding_window": 6},
-    }
-    return mixed_student(family_model(request.param, **window.get(request.param, {})))
+    return mixed_student(family_model(request.param, **WINDOWS.get(request.param, {})))
 
 
 @pytest.fixture
@@ -57,38 +58,30 @@ def llama_student(family_model: Callable[..., PreTrainedModel]) -> HybridForCaus
     return mixed_student(family_model("llama"))
 
 
-@torch.no_grad()
-def test_generation_goes_on_rightly_where_longrope_changes_its_frequencies(
-    family_model: Callable[..., PreTrainedModel],
-) -> None:
-    """Phi-3's keys in the cache were turned by the short factors; from token 21 on all are turned by the long ones."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 5000.0, **factors}
-    teacher = family_model("phi3", rope_parameters=rope, original_max_position_embeddings=20, initializer_range=0.2)
-    prompt = tokens(1, 17)
-    for plan in (HeadPlan.all(teacher), keep(teacher, THREE, (), ALL_BUT_ONE)):
-        student = student_of(teacher, plan)
-        options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
-        written = student.generate(prompt, do_sample=False, **options)
-        for step, found in enumerate(written.logits):
-            whole = logits(student, written.sequences[:, : 17 + step], use_cache=False)[:, -1]
-            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_generation_over_the_longrope_switch_is_the_teachers(family_model: Callable[..., PreTrainedModel]) -> None:
-    """Llama goes on from its cache there, other than Phi-3."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0],
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0],
             "original_max_position_embeddings": 20}  # fmt: skip
-    for family in ("llama", "phi3"):
-        teacher = family_model(family, rope_parameters=rope, initializer_range=0.2, original_max_position_embeddings=20)
-        student, prompt = student_of(teacher, HeadPlan.all(teacher)), tokens(1, 17)
-        one, other = (
-            model.generate(prompt, do_sample=False, max_new_tokens=8, eos_token_id=None, output_logits=True,
-                           return_dict_in_generate=True) for model in (teacher, student)
-        )  # fmt: skip
-        for ours, theirs in zip(other.logits, one.logits, strict=True):
-            assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_generation_over_the_longrope_switch(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
+    """Phi-3's keys in the cache were turned by the short factors: it reads all anew there, Llama goes on."""
+    options = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
+    teacher = family_model(family, rope_parameters=LONGROPE, **options)
+    prompt = tokens(1, 17)
+
+    def written(model: Any) -> Any:
+        asked = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+        return model.generate(prompt, do_sample=False, **asked)
+
+    everything = student_of(teacher, HeadPlan.all(teacher))
+    for ours, theirs in zip(written(everything).logits, written(teacher).logits, strict=True):
+        assert torch.equal(ours, theirs)
+    for student in (everything, student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))) if family == "phi3" else ():
+        output = written(student)
+        for step, found in enumerate(output.logits):
+            whole = logits(student, output.sequences[:, : 17 + step], use_cache=False)[:, -1]
+            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
 
 def greedy_without_cache(student: HybridForCausalLM, prompt_L: Tensor, n: int = NEW) -> Tensor:
@@ -195,7 +188,7 @@ def test_one_prefix_serves_several_continuations(llama_student: HybridForCausalL
     assert cache.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 100])
+@pytest.mark.parametrize("size", [1, 5])
 def test_a_prompt_in_pieces_is_the_prompt(student: HybridForCausalLM, size: int) -> None:
     ids, mask = left_padded([tokens(17), tokens(6)])
     whole = generated(student, ids, attention_mask=mask, **GREEDY)
@@ -212,27 +205,6 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student.generate(ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2, **GREEDY)
 
 
-class Streamed(BaseStreamer):
-    """Notes what it is given."""
-
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_tokens_are_streamed_one_by_one(llama_student: HybridForCausalLM) -> None:
-    ids, streamer = tokens(1, 6), Streamed()
-    new = generated(llama_student, ids, streamer=streamer, **GREEDY)[0].tolist()
-    assert streamer.pieces == [ids[0].tolist(), *([token] for token in new)]
-    assert streamer.ended
-
-
 def test_text_is_streamed_as_it_is_decoded(capsys: pytest.CaptureFixture[str]) -> None:
     teacher, tokenizer = load_teacher(TINY)
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
@@ -241,16 +213,10 @@ def test_text_is_streamed_as_it_is_decoded(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.strip() == tokenizer.decode(new).strip() != ""
 
 
-@pytest.mark.parametrize("kind", ["static", "sliding_window", "offloaded", "offloaded_static", "quantized", "paged"])
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized", "paged"])
 def test_another_kind_of_cache_is_refused(llama_student: HybridForCausalLM, kind: str) -> None:
     with pytest.raises(ValueError, match="cache_implementation.*'" + kind):
         llama_student.generate(tokens(1, 6), cache_implementation=kind, **GREEDY)
-
-
-def test_the_default_cache_by_name(llama_student: HybridForCausalLM) -> None:
-    ids = tokens(1, 6)
-    named = llama_student.generate(ids, cache_implementation="dynamic", **GREEDY)
-    assert torch.equal(named, llama_student.generate(ids, **GREEDY))
 
 
 def test_what_must_roll_a_cache_back_is_refused(family_model: Callable[..., PreTrainedModel]) -> None:
@@ -321,9 +287,6 @@ def test_generation_from_a_half_precision_cache(llama_student: HybridForCausalLM
     assert out.shape == (2, 8 + NEW)
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert cache.get_seq_length() == 8 + NEW - 1
-
-
-def test_a_cache_of_integers_is_refused(llama_student: HybridForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"kv_dtype is torch\.int8; keys are stored in one of torch\.float32"):
         llama_student.new_cache(torch.int8)
 

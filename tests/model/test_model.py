@@ -45,14 +45,10 @@ HARD: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
     "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
 }
-# 8 heads in 4 KV groups: none; one; three of groups 0, 0, 1; all but one; all.
-KEPT_IN_A_LAYER = {
-    "none": (),
-    "one": (5,),
-    "three": THREE,
-    "all but one": ALL_BUT_ONE,
-    "all": tuple(range(8)),
-}
+ALL = tuple(range(8))
+# Biases and a short window, norms over all heads and layers of two kinds, one projection for all by head.
+FEW = pytest.mark.parametrize("family", ["qwen2", "olmo3", "gpt_neox"])
+ONE = pytest.mark.parametrize("family", ["llama"])
 
 
 @pytest.fixture
@@ -77,23 +73,20 @@ def test_all_heads_kept_is_the_teacher(teacher: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_all_heads_kept_is_the_teacher_with_its_attention(
-    implementation: str, family: str, family_model: FamilyModel
-) -> None:
-    teacher = family_model(family, **HARD[family], attn_implementation=implementation)
+def test_all_heads_kept_is_the_teacher_with_its_attention(family: str, family_model: FamilyModel) -> None:
+    teacher = family_model(family, **HARD[family], attn_implementation="eager")
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
     ids = tokens(2, 19)
-    assert student.config._attn_implementation == implementation
+    assert student.config._attn_implementation == "eager"
     assert torch.equal(logits(student, ids), logits(teacher, ids))
     for model in (teacher, student):
-        model.set_attn_implementation("eager")
-    assert student.model.config._attn_implementation == "eager"
+        model.set_attn_implementation("sdpa")
+    assert student.model.config._attn_implementation == "sdpa"
     assert torch.equal(logits(student, ids), logits(teacher, ids))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", KEPT_IN_A_LAYER.values(), ids=KEPT_IN_A_LAYER)
+@pytest.mark.parametrize("kept", [(5,), THREE, ALL_BUT_ONE], ids=["one", "three", "all but one"])
 def test_kept_heads_do_what_they_did(teacher: PreTrainedModel, kept: tuple[int, ...]) -> None:
     """Given the teacher's input, a mixer's kept heads put out what the teacher's heads put out."""
     student = student_of(teacher, keep(teacher, kept, kept, kept))
@@ -101,13 +94,10 @@ def test_kept_heads_do_what_they_did(teacher: PreTrainedModel, kept: tuple[int, 
         teacher(tokens(2, 19), use_cache=False)
     assert len(calls) == 3
     for call, mixer in zip(calls, student.mixers()):
-        heads_BLHP = mixer.heads(call.hidden_BLD, *call.args[1:], **_without(call.kwargs, "hidden_states"))
+        kwargs = {name: value for name, value in call.kwargs.items() if name != "hidden_states"}
+        heads_BLHP = mixer.heads(call.hidden_BLD, *call.args[1:], **kwargs)
         assert heads_BLHP.shape == call.heads_BLHP.shape
         close(heads_BLHP[:, :, list(kept)], call.heads_BLHP[:, :, list(kept)])
-
-
-def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != name}
 
 
 @torch.no_grad()
@@ -138,6 +128,7 @@ def test_prefill_and_steps_are_the_training_forward(teacher: PreTrainedModel) ->
     assert all(layer.get_seq_length() == 23 for layer in cache.layers)
 
 
+@FEW
 @torch.no_grad()
 def test_the_training_forward_is_the_mixing_matrix(teacher: PreTrainedModel) -> None:
     """Heads' outputs = gate * (mixing matrix times values)."""
@@ -154,7 +145,7 @@ def test_the_training_forward_is_the_mixing_matrix(teacher: PreTrainedModel) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("implementation", "family"), [*(("sdpa", f) for f in HARD), ("eager", "olmo3")])
 def test_packed_documents_are_the_documents_alone(implementation: str, family: str, family_model: FamilyModel) -> None:
     teacher = family_model(family, **HARD[family], attn_implementation=implementation)
     for model in (teacher, mixed_student(teacher)):
@@ -169,8 +160,8 @@ def test_packed_documents_are_the_documents_alone(implementation: str, family: s
         close(packed, torch.cat(alone, dim=1))
 
 
-def as_said_by(features: list[Tensor], **options: Any) -> dict[str, Any]:
-    """What transformers' own collator makes of some documents: arguments of the model."""
+def collated(features: list[Tensor], **options: Any) -> dict[str, Any]:
+    """Pack documents with transformers' own collator: arguments of the model."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     batch = collator([{"input_ids": ids.tolist()} for ids in features])
     return {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
@@ -185,16 +176,20 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
-@pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
+@pytest.mark.parametrize(
+    ("convention", "kept", "implementation", "family"),
+    [
+        *(("position_ids", THREE, "sdpa", family) for family in HARD),
+        *((convention, kept, "eager", "llama") for convention in CONVENTIONS for kept in ((), THREE, ALL)),
+    ],
+)
 def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
-    convention: dict[str, Any], kept: tuple[int, ...], implementation: str, family: str, family_model: FamilyModel
+    convention: str, kept: tuple[int, ...], implementation: str, family: str, family_model: FamilyModel
 ) -> None:
     teacher = family_model(family, **HARD[family], attn_implementation=implementation)
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     documents = [tokens(length) for length in (1, 9, 2, 12, 7)]
-    batch = as_said_by(documents, **{"return_position_ids": True, **convention})
+    batch = collated(documents, **{"return_position_ids": True, **CONVENTIONS[convention]})
     for training in (False, True):
         output = student.train(training)(**batch)
         assert output.past_key_values is None
@@ -202,7 +197,7 @@ def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", [(), THREE, tuple(range(8))], ids=["none", "three", "all"])
+@pytest.mark.parametrize("kept", [(), THREE, ALL], ids=["none", "three", "all"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_that_restart_are_those_of_documents(
     masked: bool, kept: tuple[int, ...], family_model: FamilyModel
@@ -318,6 +313,7 @@ def test_all_heads_kept_is_the_teacher_when_packed(teacher: PreTrainedModel) -> 
     assert torch.equal(logits(student, ids, seq_idx=seq_idx), expected)
 
 
+@FEW
 @torch.no_grad()
 def test_padding_inside_a_packed_row_is_not_seen(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher)
@@ -346,7 +342,7 @@ def test_a_left_padded_batch_is_its_prompts_alone(teacher: PreTrainedModel) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("pieces", [[16], [8, 8], [8, 3, 1, 4], [1] * 16], ids=["whole", "turns", "odd", "tokens"])
+@pytest.mark.parametrize("pieces", [[16], [8, 3, 1, 4]], ids=["whole", "odd"])
 @pytest.mark.parametrize("sides", ["left left", "left right", "right left", "right right"])
 def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
     sides: str, pieces: list[int], family_model: FamilyModel
@@ -393,6 +389,7 @@ def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> 
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+@FEW
 @torch.no_grad()
 def test_left_padding_leaves_the_states_at_zero(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher)
@@ -404,6 +401,7 @@ def test_left_padding_leaves_the_states_at_zero(teacher: PreTrainedModel) -> Non
         assert (layer.ssm_state[1] != 0).any()
 
 
+@ONE
 @torch.no_grad()
 def test_a_student_without_attention_counts_its_tokens(teacher: PreTrainedModel) -> None:
     student = student_of(teacher, HeadPlan.none(teacher))
@@ -415,6 +413,7 @@ def test_a_student_without_attention_counts_its_tokens(teacher: PreTrainedModel)
     close(logits(student, ids[:, 12:], past_key_values=cache), logits(student, ids)[:, 12:])
 
 
+@FEW
 def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher).train()
     ids = tokens(2, 19)
@@ -440,6 +439,7 @@ def test_gradient_checkpointing_changes_nothing(family_model: FamilyModel) -> No
         close(actual, expected)
 
 
+@FEW
 @torch.no_grad()
 def test_half_precision_keeps_states_in_fp32(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher)
@@ -453,6 +453,7 @@ def test_half_precision_keeps_states_in_fp32(teacher: PreTrainedModel) -> None:
     assert (actual.float() - expected).norm() < BF16_RELATIVE_ERROR * expected.norm()
 
 
+@ONE
 @torch.no_grad()
 def test_the_reference_recurrence_gives_the_same_logits(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher)
@@ -462,12 +463,7 @@ def test_the_reference_recurrence_gives_the_same_logits(teacher: PreTrainedModel
     close(logits(student, ids), expected)
 
 
-def test_an_implementation_that_is_not_installed_is_refused(teacher: PreTrainedModel, monkeypatch) -> None:
-    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,))
-    with pytest.raises(RuntimeError, match="mamba_ssm is not installed"):
-        mixed_student(teacher).set_ssm_implementation("mamba_ssm")
-
-
+@FEW
 @torch.no_grad()
 def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher)
@@ -572,15 +568,12 @@ def config_with(family_model: FamilyModel, **fields: Any) -> HybridConfig:
     ("fields", "message"),
     [
         ({"d_state": 0}, "d_state is 0; it must be a whole number from 4 to 128"),
-        ({"d_state": 3.5}, r"d_state is 3\.5"),
         ({"d_state": True}, "d_state is True"),
         ({"conv_width": 0}, "conv_width is 0"),
         ({"kept": [[], []]}, "needs 3 lists"),
         ({"kept": None}, "needs 3 lists"),
         ({"kept": [[], [8], []]}, r"kept\[1\] is \[8\]; it must list heads from 0 to 7"),
         ({"kept": [[2, 1], [], []]}, r"kept\[0\].*ascending"),
-        ({"kept": [[1, 1], [], []]}, r"kept\[0\].*each once"),
-        ({"kept": [["1"], [], []]}, r"kept\[0\]"),
         ({"backbone": {"hidden_size": 8}}, "without a model_type"),
         ({"backbone": "llama"}, "backbone is str"),
         ({"backbone": {"model_type": "no_such"}}, "'no_such', which this transformers does not know"),
@@ -594,14 +587,7 @@ def test_a_bad_config_says_what_is_wrong(fields: dict[str, Any], message: str, f
 def test_config_speaks_for_its_backbone(family_model: FamilyModel) -> None:
     teacher = family_model("qwen3")
     config = config_with(family_model, backbone=teacher.config.to_dict())
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "head_dim",
-        "eos_token_id",
-    ):
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "eos_token_id"):
         assert getattr(config, name) == getattr(teacher.config, name)
     assert "_name_or_path" not in config.backbone
     assert HybridConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()

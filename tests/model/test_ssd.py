@@ -61,7 +61,7 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
         close(final[0, 0], state)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 32, 64])
+@pytest.mark.parametrize("chunk_size", [1, 16, 32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_chunks_equal_reference(length: int, packed: bool, chunk_size: int) -> None:
@@ -215,9 +215,7 @@ def test_no_tokens_leave_the_state_alone() -> None:
 
 def test_raw_decay_gives_the_half_life() -> None:
     half_lives = torch.tensor([1.0, 2.0, 100.0, 1e4], dtype=torch.float64)
-    close(
-        log_decay(raw_decay(half_lives)) * half_lives, torch.full((4,), -math.log(2.0), dtype=torch.float64)
-    )
+    close(log_decay(raw_decay(half_lives)) * half_lives, torch.full((4,), -math.log(2.0), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

@@ -18,10 +18,12 @@ from hybrid_distill.teacher import (
     ablate_heads_by_row,
     attention_sites,
     decoder_blocks,
+    eval_mode,
     head_sites,
     record_block,
     record_heads,
     replay_blocks,
+    trace_mixers,
 )
 
 IDS = torch.arange(3, 23).view(2, 10)
@@ -41,42 +43,28 @@ ZAMBA2 = {
     "chunk_size": 4,
     "use_mem_rope": True,
 }
-# family: class prefix, config; then layers with heads, n_heads, n_kv_heads, head_dim, kind, path of the projection
-FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[list[int], int, int, int, str, str]]] = {
-    "llama": ("Llama", ATTENTION, ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")),
-    "qwen2": ("Qwen2", ATTENTION, ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")),
-    "qwen3": ("Qwen3", {**ATTENTION, "head_dim": 16}, ([0, 1, 2], 4, 2, 16, "attention", "self_attn.o_proj")),
-    "mistral": ("Mistral", ATTENTION, ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")),
-    "gemma2": (
-        "Gemma2",
-        {**ATTENTION, "head_dim": 16, "sliding_window": 4},
-        ([0, 1, 2], 4, 2, 16, "attention", "self_attn.o_proj"),
-    ),
-    "gemma3": (
-        "Gemma3",
-        {**ATTENTION, "head_dim": 16, "sliding_window": 4, "sliding_window_pattern": 2},
-        ([0, 1, 2], 4, 2, 16, "attention", "self_attn.o_proj"),
-    ),
-    "olmo2": ("Olmo2", ATTENTION, ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")),
-    "phi3": ("Phi3", ATTENTION, ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")),
-    "gpt_neox": (
-        "GPTNeoX",
-        {**TOKENS, **WIDTH, "intermediate_size": 48, "num_attention_heads": 4},
-        ([0, 1, 2], 4, 4, 8, "attention", "attention.dense"),
-    ),
+# Layers with heads, n_heads, n_kv_heads, head_dim, kind, path of the projection.
+Sites = tuple[list[int], int, int, int, str, str]
+PLAIN: Sites = ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj")
+WIDE: Sites = ([0, 1, 2], 4, 2, 16, "attention", "self_attn.o_proj")
+CHANNELS: Sites = ([0, 1, 2], 64, 64, 1, "channel", "mixer.out_proj")
+NEOX = {**TOKENS, **WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
+GEMMA = {**ATTENTION, "head_dim": 16, "sliding_window": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any], Sites]] = {
+    "llama": ("Llama", ATTENTION, PLAIN),
+    "qwen2": ("Qwen2", ATTENTION, PLAIN),
+    "qwen3": ("Qwen3", {**ATTENTION, "head_dim": 16}, WIDE),
+    "mistral": ("Mistral", ATTENTION, PLAIN),
+    "gemma2": ("Gemma2", GEMMA, WIDE),
+    "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2}, WIDE),
+    "olmo2": ("Olmo2", ATTENTION, PLAIN),
+    "phi3": ("Phi3", ATTENTION, PLAIN),
+    "gpt_neox": ("GPTNeoX", NEOX, ([0, 1, 2], 4, 4, 8, "attention", "attention.dense")),
     "mamba2": ("Mamba2", MAMBA2, ([0, 1, 2], 8, 8, 8, "ssm", "mixer.out_proj")),
-    "mamba": ("Mamba", {**TOKENS, **WIDTH, "state_size": 8}, ([0, 1, 2], 64, 64, 1, "channel", "mixer.out_proj")),
-    "falcon_mamba": (
-        "FalconMamba",
-        {**TOKENS, **WIDTH, "state_size": 8},
-        ([0, 1, 2], 64, 64, 1, "channel", "mixer.out_proj"),
-    ),
+    "mamba": ("Mamba", {**TOKENS, **WIDTH, "state_size": 8}, CHANNELS),
+    "falcon_mamba": ("FalconMamba", {**TOKENS, **WIDTH, "state_size": 8}, CHANNELS),
     "zamba2": ("Zamba2", ZAMBA2, ([1, 3, 4], 4, 2, 16, "attention", "shared_transformer.self_attn.o_proj")),
-    "falcon_h1": (
-        "FalconH1",
-        {**ATTENTION, **FALCON_H1},
-        ([0, 1, 2], 4, 2, 8, "attention", "self_attn.o_proj"),
-    ),
+    "falcon_h1": ("FalconH1", {**ATTENTION, **FALCON_H1}, PLAIN),
     "student": ("", {}, ([0, 1, 2], 4, 2, 8, "hybrid", "self_attn.o_proj")),
 }
 KEPT = [HeadId(0, 1), HeadId(0, 2), HeadId(2, 3)]
@@ -172,6 +160,51 @@ def test_ablating_a_head_is_zeroing_its_columns_in_its_layer_alone(family: str) 
                 assert unchanged[: site.layer + 1] == [True] * site.layer + [False]
                 assert not any(unchanged[site.layer :])
     assert torch.equal(model(IDS).logits, plain) and n_hooks(model) == 0
+
+
+@torch.no_grad()
+def test_the_model_is_put_back_also_after_an_exception() -> None:
+    model = make_model("llama")
+    before = model(IDS).logits
+    with pytest.raises(RuntimeError, match="inside"), ablate_heads(model, [HeadId(0, 0)]), trace_mixers(model):
+        raise RuntimeError("inside")
+    assert n_hooks(model) == 0 and torch.equal(model(IDS).logits, before)
+    with ablate_heads(model, []), ablate_heads_by_row(model, 1, [None, None]):
+        assert torch.equal(model(IDS).logits, before)
+    with ablate_heads(model, [HeadId(1, 2), HeadId(1, 3)]):
+        both = model(IDS).logits
+    with ablate_heads(model, [HeadId(1, 2)]), ablate_heads(model, [HeadId(1, 3)]):
+        assert torch.equal(model(IDS).logits, both)
+    with eval_mode(model.train()):
+        assert not model.training
+    assert model.training
+
+
+def test_gradients_pass_an_ablated_model_by_the_head() -> None:
+    model = make_model("llama")
+    with ablate_heads(model, [HeadId(1, 2)]):
+        model(IDS).logits.square().sum().backward()
+    rows = head_sites(model)[1].linear("q_proj").weight.grad.unflatten(0, (4, 8))
+    assert [bool(head.any()) for head in rows] == [True, True, False, True]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "student"])
+def test_traces_hold_what_flows_through_each_mixer(family: str) -> None:
+    model = make_model(family)
+    with trace_mixers(model) as calls:
+        with pytest.raises(AttributeError):
+            _ = calls[0].out_BLD
+        model(IDS)
+        first = calls[0].out_BLD
+        model(IDS + 1)
+    assert n_hooks(model) == 0 and len(calls) == 3
+    assert not torch.equal(calls[0].out_BLD, first), "every forward fills the calls anew"
+    for site, call in zip(attention_sites(model), calls, strict=True):
+        assert call.heads_BLHP.shape == (2, 10, site.n_heads, site.head_dim)
+        torch.testing.assert_close(site.o_proj(call.heads_BLHP.flatten(-2)), call.out_BLD)
+        if family != "student":  # whose call has moved its cache on
+            torch.testing.assert_close(site.module(*call.args, **call.kwargs)[0], call.out_BLD)
 
 
 def own_parameter(site: HeadSite, head: int) -> Tensor:
@@ -286,13 +319,6 @@ def test_an_ablated_model_decodes_with_its_cache_as_without(family: str) -> None
     torch.testing.assert_close(torch.stack(cached.logits, 1), full, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_rows_without_ablation_are_the_plain_model() -> None:
-    model = make_model("gpt_neox")
-    with ablate_heads_by_row(model, 1, [None, None]):
-        assert torch.equal(model(IDS).logits, make_model("gpt_neox")(IDS).logits)
-
-
 def test_layers_without_heads_are_named() -> None:
     model = make_model("zamba2")
     message = r"head L2H0 does not exist: .* layers 0\.\.4, of which 1, 3, 4 have attention heads, with heads 0\.\.3"
@@ -300,8 +326,9 @@ def test_layers_without_heads_are_named() -> None:
         pass
     with pytest.raises(ValueError, match=message), ablate_heads_by_row(model, 2, [0]):
         pass
-    with pytest.raises(ValueError, match="L1H4 does not exist"), ablate_heads(model, [HeadId(1, 4)]):
-        pass
+    for head in (HeadId(1, 4), HeadId(5, 0), HeadId(-1, 0)):
+        with pytest.raises(ValueError, match=f"{head} does not exist"), ablate_heads(model, [head]):
+            pass
     with pytest.raises(ValueError, match=r"no heads of kind 'channel'; its heads are of kind attention, ssm"):
         head_sites(model, "channel")
 

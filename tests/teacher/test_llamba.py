@@ -15,11 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
-from hybrid_distill.cli.app import main
-from hybrid_distill.lab.analysis.mixing import mix_heads
 from hybrid_distill.plan import HeadId
-from hybrid_distill.scoring import HeadScores
-from hybrid_distill.teacher import ablate_heads, head_sites, load_config, load_teacher, read_teacher, record_heads
+from hybrid_distill.teacher import ablate_heads, load_config, load_teacher, read_teacher, record_heads
 from hybrid_distill.teacher.llamba import load_llamba
 
 IDS = [5, 90, 17, 17, 3, 44, 8, 61, 2, 30, 30]
@@ -186,19 +183,6 @@ def test_it_computes_what_the_format_means(variant: str, tmp_path: Path) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_matrix_times_values_is_the_heads_output(variant: str, tmp_path: Path) -> None:
-    model, naive = make(tmp_path, **VARIANTS[variant])
-    naive.logits(IDS)
-    heads = [HeadId(site.layer, head) for site in head_sites(model) for head in range(site.n_heads)]
-    assert len(heads) == 8
-    for mix in mix_heads(model, IDS, heads):
-        assert mix.kind == "ssm"
-        expected = naive.heads[mix.head.layer][:, mix.head.head]
-        torch.testing.assert_close(mix.output().double(), expected, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
 def test_a_head_removed_is_its_columns_of_the_output_projection_gone(tmp_path: Path) -> None:
     model, naive = make(tmp_path)
     plain = model(torch.tensor([IDS])).logits
@@ -240,19 +224,6 @@ def test_pickled_weights_and_other_dtypes(tmp_path: Path) -> None:
     assert load_config(tmp_path).kept == read_teacher(tmp_path)[0].kept == [[], []]
 
 
-def test_the_commands_take_it(tmp_path: Path, capsys) -> None:
-    config = published()
-    folder = write(tmp_path / "llamba", config, tensors_of(config))
-    scores = tmp_path / "scores.json"
-    main(["score", "--model", str(folder), "--out", str(scores), "--pairs", "2", "--examples", "4", "--k", "3",
-          "--n-control-texts", "1"])  # fmt: skip
-    assert HeadScores.load(scores).accuracy_drop_LH.shape == (2, 4)
-    main(["analyse", "remove-heads", "--model", str(folder), "--scores", str(scores), "--counts", "2", "--tasks",
-          "kv", "--pairs", "2", "--examples", "4", "--random-draws", "1", "--out", str(tmp_path)])  # fmt: skip
-    main(["analyse", "maps", "--model", str(folder), "--heads", "L1H3", "--pairs", "2", "--out", str(tmp_path)])
-    assert "first 2" in (tmp_path / "remove-heads.md").read_text() and "L1H3" in capsys.readouterr().out
-
-
 def broken(tensors: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
     in_proj = "backbone.layers.1.mixer.in_proj.weight"
     match fault:
@@ -268,12 +239,12 @@ def broken(tensors: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("missing", r"its weights lack backbone\.layers\.0\.mixer\.D, backbone\.layers\.1\.mixer\.in_proj\.weight \("),
-        ("unknown", r"hold the unknown backbone\.layers\.0\.mixer\.A_log \(config\.json says"),
-        ("shape", r"another shape, backbone\.layers\.1\.mixer\.in_proj\.weight \(83, 16\) instead of \(84, 16\)"),
+        ("missing", r"its weights lack model\.layers\.0\.self_attn\.ssm\.D, model\.layers\.1\.self_attn\.ssm\.x_proj"),
+        ("unknown", r"hold the unknown model\.layers\.0\.self_attn\.A_log \(config\.json says"),
+        ("shape", r"its weights hold in_proj\.weight \(83, 16\); config\.json asks for 84 rows"),
     ],
 )
-def test_tensors_that_are_no_llambas(fault: str, message: str, tmp_path: Path) -> None:
+def test_tensors_that_are_not_a_llambas(fault: str, message: str, tmp_path: Path) -> None:
     config = published()
     write(tmp_path, config, broken(tensors_of(config), fault))
     with pytest.raises(ValueError, match=message):
@@ -284,9 +255,6 @@ def test_tensors_that_are_no_llambas(fault: str, message: str, tmp_path: Path) -
     ("changes", "message"),
     [
         ({"ssm_cfg": {"activation": "silu"}}, "ssm_cfg.activation 'silu'; only 'identity' is supported"),
-        ({"lm_head_bias": True}, "lm_head_bias True; only False"),
-        ({"norm_epsilon": 1e-6}, "norm_epsilon 1e-06; only 1e-05"),
-        ({"ssm_cfg": {"n_v_heads": 3}}, r"16 channels \(expand x d_model\) in 3 heads"),
         ({"ssm_cfg": {"n_qk_heads": 3}}, r"4 heads \(n_v_heads\) in 3 groups"),
         ({"d_model": None}, "d_model None; a Llamba has a whole number"),
         ({"ssm_cfg": {"d_state": 256}}, "d_state is 256; it must be a whole number from 4 to 128"),

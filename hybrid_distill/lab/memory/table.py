@@ -1,6 +1,6 @@
 """What a cache costs, by kept heads, state size and context, before anything is trained.
 
-    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`budget.cache_bytes`; layers with a window hold no more than that)
+    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; layers with a window hold no more than that)
 
 How many KV heads k kept heads store depends on where they are: heads of one group share a K and a V. A file of scores
 says where; without one, both ends are shown.
@@ -16,11 +16,10 @@ from typing import Literal, NamedTuple
 
 import pandas as pd
 
-from ...budget import CacheBytes, cache_bytes
 from ...io import write_text
 from ...limits import numbers
 from ...model import layer_windows
-from ...plan import HeadId, HeadPlan
+from ...plan import CacheBytes, HeadId, HeadPlan, cache_bytes
 from ...scoring import HeadScores
 from ...teacher import head_dim_of, load_config
 from ..reporting import text_table
