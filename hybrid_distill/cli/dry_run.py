@@ -1,4 +1,4 @@
-"""What a run would do and need, without starting it."""
+"""The plan and the memory of a run, without starting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of experiments share: a ranking of the embedded teacher's heads, and models of other kinds."""
+"""Fixtures of the lab: a ranking of the embedded teacher's heads, and models of other kinds."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def arc_rows(n: int) -> list[dict]:
 
 
 def as_example(made: dict) -> Example:
-    """What lm-eval asks in arc_easy: the choice with the highest summed log-probability."""
+    """Ask as lm-eval does in arc_easy: the choice with the highest summed log-probability."""
     choices = tuple(f" {text}" for text in made["choices"]["text"])
     answer = choices[made["choices"]["label"].index(made["answerKey"])]
     return Example(f"Question: {made['question']}\nAnswer:", answer, choices)

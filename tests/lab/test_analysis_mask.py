@@ -108,7 +108,7 @@ def test_the_patterns_of_a_planted_circuit_are_all_it_needs() -> None:
         assert found[f"{role}: pattern alone"] == 100
         assert found[f"{role}: removed"] < 50 and found[f"{role}: pattern taken out"] < 50
     asked = mask_patterns(model, tasks, [GATHER_ASKED_KEY], [])
-    assert asked.rows[2].values[0] < 50, "it gathers in the question, which is no segment"
+    assert asked.rows[2].values[0] < 50, "it gathers in the question, which is not a segment"
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ def test_a_layer_left_out_hands_on_what_it_gets_and_comes_back_bit_identical(fam
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_left_out_runs_once_and_no_more_but_for_a_cache(family: str) -> None:
-    """What it computes then is not used: both forwards give the same."""
+    """Its output is not used then: both forwards give the same."""
     model, ran = make_model(family), []
     site = next(site for site in head_sites(model) if site.layer == 1)
     hook = site.module.register_forward_pre_hook(lambda *_: ran.append(1))

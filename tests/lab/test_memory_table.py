@@ -61,7 +61,7 @@ def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
 
 
 def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
-    """Of 3 layers with 4 KV heads one sees everything; 4 heads cost most there, and least where windows are."""
+    """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
     family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
     state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
     found = rows(model=str(tmp_path), heads="4,24", d_state="3")

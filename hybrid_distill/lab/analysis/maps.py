@@ -34,7 +34,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Maps(Experiment):
-    """What heads mix on one prompt, which of them gather and aggregate, and whether ablation agrees."""
+    """Show what heads mix on one prompt, which of them gather and aggregate, and whether ablation agrees."""
 
     NAME = "maps"
 

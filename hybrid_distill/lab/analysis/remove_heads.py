@@ -1,4 +1,4 @@
-"""What is lost without the first heads of a ranking, and without as many random ones (arXiv 2504.18574)."""
+"""Losses without the first heads of a ranking, and without as many random ones (arXiv 2504.18574)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every variant of a model is measured on, and the model itself: options that experiments share."""
+"""The model under study, and the tasks its variants are measured on: options that experiments share."""
 
 from __future__ import annotations
 

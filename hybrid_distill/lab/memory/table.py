@@ -1,4 +1,4 @@
-"""What a cache costs, by kept heads, state size and context, before anything is trained.
+"""Sizes of a cache, by kept heads, state size and context, before anything is trained.
 
     bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; layers with a window hold no more than that)
 
@@ -30,7 +30,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """What to tabulate."""
+    """Configurations to tabulate."""
 
     model: str = "16x32x8x64"
     """Checkpoint (folder, hub name, ``tiny``), or shape: layers x query heads x KV heads x head dim. The default is
