@@ -70,10 +70,10 @@ def _config(folder: str, name: str) -> Row:
 
 def _leaves(folder: str, name: str) -> Iterable[str]:
     """Names of the tasks that a task, group or tag of lm-eval stands for."""
-    entry = task_manager(folder).task_index[name]
-    members = _config(folder, name)["task"] if "group" in _config(folder, name) else sorted(entry.tags)
-    if entry.yaml_path and "group" not in _config(folder, name):
+    entry, config = task_manager(folder).task_index[name], _config(folder, name)
+    if entry.yaml_path and "group" not in config:
         return [name]
+    members = config["task"] if "group" in config else sorted(entry.tags)
     return [leaf for member in members for leaf in _leaves(folder, member)]
 
 
@@ -95,10 +95,9 @@ def missing_files(tasks: Sequence[SuiteTask], job: SuiteJob) -> list[str]:
     """List the files of stock tasks that ``data_dir`` lacks. Probes have generators."""
     if job.data_dir is None:
         return []
-    wanted = [(part.folder, split) for t in tasks if not t.probe for part in parts_of(t, job.fewshot)
-              for split in part.splits]  # fmt: skip
-    return [f"{job.data_dir / folder / split}.jsonl" for folder, split in dict.fromkeys(wanted)
-            if not find_split(job.data_dir / folder, split)]  # fmt: skip
+    parts = [part for task in tasks if not task.probe for part in parts_of(task, job.fewshot)]
+    wanted = dict.fromkeys((job.data_dir / part.folder, split) for part in parts for split in part.splits)
+    return [f"{folder / split}.jsonl" for folder, split in wanted if not find_split(folder, split)]
 
 
 def find_split(folder: Path, split: str) -> Path | None:
