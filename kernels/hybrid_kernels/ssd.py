@@ -590,7 +590,7 @@ def _documents(seq_idx, row, token, L):
 @triton.jit
 def _decays(a, seq_idx, row, head, start, L, H, Q: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr):
     """Return the log2 of the decay up to each token of a chunk, from where its document or the chunk starts; the decays
-    from the chunk's start to each token, from each token to its end, and over all of it, 0 where another document begins
+    from its start to each token, from each token to its end, and over all of it, 0 where another document begins
     on the way; d log a; and each token's document. No bit of one document enters another's."""
     q = tl.arange(0, Q)
     log_a, slope = _log_decay(a + (row * L + start) * H + head, L - start, H, Q, SOFTPLUS)
