@@ -14,7 +14,7 @@ from test_launch import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.suites import SuiteJob, SuiteResult, compare, evaluate_suite, tables, write_questions
+from hybrid_distill.lab.suites import SuiteJob, SuiteResult, compare, evaluate_suite, running, tables, write_questions
 from hybrid_distill.lab.suites.results import FILE, TaskScore
 from hybrid_distill.lab.suites.suites import PAPER, STOCK, SUITES
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -25,7 +25,6 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, attention_sites, load_teacher
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-from hybrid_distill.lab.suites import running
 
 N = 16
 MODEL_AND_TOKENIZER = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -204,7 +203,7 @@ def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_a_model_is_loaded(
     job: SuiteJob, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.lab.suites.job.load_teacher", None)
+    monkeypatch.setattr("hybrid_distill.lab.suites.running.load_teacher", None)
     with pytest.raises(ValueError, match=said):
         evaluate_suite(job)
 

@@ -24,7 +24,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, probe_with
 from ...teacher import TINY, eval_mode, load_teacher, longest_context
-from ..suites import SuiteJob, check_job
+from ..suites import SuiteJob, check_job, run_suite
 from .tables import Column
 
 KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
@@ -61,8 +61,6 @@ def lm_eval_task(name: str, job: SuiteJob) -> Task:
     check_job(job)
 
     def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        from ..suites.running import run_suite
-
         with TemporaryDirectory() as folder:
             found = run_suite(model, tokenizer, job, Path(folder))
         for part, reason in found.failed.items():

@@ -1,33 +1,14 @@
-"""`hybrid-distill evaluate-suite`: a model, and its teacher, on tasks of lm-evaluation-harness."""
+"""Options of `hybrid-distill evaluate-suite`: a model, and its teacher, on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import torch
-from torch import nn
-
-from ...distributed import alone_in, connect, on_main_process
-from ...io import write_text
 from ...limits import COUNT, COUNT_OR_NONE, Limits, check_fields, numbers
-from ...teacher import TINY, load_teacher, read_teacher
-from .results import FILE, SuiteResult, compare, tables
-from .suites import tasks_of
-
-TABLE = "results.md"
-NAMED = 6
-
-
-class SuiteReport(NamedTuple):
-    """The tables, the file that holds them, and the parts of tasks that have no figure."""
-
-    tables: str
-    path: Path
-    failed: tuple[str, ...]
+from ...teacher import TINY
 
 
 @dataclass(frozen=True)
@@ -92,85 +73,3 @@ class SuiteJob:
     def numbers(self, name: Literal["pairs", "lengths", "niah_lengths"]) -> list[int]:
         """Parse one of the options that hold several numbers."""
         return numbers(name.replace("_", "-"), getattr(self, name))
-
-
-def evaluate_suite(job: SuiteJob) -> SuiteReport:
-    """Evaluate the model, or finish an evaluation that was stopped.
-
-    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are in the report.
-    """
-    if job.model is None:
-        raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
-    check_job(job)
-    with alone_in(job.folder):
-        result = _measure(job, job.model, "--model", job.folder)
-        teacher = None if job.teacher is None else _teacher(job, job.teacher)
-        text = tables(result, teacher)
-        if teacher is not None:
-            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
-        on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
-    return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
-
-
-def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
-    """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
-    check_job(job)
-    from .running import write_files
-
-    tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
-    written, failed = write_files(folder, job, tokenizer)
-    # Names with one reason together, whatever data set it names: without a network there is one for all.
-    named: dict[str, list[str]] = {}
-    for name, reason in failed.items():
-        named.setdefault(re.sub(r"(?<=\s)'[^']+'", "...", reason), []).append(name)
-    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
-    return "\n".join(written) or f"{folder}: nothing new", reasons
-
-
-def check_job(job: SuiteJob) -> None:
-    """Raise ValueError for unknown tasks, lists that are not numbers, missing files, and where lm-eval is missing."""
-    tasks = tasks_of(job.suite)
-    for name in ("pairs", "lengths", "niah_lengths"):
-        job.numbers(name)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-eval, which asks the tasks, is not installed; pip install lm-eval.")
-    from .tasks import missing_files
-
-    if not (missing := missing_files(tasks, job)):
-        return
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
-    command = f"hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}"
-    raise ValueError(
-        f"--data-dir {job.data_dir} lacks {', '.join(missing[:NAMED])}{more}; with a network, `{command}` writes them "
-        "(docs/evaluation.md lists their fields), or pass with --suite the tasks whose files are there."
-    )
-
-
-def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
-    """Run all tasks on the model that ``flag`` names."""
-    from .running import run_suite
-
-    device = torch.device(connect().device or "cpu")
-    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    try:
-        model, tokenizer = load_teacher(
-            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin, flag=flag
-        )
-    except ValueError as error:
-        if "custom code" not in str(error):
-            raise
-        raise ValueError(
-            f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
-            "trust it, add --trust-remote-code."
-        ) from error
-    nn.Module.to(model, device)
-    return run_suite(model, tokenizer, job, out)
-
-
-def _teacher(job: SuiteJob, given: str) -> SuiteResult:
-    """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
-    path = Path(given)
-    if path.is_file() or (path / FILE).is_file():
-        return SuiteResult.load(path)
-    return _measure(job, given, "--teacher", job.folder / "teacher")

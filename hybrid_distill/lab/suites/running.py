@@ -1,39 +1,106 @@
-"""Measure a model on tasks with lm-eval; every finished task is on disk before the next begins."""
+"""`hybrid-distill evaluate-suite`: a model on tasks of lm-eval; each finished one is on disk before the next begins."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-import lm_eval
-from lm_eval.api.metrics import aggregate_subtask_metrics, mean, mean_stderr, pooled_sample_stderr
-from lm_eval.models.huggingface import HFLM
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import make_accelerator, on_main_process
+from ...distributed import alone_in, connect, make_accelerator, on_main_process
 from ...io import write_text
 from ...probes import digest
 from ...scoring import describe_run
-from ...teacher import longest_context
+from ...teacher import load_teacher, longest_context, read_teacher
 from .job import SuiteJob
-from .results import FILE, Row, SuiteResult, TaskScore
+from .results import FILE, Row, SuiteResult, TaskScore, compare, tables
 from .suites import SuiteTask, tasks_of
-from .tasks import Part, load_part, parts_of, write_part
+from .tasks import Part, check_job, load_part, parts_of, write_part
 
 Untyped = Any
 """An object of lm-eval, whose annotations do not fit its classes."""
+TABLE = "results.md"
 DEFAULT_CONTEXT = 2048
 
 log = logging.getLogger(__name__)
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
+
+
+class SuiteReport(NamedTuple):
+    """The tables, the file that holds them, and the parts of tasks that have no figure."""
+
+    tables: str
+    path: Path
+    failed: tuple[str, ...]
+
+
+def evaluate_suite(job: SuiteJob) -> SuiteReport:
+    """Evaluate the model, or finish an evaluation that was stopped.
+
+    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are in the report.
+    """
+    if job.model is None:
+        raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
+    check_job(job)
+    with alone_in(job.folder):
+        result = _measure(job, job.model, "--model", job.folder)
+        teacher = None if job.teacher is None else _teacher(job, job.teacher)
+        text = tables(result, teacher)
+        if teacher is not None:
+            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
+        on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
+    return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
+
+
+def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
+    """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
+    check_job(job)
+    tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
+    written, failed = write_files(folder, job, tokenizer)
+    # Names with one reason together, whatever data set it names: without a network there is one for all.
+    named: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        named.setdefault(re.sub(r"(?<=\s)'[^']+'", "...", reason), []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+    return "\n".join(written) or f"{folder}: nothing new", reasons
+
+
+def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
+    """Run all tasks on the model that ``flag`` names."""
+    device = torch.device(connect().device or "cpu")
+    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    try:
+        model, tokenizer = load_teacher(
+            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin, flag=flag
+        )
+    except ValueError as error:
+        if "custom code" not in str(error):
+            raise
+        raise ValueError(
+            f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
+            "trust it, add --trust-remote-code."
+        ) from error
+    nn.Module.to(model, device)
+    return run_suite(model, tokenizer, job, out)
+
+
+def _teacher(job: SuiteJob, given: str) -> SuiteResult:
+    """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
+    path = Path(given)
+    if path.is_file() or (path / FILE).is_file():
+        return SuiteResult.load(path)
+    return _measure(job, given, "--teacher", job.folder / "teacher")
 
 
 def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:
@@ -41,6 +108,8 @@ def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_si
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
     accelerator = make_accelerator()
+    from lm_eval.models.huggingface import HFLM
+
     wrap: Untyped = HFLM
     lm = wrap(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
@@ -55,6 +124,7 @@ def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: S
     A task that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
     processes the main one returns the whole result. Raises ValueError for a file of another model or other settings.
     """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
     max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
     fresh = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
     result = fresh if job.again else _earlier(fresh, out / FILE)
@@ -125,6 +195,8 @@ def _reason(error: Exception) -> str:
 
 def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
     """Measure one of lm-eval's tasks; None in processes that are not the main one."""
+    import lm_eval
+
     began = time.monotonic()
     task, source = load_part(part, job, tokenizer)
     task.set_config("num_fewshot", part.n_shots)
@@ -186,6 +258,8 @@ def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
 
 def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
     """Return the standard error of a mean over questions; None for other figures."""
+    from lm_eval.api.metrics import mean, mean_stderr
+
     metric, _, kind = metric_and_filter.partition(",")
     values = [sample[metric] for sample in samples if sample["filter"] == kind and metric in sample]
     is_mean = task.aggregation().get(metric) is mean
@@ -200,6 +274,8 @@ def _prompts_hash(samples: Sequence[Row]) -> str:
 
 def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
+    from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
+
     sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
     stderr = errors[0]
     if len(parts) > 1:

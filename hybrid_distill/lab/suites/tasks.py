@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import sys
@@ -11,11 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
-import lm_eval.tasks
 import pyarrow.parquet
 from datasets import Dataset, DatasetDict
-from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval.tasks.swde.task import SWDE
 from transformers import PreTrainedTokenizerBase
 
 from ...data import read_held_out
@@ -25,11 +23,15 @@ from ...probes.answering import begins_with
 from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
 from ...probes.registry import probe_with
+from .job import SuiteJob
 from .results import Row
-from .suites import SuiteTask
+from .suites import SuiteTask, tasks_of
 
 if TYPE_CHECKING:
-    from .job import SuiteJob
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+NAMED = 6
 
 TEST = "test"
 PROBE_EXAMPLES, PROBE_VERSION = 1000, 1
@@ -50,8 +52,10 @@ class Part(NamedTuple):
 
 
 @cache
-def task_manager(folder: str) -> lm_eval.tasks.TaskManager:
+def task_manager(folder: str) -> TaskManager:
     """Index one folder of lm-eval's tasks; all of them are 10,000 files."""
+    import lm_eval.tasks
+
     root = Path(lm_eval.tasks.__file__).parent
     return lm_eval.tasks.TaskManager(include_path=root / folder, include_defaults=False)
 
@@ -89,6 +93,24 @@ def _part(task: SuiteTask, name: str, fewshot: int | None) -> Part:
     if shots and drawn_from:
         return Part(task, name, folder, (questions, drawn_from), shots)
     return Part(task, name, folder, (questions,), shots if has_samples else 0)
+
+
+def check_job(job: SuiteJob) -> None:
+    """Raise ValueError for unknown tasks, lists that are not numbers, missing files, and where lm-eval is missing."""
+    tasks = tasks_of(job.suite)
+    for name in ("pairs", "lengths", "niah_lengths"):
+        job.numbers(name)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm-eval, which asks the tasks, is not installed; pip install lm-eval.")
+    if not (missing := missing_files(tasks, job)):
+        return
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
+    command = f"hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}"
+    raise ValueError(
+        f"--data-dir {job.data_dir} lacks {', '.join(missing[:NAMED])}{more}; with a network, `{command}` writes them "
+        "(docs/evaluation.md lists their fields), or pass with --suite the tasks whose files are there."
+    )
 
 
 def missing_files(tasks: Sequence[SuiteTask], job: SuiteJob) -> list[str]:
@@ -174,6 +196,8 @@ def _niah_rows(name: str, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | No
 
 def load_part(part: Part, job: SuiteJob, tokenizer: PreTrainedTokenizerBase) -> tuple[Task, str]:
     """Return (lm-eval's task, the source of its questions). Raises ValueError for bad files and unknown words."""
+    from lm_eval.api.task import ConfigurableTask
+
     rows, source = questions_of(part, job, tokenizer, job.data_dir)
     if part.task.probe:
         asked = [Example(row["prompt"], row["answer"], tuple(row["choices"])) for row in rows[TEST] if "prompt" in row]
@@ -187,6 +211,7 @@ def load_part(part: Part, job: SuiteJob, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _niah_task(part: Part, rows: dict[str, list[Row]]) -> Task:
     """Define a needle task as lm-eval does, without its generator, which needs packages that rows do not."""
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics, process_results
 
     dataset, unused = _dataset(rows), ("tag", "dataset_path", "dataset_name")
@@ -203,6 +228,7 @@ def _local(part: Part, rows: dict[str, list[Row]]) -> Row:
         return {}
     dataset, config = _dataset(rows), _config(part.task.folder, part.name)
     if "class" in config:
+        from lm_eval.tasks.swde.task import SWDE
 
         class LocalSWDE(SWDE):
             def download(self, *args: object, **kwargs: object) -> None:
