@@ -241,7 +241,7 @@ def kept_by_forward(stage: Stage, batch: Batch, device: str) -> int:
 
 def saved_tensors(stage: Stage, batch: Batch) -> int:
     """The same as autograd tells it, another way to count: storages that it saves, but for parameters."""
-    own = {p.untyped_storage().data_ptr() for model in stage._models for p in model.parameters()}
+    own = {p.untyped_storage().data_ptr() for model in (stage.student, *stage.teachers) for p in model.parameters()}
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _plan_text(plan: HeadPlan) -> str:
 
 @dataclass(frozen=True)
 class _StagePlans:
-    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with recompute the other way round.
+    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with gradient checkpointing on for off.
 
     ``problem`` is set, and there are no plans, where the stage cannot be run.
     """
@@ -116,15 +116,15 @@ class _StagePlans:
     name: str
     heading: str = ""
     micro_batch: int = 1
-    recompute: bool = False
+    checkpoints: bool = False
     own: tuple[MemoryPlan, ...] = ()
     others: tuple[MemoryPlan, ...] = ()
     problem: str = ""
 
     @property
     def allowed(self) -> tuple[MemoryPlan, ...]:
-        """Plans to recommend: a recompute that was asked for stays."""
-        return self.own if self.recompute else (*self.own, *self.others)
+        """Plans to recommend: gradient checkpointing that was asked for stays."""
+        return self.own if self.checkpoints else (*self.own, *self.others)
 
     def fitting(self, strategy: str, budget: float) -> MemoryPlan | None:
         """Return the first plan of a strategy that fits."""
@@ -160,8 +160,8 @@ def _advice(stage: _StagePlans, budget: float) -> str:
 
 
 def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
-    recomputed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
-    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in recomputed)
+    changed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
+    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in changed)
     needed = f"needs {_size(max(plan.total for plan in plans))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
@@ -203,20 +203,19 @@ def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Stag
     micro_batch = min(stage.micro_batch_size, rows)
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
     strategies = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
-    own, others = (
-        tuple(
-            memory_plan(
-                shape, strategy=strategy, recompute=recompute, world=config.gpus, micro_batch=micro_batch,
-                seq_len=length, micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
-            )
-            for strategy in strategies if shape.shardable or strategy not in ("zero3", "fsdp2")
-        )
-        for recompute in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
+    strategies = [name for name in strategies if shape.shardable or name not in ("zero3", "fsdp2")]
+    plan_for = partial(
+        memory_plan, shape, world=config.gpus, micro_batch=micro_batch, seq_len=length,
+        micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
     )  # fmt: skip
+    own, others = (
+        tuple(plan_for(strategy=strategy, gradient_checkpointing=checkpoints) for strategy in strategies)
+        for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
+    )
     n_tokens = stage.steps * stage.batch_size * seq_len
     heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
     heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
-    heading += ", recompute" if stage.gradient_checkpointing else ""
+    heading += ", gradient checkpointing" if stage.gradient_checkpointing else ""
     heading += f"; {stage.steps:,} steps, {n_tokens:,} tokens in all"
     return _StagePlans(name, heading, micro_batch, stage.gradient_checkpointing, own, others)
 
@@ -227,8 +226,8 @@ def _plans_table(stage: _StagePlans) -> str:
     unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
     rows = {part: [plan.parts[part] for plan in plans] for part in plans[0].parts}
     rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
-    rows["total"] = [plan.total for plan in plans]
-    rows[f"total {'without' if stage.recompute else 'with'} recompute"] = [plan.total for plan in stage.others]
+    other = f"total {'without' if stage.checkpoints else 'with'} gradient checkpointing"
+    rows |= {"total": [plan.total for plan in plans], other: [plan.total for plan in stage.others]}
     columns = [plan.strategy for plan in plans] if len(plans) > 1 else [""]
     cells = [[part, *(f"{size / unit:,.2f}" for size in sizes)] for part, sizes in rows.items()]
     table = text_table(pd.DataFrame(cells, columns=[name, *columns]))

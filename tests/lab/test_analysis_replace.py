@@ -132,7 +132,7 @@ def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
     """Not where its config says that it was made."""
     shutil.copytree(aligned, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved/stages")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} holds no finished stage"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} does not hold a finished stage"):
         ReplaceLayer(student=tmp_path / "moved").load()
 
 
@@ -148,5 +148,5 @@ def test_a_student_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(ValueError, match=message):
             ReplaceLayer(student=student, teacher=teacher).load()
-    with pytest.raises(ValueError, match="restored heads have no cache"):
+    with pytest.raises(ValueError, match="restored heads do not support a cache"):
         ReplaceLayer(student=aligned, by="head", questions=Questions(tasks="kv:generate", pairs=3, examples=2)).run()

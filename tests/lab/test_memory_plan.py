@@ -219,7 +219,7 @@ def test_more_rows_more_processes_and_recompute() -> None:
     assert two.trained_parameters == one.trained_parameters
     few, many = (big_plan(DISTILL_1B, "zero2", world=world) for world in (8, 64))
     assert many.optimizer == pytest.approx(few.optimizer / 8) and many.activations == few.activations
-    again = big_plan(DISTILL_1B, recompute=True)
+    again = big_plan(DISTILL_1B, gradient_checkpointing=True)
     assert again.activations < 0.1 * big_plan(DISTILL_1B).activations
     assert again.total < big_plan(DISTILL_1B).total
 
@@ -237,7 +237,7 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsy
     recipe = str(RECIPES / "hybrid_tiny.py")
     main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
     printed = capsys.readouterr().out
-    for words in (*STRATEGIES, "activations", "total with recompute", "loss chunk", "reduce_bucket_size"):
+    for words in (*STRATEGIES, "activations", "total with gradient checkpointing", "loss chunk", "reduce_bucket_size"):
         assert words in printed
     assert f"accelerate launch --config_file launch/ddp.yaml --num_processes 8 {recipe} --out" in printed
 

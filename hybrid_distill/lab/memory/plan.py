@@ -54,7 +54,7 @@ class StageShape:
     kind: str  # divergence of end-to-end distillation
     fused: bool  # the loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does)
     bf16: bool
-    recompute: bool
+    gradient_checkpointing: bool
     segment_len: int | None  # tokens that recurrent heads run over at a time; the backward computes them again
     shardable: bool  # ZeRO-3 and FSDP2 may shard its weights
     trained: int
@@ -111,7 +111,7 @@ def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTra
         kind=getattr(config, "kind", "forward_kl"),
         fused=getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher)))),
         bf16=config.precision == "bf16",
-        recompute=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing,
         segment_len=getattr(config, "segment_len", None),
         shardable=stage.shardable,
         trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
@@ -183,7 +183,7 @@ def memory_plan(
     micro_batch: int,
     seq_len: int,
     strategy: str,
-    recompute: bool | None = None,
+    gradient_checkpointing: bool | None = None,
     micro_batches: int = 2,
     reduce_bucket: int = REDUCE_BUCKET,
     device: str = "cuda",
@@ -191,11 +191,11 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of one of ``world`` processes, each with ``micro_batch`` rows of ``seq_len`` tokens at a time.
 
-    ``recompute`` overrides the stage's own. ``micro_batches`` is how many make a step, in one process, and
+    ``gradient_checkpointing`` overrides the stage's own. ``micro_batches`` is how many make a step, in one process, and
     ``reduce_bucket`` the elements of DeepSpeed's. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`, or
     ``cpu``, with plain torch.
     """
-    recompute = shape.recompute if recompute is None else recompute
+    recompute = shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
     run = _Run(shape, micro_batch, seq_len, kernels=device == "cuda", fused=shape.fused and strategy != "zero3")
     loss = run.loss() if shape.stage == "distill" else 0
     return MemoryPlan(
