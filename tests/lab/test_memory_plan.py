@@ -280,7 +280,7 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     }
     run = replace(small_run(), gpus=1, stages=("distill", "long", "post"), **stages)
     said = describe(run)
-    assert "distill: micro-batches of 2 x 256 tokens" in said
+    assert "distill: micro-batches of 2 x 64 tokens" in said
     assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
