@@ -408,7 +408,7 @@ def _stage(losses: Mapping[str, pd.DataFrame], word: str) -> pd.DataFrame:
 def _smooth(losses: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over a window of a fortieth of the curve or 5 points, whichever is longer, cut at the ends."""
     half = max(len(losses) // 80, min(2, len(losses) // 10))
-    return losses.rolling(2 * half + 1, center=True, min_periods=1).mean()
+    return pd.DataFrame(losses.rolling(2 * half + 1, center=True, min_periods=1).mean())
 
 
 def _draw_alignment(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
@@ -425,7 +425,7 @@ def _draw_alignment(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
     with figure(path, rows, columns, size=(3.5 * columns + 0.9, 2.7 * rows + 0.5), sharex=True, sharey=True) as grid:
         for axes, (label, frame) in zip(grid.flat, frames.items()):
             for name, losses in _smooth(frame).items():
-                axes.plot(losses.index, losses, color=depth.to_rgba(int(str(name).rpartition(".")[2])), linewidth=1.5)
+                axes.plot(losses.index, losses, color=colors(depth.norm(np.array(int(str(name).rpartition(".")[2])))))
             axes.set_title(label)
         log_ticks(grid[0, 0])
         for axes in grid.flat[len(frames) :]:

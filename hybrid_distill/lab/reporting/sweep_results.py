@@ -81,12 +81,12 @@ class SweepResults:
     @property
     def done(self) -> pd.DataFrame:
         """Rows of the teacher and of finished cells."""
-        return self.rows[self.rows.state == "done"]
+        return self.rows.loc[self.rows.state == "done"]
 
     @property
     def students(self) -> pd.DataFrame:
         """Rows of finished cells."""
-        return self.done[self.done.selection != TEACHER]
+        return self.done.loc[self.done.selection != TEACHER]
 
     @property
     def settings(self) -> pd.DataFrame:
@@ -95,7 +95,7 @@ class SweepResults:
         table = grouped.agg(n_done=("state", lambda states: (states == "done").sum()), n=("seed", "size"))
         table["bytes"] = grouped["bytes"].max()
         table["label"] = [setting_label(*setting) for setting in table.index]
-        return table[table.n_done > 0]
+        return table.loc[table.n_done > 0]
 
     @property
     def pair_sizes(self) -> list[int]:
@@ -155,17 +155,17 @@ def _estimate(rows: pd.DataFrame, column: str, *, is_share: bool = True) -> pd.D
 
     The margin of a share is no wider than reaches 0 and 1: what two or three seeds leave open may be all.
     """
-    values = rows.groupby(SETTING, sort=False)[column]
-    mean, n = values.mean(), values.count()
-    margin = values.sem() * stats.t.ppf(0.975, n.where(n > 1) - 1)
+    found = rows.groupby(SETTING, sort=False)[column].agg(["mean", "sem", "count"])
+    mean, n = found.loc[:, "mean"], found.loc[:, "count"]
+    margin = found.loc[:, "sem"] * stats.t.ppf(0.975, n.where(n > 1) - 1)
     if is_share:
-        margin = margin.clip(upper=np.maximum(mean, abs(1 - mean)))
+        margin = margin.clip(upper=(mean - 0.5).abs() + 0.5)
     return pd.DataFrame({"mean": mean, "margin": margin})
 
 
 def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
     """Return settings of all other selections."""
-    return settings[~settings.index.isin(selections, level=0)]
+    return settings.loc[~settings.index.isin(selections, level=0)]
 
 
 def setting_label(selection: str, heads: int, d_state: int) -> str:
@@ -176,7 +176,7 @@ def setting_label(selection: str, heads: int, d_state: int) -> str:
     return f"{chosen}{heads} head{'s' * (heads != 1)}, state {d_state}"
 
 
-def _bytes(rows: pd.DataFrame, length: int, is_measured: bool) -> pd.Series[float] | float:
+def _bytes(rows: pd.DataFrame, length: int, is_measured: bool) -> pd.Series | float:
     """Return what one sequence holds after ``length`` tokens: the line through the measured sizes, and convolutions."""
     if not is_measured:
         return math.nan
