@@ -317,8 +317,8 @@ def _rebuilt(kind: Any, value: Any) -> Any:
     """Return ``value``, read from JSON, as the type that a field was declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        current: dict[str, Any] = {RENAMED.get(str(name), name): item for name, item in value.items()}
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in current.items()})
+        current = [(RENAMED.get(name) or name, item) for name, item in value.items()]
+        return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         return tuple(_rebuilt(inner, item) for item in value)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_distill.scoring import HeadScores, bootstrap_interval, split_half
+from hybrid_distill.scoring import HeadScores
+from hybrid_distill.scoring.uncertainty import bootstrap_interval, split_half
 
 Table = list[list[float]] | Tensor
 

@@ -4,11 +4,9 @@ from .comparison import compare_files, compare_rankings, comparison_table
 from .exact import greedy_ablation, score_heads
 from .head_scores import HeadScores, describe_run
 from .importers import load_ranking
-from .uncertainty import bootstrap_interval, split_half
 
 __all__ = [
     "HeadScores",
-    "bootstrap_interval",
     "compare_files",
     "compare_rankings",
     "comparison_table",
@@ -16,5 +14,4 @@ __all__ = [
     "greedy_ablation",
     "load_ranking",
     "score_heads",
-    "split_half",
 ]

@@ -30,7 +30,7 @@ from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact, head_means
 from .head_scores import HeadScores, Record, describe_run, heads_of
-from .measure import Measured, Task
+from .measure import Measured
 from .probe_batch import Question, Text
 from .racing import Race
 from .resume import Steps
@@ -97,7 +97,6 @@ def score_heads(
     questions = [Question(n, *both, model.device) for n, both in enumerate(zip(examples, encoded, strict=True))]
     text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
-    task = Task(model, tokenizer, questions, controls, by == "generation")
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
     with eval_mode(model), _autocast(model, precision):
         provenance = {
@@ -117,8 +116,8 @@ def score_heads(
         means = head_means(model, sites, rows, [e.prompt for e in encoded]) if replacement == "mean" else {}
         off = {head: means[head.layer][head.head] for head in removed} if means else None
         with ablate_heads(model, removed, off, kind=kind):
-            forwards = fastest_exact(model, sites, rows, means, task.samples())
-            measured = Measured(task, candidates, race)
+            measured = Measured(model, tokenizer, questions, controls, by == "generation", candidates, race)
+            forwards = fastest_exact(model, sites, rows, means, measured.samples())
             measured.baseline(forwards)
             _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe, by)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)

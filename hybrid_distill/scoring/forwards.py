@@ -5,7 +5,7 @@ Without a head of layer l
 - the layers below l compute what they always do: they run once, for all heads;
 - the attention of layer l does too, but for one slice of the input of its output projection: it also runs once, several
   heads are taken out in one batch, and each costs the output projection and the layers above;
-- of the last layer only the positions that are read need queries and an MLP: keys and values suffice for all others.
+- of the last layer only the positions that are read attend and pass the MLP: keys and values suffice for all others.
 
 All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -50,18 +51,21 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.25
 
 
+@dataclass(eq=False)
 class Forwards:
     """Reads batches from a model: as it is, and without each of some heads of one layer.
 
     ``values`` holds, by layer, the vectors [H, P] that ablated heads get; zeros for layers not in it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, values: Mapping[int, Tensor] | None = None
-    ) -> None:
-        self.model, self.rows, self.values = model, rows, values or {}
-        self.sites = {site.layer: site for site in sites}
-        self.kind: HeadKind | None = asked_for(sites[0].kind)
+    model: PreTrainedModel
+    sites: Sequence[HeadSite]
+    rows: Rows
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.site_of = {site.layer: site for site in self.sites}
+        self.kind: HeadKind | None = asked_for(self.sites[0].kind)
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
         """Forget everything kept of other batches."""
@@ -90,6 +94,7 @@ class Forwards:
         return torch.cat(found)
 
 
+@dataclass(eq=False)
 class FromLayer(Forwards):
     """Forwards that begin at the ablated layer, with several heads ablated in one batch.
 
@@ -97,19 +102,13 @@ class FromLayer(Forwards):
     read.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sites: Sequence[HeadSite],
-        rows: Rows,
-        values: Mapping[int, Tensor] | None = None,
-        *,
-        answers_only: bool = True,
-    ) -> None:
-        super().__init__(model, sites, rows, values)
+    answers_only: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.blocks = [block for _, block in decoder_blocks(self.model)]
         self.last = len(self.blocks) - 1
-        self.answers_only = answers_only and self.last > 0
+        self.answers_only = self.answers_only and self.last > 0
         self.reached: dict[ProbeBatch, tuple[int, Tensor | None]] = {}
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
@@ -145,7 +144,7 @@ class FromLayer(Forwards):
 
         Returns the input of ``layer``, the input of its output projection, and its output.
         """
-        site, block = self.sites[layer], self.blocks[layer]
+        site, block = self.site_of[layer], self.blocks[layer]
         found: list[Tensor] = []
 
         def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -177,7 +176,7 @@ class FromLayer(Forwards):
         self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
     ) -> Tensor:
         """Return read_GQ of one forward from this layer up, its rows once for each head."""
-        n_groups, site = len(heads), self.sites[layer]
+        n_groups, site = len(heads), self.site_of[layer]
         kept = part.n_read if layer == self.last and self.answers_only else part.length
         below_RLD = below_BLD[:, -kept:].repeat(n_groups, 1, 1)
         heads_RLC = heads_BLHP[:, -kept:].flatten(2).repeat(n_groups, 1, 1)
@@ -198,9 +197,8 @@ class FromLayer(Forwards):
     def _short_last_layer(self, part: ProbeBatch) -> AbstractContextManager[None]:
         if not self.answers_only or part.n_read == part.length:
             return nullcontext()
-        block, site = self.blocks[self.last], self.sites.get(self.last)
-        queries = getattr(site.module, "q_proj", None) if site is not None else None
-        return replaced_forward(block, _reading_only(block.forward, part.n_read, self.model, queries))
+        block = self.blocks[self.last]
+        return replaced_forward(block, _reading_only(block.forward, part.n_read, self.model))
 
 
 class _Enough(Exception):
@@ -220,27 +218,19 @@ class _KeysAndValues:
         return self.found
 
 
-def _reading_only(
-    forward: Callable[..., object], n_read: int, model: PreTrainedModel, queries: nn.Linear | None
-) -> Callable[..., object]:
+def _reading_only(forward: Callable[..., object], n_read: int, model: PreTrainedModel) -> Callable[..., object]:
     """Return a decoder layer's forward that computes the last ``n_read`` positions alone.
 
     Attention modules pass their keys and values to a cache before they attend. A first call stops there, with those
-    of all positions and no ``queries``; a second one runs on the positions that are read, as if the others had come
-    before.
+    of all positions; a second one runs on the positions that are read, as if the others had come before.
     """
-
-    def no_queries(hidden_RLD: Tensor) -> Tensor:
-        assert queries is not None
-        return hidden_RLD.new_zeros(1).expand(*hidden_RLD.shape[:-1], queries.out_features)
 
     def short(hidden_RLD: Tensor, *args: object, **kwargs: object) -> object:
         length = hidden_RLD.shape[1]
         cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         kwargs[cache] = _KeysAndValues()
         try:
-            with nullcontext() if queries is None else replaced_forward(queries, no_queries):
-                forward(hidden_RLD, *args, **kwargs)
+            forward(hidden_RLD, *args, **kwargs)
         except _Enough:
             pass
         else:
@@ -278,7 +268,7 @@ def fastest_exact(
     model: PreTrainedModel,
     sites: Sequence[HeadSite],
     rows: Rows,
-    values: Mapping[int, Tensor] | None,
+    values: Mapping[int, Tensor],
     batches: Sequence[ProbeBatch],
 ) -> Forwards:
     """Choose the fastest way of running this model that agrees with its own full forwards on the first rows of batches.
@@ -291,7 +281,7 @@ def fastest_exact(
     if not any(site.shared for site in sites):
         samples = [ProbeBatch(batch.rows[:1]) for batch in batches]
         for answers_only in (True, False):
-            short = FromLayer(model, sites, rows, values, answers_only=answers_only)
+            short = FromLayer(model, sites, rows, values, answers_only)
             reason = next((r for sample in samples if (r := _differs(short, in_full, sample))), None)
             if reason is None:
                 return short
@@ -302,11 +292,11 @@ def fastest_exact(
 
 def _differs(short: FromLayer, in_full: Forwards, batch: ProbeBatch) -> str | None:
     """Return why a shortcut cannot be taken, judged by one head of the first, a middle and the last layer."""
-    layers = list(short.sites)
+    layers = [site.layer for site in short.sites]
     tolerance = TOLERANCE.get(computed_in(short.model), TOLERANCE_16_BIT)
     short.begin([batch])
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
-        heads = [0, short.sites[layer].n_heads - 1]
+        heads = [0, short.site_of[layer].n_heads - 1]
         try:
             found, expected = (way.without(batch, layer, heads) for way in (short, in_full))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import compute_everywhere, rank_and_world
 from ..plan import HeadId
+from ..probes import Example
 from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
@@ -33,15 +35,27 @@ AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Task:
-    """The questions and texts that every ablated model is run on, numbered from 0."""
+@dataclass(eq=False)
+class Measured:
+    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried.
+
+    Questions and texts are numbered from 0. ``generates`` reads accuracy from the text that the model writes.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
     texts: list[Text]
     generates: bool
+    heads: list[HeadId]
+    race: Race | None
+
+    def __post_init__(self) -> None:
+        self.order = list(range(len(self.questions))) if self.race is None else self.race.order()
+        self.rounds = [len(self.order)] if self.race is None else self.race.rounds
+        self.right_HE = torch.full((len(self.heads), len(self.order)), math.nan, dtype=torch.float64)
+        self.logprob_HE = self.right_HE.clone()
+        self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
     def samples(self) -> list[ProbeBatch]:
         """Batch the longest question, one whose choices need a tree, and the longest text: to try shortcuts on."""
@@ -50,15 +64,30 @@ class Task:
         texts = sorted(self.texts, key=lambda row: -len(row.tokens))
         return [*batches_of([longest, *trees[:1]]), *batches_of(texts[:1])]
 
-    def collect(
-        self, batches: Sequence[ProbeBatch], n_heads: int, read: Callable[[ProbeBatch], Tensor]
+    def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
+        """Batch this process's share of some questions, and of all texts if asked for."""
+        questions = [self.questions[number] for number in numbers]
+        return [*own_batches(questions), *(own_batches(self.texts) if with_texts else [])]
+
+    def _collect(
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], bar: tqdm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (answers_KHE by example number, loss_HT by text number) of all processes; NaN if nothing was read."""
-        answers_KHE = torch.full((2, n_heads, len(self.questions)), math.nan, dtype=torch.float64)
-        loss_HT = torch.full((n_heads, len(self.texts)), math.nan, dtype=torch.float64)
+        """Measure every batch without each of the heads, or as the model is without any; share it with all processes.
+
+        Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
+        """
+        n_rows = max(1, len(heads))
+        answers_KHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
+        loss_HT = torch.full((n_rows, len(self.texts)), math.nan, dtype=torch.float64)
 
         def own() -> list[tuple[bool, list[int], Tensor]]:
-            return [(batch.kind is Text, [row.number for row in batch.rows], read(batch)) for batch in batches]
+            found = []
+            for batch in batches:
+                found_KHB = self._measure(forwards, batch, heads)
+                found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
+                if bar is not None:
+                    bar.update(len(heads) * len(batch))
+            return found
 
         for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
             if is_text:
@@ -67,34 +96,26 @@ class Task:
                 answers_KHE[:, :, numbers] = found_KHB
         return answers_KHE, loss_HT
 
+    def _measure(self, forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Tensor:
+        """Return found_KHB without each of the heads of one layer; one row of the model as it is for no heads."""
+        if heads:
+            found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
+        else:
+            found_KHB = batch.judge(forwards.whole(batch))
+        if self.generates and batch.kind is Question:
+            examples = [row.example for row in batch.rows if isinstance(row, Question)]
+            for index, context in enumerate([forwards.ablated(head) for head in heads] or [nullcontext()]):
+                with context:
+                    found_KHB[0, index] = forwards.rows.fitting(batch, partial(self._generate, examples)).double().cpu()
+        _check_finite(found_KHB, batch, heads)
+        return found_KHB
 
-class Measured:
-    """The result of each head on each example, in the order in which they are tried; NaN: not tried."""
-
-    def __init__(self, task: Task, heads: list[HeadId], race: Race | None) -> None:
-        self.task, self.heads, self.race = task, heads, race
-        self.order = list(range(len(task.questions))) if race is None else race.order()
-        self.rounds = [len(self.order)] if race is None else race.rounds
-        self.right_HE = torch.full((len(heads), len(self.order)), math.nan, dtype=torch.float64)
-        self.logprob_HE = self.right_HE.clone()
-        self.loss_HT = torch.full((len(heads), len(task.texts)), math.nan, dtype=torch.float64)
-
-    def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
-        """Batch this process's share of some questions, and of all texts if asked for."""
-        questions = [self.task.questions[number] for number in numbers]
-        return [*own_batches(questions), *(own_batches(self.task.texts) if with_texts else [])]
+    def _generate(self, examples: list[Example], n_rows: int) -> Tensor:
+        return answer_generation(self.model, self.tokenizer, examples, batch_size=n_rows)
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything."""
-
-        def read(batch: ProbeBatch) -> Tensor:
-            found_K1B = batch.judge(forwards.whole(batch))
-            if self.task.generates and batch.kind is Question:
-                found_K1B[0, 0] = self._generated(forwards, batch)
-            _check_finite(found_K1B, batch, [None])
-            return found_K1B
-
-        answers_K1E, loss_1T = self.task.collect(self._batches(self.order, with_texts=True), 1, read)
+        answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
         (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
@@ -134,42 +155,24 @@ class Measured:
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, bar: tqdm
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-
-        def read(batch: ProbeBatch) -> Tensor:
-            found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
-            if self.task.generates and batch.kind is Question:
-                for index, head in enumerate(heads):
-                    with forwards.ablated(head):
-                        found_KHB[0, index] = self._generated(forwards, batch)
-            _check_finite(found_KHB, batch, heads)
-            bar.update(len(heads) * len(batch))
-            return found_KHB
-
-        (right_HE, logprob_HE), loss_HT = self.task.collect(batches, len(heads), read)
+        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, bar)
         tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
         if tried.stop == len(self.order):
             tables["loss"] = loss_HT  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}
 
-    def _generated(self, forwards: Forwards, batch: ProbeBatch) -> Tensor:
-        """Return correct_B, read from the text that the model writes (`answer_generation`)."""
-        model, tokenizer = self.task.model, self.task.tokenizer
-        examples = [row.example for row in batch.rows if isinstance(row, Question)]
-        found_B = forwards.rows.fitting(batch, lambda n: answer_generation(model, tokenizer, examples, batch_size=n))
-        return found_B.double().cpu()
-
     def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
         """Return all tables; heads that were not measured get NaN."""
         differences = {"accuracy": self.right_E - self.right_HE, "logprob": self.logprob_E - self.logprob_HE}
-        if self.task.texts:
+        if self.texts:
             differences["control"] = self.loss_HT - self.loss_T
         baseline = {
             **baseline,
             "accuracy": self.right_E.mean().item(),
             "answer_logprob": self.logprob_E.mean().item(),
-            "control_loss": self.loss_T.mean().item() if self.task.texts else None,
+            "control_loss": self.loss_T.mean().item() if self.texts else None,
         }
-        model, heads = self.task.model, self.heads
+        model, heads = self.model, self.heads
         scores = HeadScores.from_differences(model, sites, heads, differences, baseline=baseline, provenance=provenance)
         ks = AGREEMENT_AT if self.race is None else (*AGREEMENT_AT, self.race.k)
         n_tried_LH = spread(model, sites, heads, (~self.right_HE.isnan()).sum(1))
@@ -181,12 +184,12 @@ class Measured:
         return replace(scores, **intervals, n_examples_LH=n_tried_LH.nan_to_num(0).long(), agreement=halves)
 
 
-def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId | None]) -> None:
+def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
     """Raise ValueError, naming head and example, for a reading that is not finite."""
     bad = (~found_KHB.isfinite()).any(0).nonzero().tolist()
     if bad:
         index, row = bad[0]
-        head = "with all heads in place" if heads[index] is None else f"without {heads[index]}"
+        head = f"without {heads[index]}" if heads else "with all heads in place"
         raise ValueError(
             f"{head} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} more; load the "
             "model in float32 or bfloat16, check its weights, or leave the head out of heads. The same call continues "

@@ -130,20 +130,6 @@ def test_the_answers_log_probability_is_that_of_answer_choices(teacher, digits, 
     assert torch.allclose(answer_logprobs(model, encoded), expected, atol=1e-5)
 
 
-def test_drop_is_exact_where_a_head_acts_linearly() -> None:
-    """Weak heads of the last layer: only the norm and the output come after them, which a little moves linearly."""
-    model, tokenizer = unsure_teacher()
-    with torch.no_grad():
-        model.model.layers[3].self_attn.o_proj.weight.mul_(0.02)
-    exact = score_heads(model, tokenizer, PROBE, n_examples=16, min_accuracy=0, **QUIET)
-    drop = attribution_scores(model, tokenizer, PROBE, by="drop", n_examples=16, **QUIET)
-    assert torch.allclose(drop.logprob_drop_LH[3], exact.logprob_drop_LH[3], rtol=0.05, atol=2e-6)
-    assert exact.logprob_drop_LH[3].abs().max() > 3e-4
-    assert drop.logprob_drop_LH[AGGREGATE] > 0.5
-    assert drop.baseline["answer_logprob"] == pytest.approx(exact.baseline["answer_logprob"], abs=1e-5)
-    assert drop.ranking()[0] == AGGREGATE and not drop.accuracy_drop_LH.any()
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_sure_teacher_hides_its_circuit_from_the_drop_but_not_from_the_sensitivity(seed: int) -> None:
     """Gather heads feed an attention that is all but one: a little less of them changes nothing, none of them all."""
@@ -219,8 +205,6 @@ def test_recall_is_the_share_of_the_exact_top_that_the_estimate_lets_through() -
     assert recalls == {(1, 1): 0, (1, 3): 1, (1, 5): 1, (3, 1): 1 / 3, (3, 3): 2 / 3, (3, 5): 1}
     with pytest.raises(ValueError, match="is 7, but 6 heads are scored"):
         prefilter(estimate, 7)
-    with pytest.raises(ValueError, match="same heads"):
-        recall_at_k(estimate, ranked(n_heads=4), 1, 1)
 
 
 def test_recall_is_measured_against_exact_ablation(teacher) -> None:
@@ -283,15 +267,15 @@ def test_a_token_counts_as_copied_where_it_is_looked_at_while_it_is_generated(di
     tokenizer = make_tokenizer([example.prompt], r":|\p{N}")  # b : 8 8 a : 8 4 c : 4 8 a
     first, second, elsewhere = 6, 7, 3
     looked = [[first, second], [first, 0], [elsewhere, second], [second, first]]
-    four_heads = torch.tensor(looked).T[None, :, None, :]  # [B, T, K, H]
+    eight_heads = torch.tensor([*looked, *looked]).T[None, :, None, :]  # [B, T, K, H]
     model = random_model("llama", len(tokenizer))
 
     def generated(text: str) -> list[float]:
         tokens = torch.tensor([tokenizer(text)["input_ids"]])
-        monkeypatch.setattr(attention, "_generate", lambda *args: (tokens, four_heads.expand(1, 2, 3, 4)))
+        monkeypatch.setattr(attention, "_generate", lambda *args: (tokens, eight_heads.expand(1, 2, 3, 8)))
         scores = copy_score(model, tokenizer, One(example), n_examples=1, **QUIET)
         assert scores.baseline["accuracy"] == (text == "84")
-        return scores.accuracy_drop_LH[0].tolist()
+        return scores.accuracy_drop_LH[0, :4].tolist()
 
     assert answer_positions(tokenizer, example) == (first, second)
     assert generated("84") == [1, 0.5, 0.5, 0]

@@ -2,13 +2,11 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from head_tables import some_scores
 
 from hybrid_distill.plan import HeadId
@@ -76,27 +74,20 @@ def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "0 rows"),
-        ("{", "Expecting property name"),
         ("[]", "at least one"),
-        ("{}", "no scores"),
         ("null", "could not convert string to float"),
         ([[0, 1], [0, 9]], "L0H9 does not exist"),
-        ([[0, 1], [2, 0]], "L2H0 does not exist"),
         ([[0, 1], [0, 1]], "named twice: L0H1"),
         ([[0, 1, 2]], "pairs"),
-        ([0, 1], "pairs"),
         ([["0", "1"]], "does not exist"),
         ({"n_layers": 9, "ranking": [[0, 1]]}, "0 of its 1 models"),
         ({"rankings": [[0, 1]]}, "no attribute"),
         ({"0-0": []}, "no scores"),
         ({"0-0": [0.5], "0_1": [0.2]}, "found '0_1'"),
-        ({"0-0": 0.5}, "not iterable"),
         ({"format": "hybrid-distill/head-scores/2"}, "does not hold head scores"),
         (GATES + GATES, "4 rows of 2 gates, expected 2 layers of 2 KV heads"),
-        ("0.1\t0.2\t0.3\n0.1\t0.2\t0.3\n", "2 rows of 3 gates"),
         ("0.1\t0.2\n0.1\n", "2 rows of 1 or 2 gates"),
         (GATES.replace("7.5e-01", "7.5e+01"), "not between 0 and 1"),
-        (GATES.replace("7.5e-01", "nan"), "not between 0 and 1"),
     ],
 )
 def test_a_file_that_is_no_ranking(tmp_path: Path, content: Any, reason: str) -> None:
@@ -117,24 +108,6 @@ def test_overlap_and_correlation_of_a_small_case() -> None:
     assert compared.kendall == pytest.approx(1 - 2 * 2 / 6), "two of six pairs the other way round"
     assert compared.spearman == pytest.approx(1 - 6 * 4 / (4 * 15))
     assert compared.n_common == 4
-
-
-def test_correlations_are_what_their_definitions_say() -> None:
-    every = [HeadId(layer, head) for layer in range(8) for head in range(8)]
-    shuffle = random.Random(0).shuffle
-    for _ in range(5):
-        a, b = every[:50], every[10:]
-        shuffle(a)
-        shuffle(b)
-        both = sorted(set(a) & set(b))
-        compared = compare_rankings(a, b, [])
-        assert compared.n_common == len(both) == 40
-        place_a, place_b = ([r.index(head) for head in both] for r in (a, b))
-        pairs = [(i, j) for i in range(40) for j in range(i)]
-        signs = [math.copysign(1, (place_a[i] - place_a[j]) * (place_b[i] - place_b[j])) for i, j in pairs]
-        assert compared.kendall == pytest.approx(sum(signs) / len(signs))
-        ranks = torch.tensor([place_a, place_b]).argsort(1).argsort(1).double()
-        assert compared.spearman == pytest.approx(ranks.corrcoef()[0, 1].item())
 
 
 def test_opposite_and_unrelated_rankings() -> None:

@@ -389,12 +389,6 @@ def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
         score_heads(*teacher, PROBE, heads=heads, removed=heads)
 
 
-def test_bfloat16_finds_the_same_heads(teacher) -> None:
-    scores = score_heads(*teacher, PROBE, n_examples=16, precision="bfloat16", progress=False)
-    assert scores.provenance["computed_in"] == "bfloat16"
-    assert set(scores.ranking()[:3]) == PLANTED
-
-
 def test_scores_tell_how_sure_they_are(scores) -> None:
     for name, drop, error in zip(INTERVALS, DROPS, ERRORS):
         low, high = getattr(scores, name).unbind(-1)
