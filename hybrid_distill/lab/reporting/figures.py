@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...io import replacing
 
@@ -24,7 +24,7 @@ ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILLION, PURPLE = "#D55E00", "#CC79A7"
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
 
-STYLE: dict[Any, Any] = {
+STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 200,
     "savefig.bbox": "tight",
@@ -60,7 +60,7 @@ class Look(NamedTuple):
 
     color: str
     marker: str
-    dash: Any = "solid"
+    dash: str | tuple[float, tuple[float, ...]] = "solid"
 
 
 LOOKS = (
@@ -98,8 +98,8 @@ def can_draw() -> bool:
 
 @contextmanager
 def figure(
-    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **layout: Any
-) -> Iterator[np.ndarray[Any, Any]]:
+    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **layout: bool | str
+) -> Iterator[np.ndarray]:
     """Yield a 2D array of axes in the project's style; save it to ``path`` (PNG, SVG) when the block ends.
 
     ``layout`` goes to ``Figure.subplots``: sharex, sharey.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ..sweep.grid import ALL
 from ..sweep.results import TEACHER
-from .figures import BLACK, GREY, LOOKS, figure, look, percent_axis
+from .figures import BLACK, GREY, LOOKS, Look, figure, look, percent_axis
 from .recommend import front, size_text
 from .sweep_results import NONE, Quality, SweepResults, without
 
@@ -108,11 +108,11 @@ def _panels(
             else:
                 axes_row[0].set_ylabel(f"{label} (lower is better)", fontsize=9)
         names = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
-        _legend(grid, grid[0, 0].get_legend_handles_labels())
+        _legend(grid)
         grid[0, 0].figure.supxlabel(names[x], fontsize=10)
 
 
-def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Any, scale: float) -> None:
+def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Look, scale: float) -> None:
     mean, margin = scale * found["mean"].to_numpy(), scale * found["margin"].fillna(0).to_numpy()
     low, high = mean - margin, mean + margin
     if scale == 100:
@@ -121,7 +121,7 @@ def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Any, scale: fl
     axes.plot(x, mean, color=style.color, marker=style.marker, linestyle=style.dash, zorder=3)
 
 
-def _label(column: str, value: Any) -> str:
+def _label(column: str, value: str | int) -> str:
     if column == "heads":
         return f"{value} head{'s' * (value != 1)}"
     return f"state {value}" if column == "d_state" else NAMES.get(str(value), str(value))
@@ -140,8 +140,9 @@ def _levels(axes: Axes, quality: Quality | None, results: SweepResults) -> None:
         axes.axhline(chance, color=GREY, linewidth=0.9, linestyle=":", zorder=1, label="guessing")
 
 
-def _legend(grid: np.ndarray, handles_labels: tuple[list[Any], list[str]]) -> None:
-    entries = dict(zip(handles_labels[1], handles_labels[0]))
+def _legend(grid: np.ndarray) -> None:
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    entries = dict(zip(labels, handles))
     grid[0, 0].figure.legend(entries.values(), entries, loc="outside upper left", ncols=min(len(entries), 7))
 
 
@@ -167,7 +168,7 @@ def _pareto(results: SweepResults, qualities: list[Quality], path: Path) -> None
             if quality.unit:
                 percent_axis(axes)
             _front_labels(axes, best, quality)
-        _legend(grid, grid[0, 0].get_legend_handles_labels())
+        _legend(grid)
         grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)
 
 

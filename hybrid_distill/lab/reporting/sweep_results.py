@@ -5,18 +5,18 @@ A setting is a way to make a student: a selection, a number of heads and a state
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from ...io import Record, read_json
 from ...limits import COUNT
 from ..sweep.grid import ALL
 from ..sweep.record import FILE as SWEEP
@@ -51,7 +51,7 @@ class SweepResults:
     name: str
     rows: pd.DataFrame
     context: int = CONTEXT
-    record: dict[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
 
     @classmethod
     def read(cls, out: str | Path, context: int = CONTEXT) -> SweepResults:
@@ -73,9 +73,9 @@ class SweepResults:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{table} is not a table of a sweep ({error}); docs/sweeps.md has its columns.") from error
         try:
-            found = json.loads(record.read_text()) if record.exists() else {}
+            found = read_json(record) if record.exists() else {}
         except ValueError as error:
-            raise ValueError(f"{record} is not JSON ({error}); delete it, and the report does without.") from error
+            raise ValueError(f"{error} Delete it, and the report does without.") from error
         return cls(Path(out).resolve().name, rows.assign(bytes=_bytes(rows, context, is_done.any())), context, found)
 
     @property
