@@ -52,10 +52,12 @@ class Table(Protocol):
 class Scored(Protocol):
     """Scores of all heads (`HeadScores`); tables are [layer, head], NaN where a layer has no such head."""
 
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
     @property
     def logprob_drop_LH(self) -> Table: ...
 

@@ -1,0 +1,137 @@
+"""FSDP2, torch's `fully_shard`: the student's weights, gradients and optimizer states (`Fsdp2`), and, whatever the
+student's strategy, the teacher's weights (`with_sharded_teacher`).
+
+torch cannot undo `fully_shard`. So a copy of the stage is sharded, modules without their weights' storage; the given
+stage keeps its own whole weights, where they are, and gets the trained ones at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from ...model.layout import decoder_of
+from ...teacher import decoder_blocks
+from ..checkpoint import Content, Sharded
+from ..optimizer import STATE, optimizer_tensors, trainable
+from ..stage import Stage
+from .strategy import Strategy, stage_adamw
+
+
+class Fsdp2(Strategy):
+    """Every process holds a share of each parameter; a layer is gathered while it runs."""
+
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
+        if not stage.shardable:
+            raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
+        self._whole, self._device = stage, accelerator.device
+        self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
+        for teacher in self.stage.teachers:
+            nn.Module.to(teacher, accelerator.device)
+        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
+
+    def weights(self) -> Content:
+        return _sharded(trainable(self.stage))
+
+    def optimizer_tensors(self) -> Content:
+        return _sharded(optimizer_tensors(self.stage, self.optimizer))
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state = self.optimizer.optimizer.state
+        for name, parameter in trainable(self.stage).items():
+            for key in STATE:
+                value = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
+                state[parameter][key] = value if key == "step" else _share(value, cast(DTensor, parameter))
+
+    def clip_gradients(self, max_norm: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
+        return float(_whole(norm))
+
+    def unshard(self) -> None:
+        with torch.no_grad():
+            targets = trainable(self._whole)
+            for name, parameter in trainable(self.stage).items():
+                targets[name].copy_(_whole(parameter))
+        del self.model, self.stage, self.optimizer
+        self._whole.place(self._device)
+
+
+def process_mesh(accelerator: Accelerator) -> DeviceMesh:
+        return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """Copy a stage with the student's weights sharded; ``stage`` and the teacher are left as they are."""
+    shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
+    copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
+    for part in copied.parts():
+        fully_shard(part, mesh=mesh)
+        if copied.entry != "forward":
+            register_fsdp_forward_method(part, copied.entry)
+    fully_shard(copied, mesh=mesh)
+    return copied
+
+
+def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """Copy a stage, with the same student, such that every process holds a share of the teacher's decoder layers.
+
+    A layer is gathered while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
+    to the CPU, and with it the weights that it shares with the student: the stage runs none of those. Raises ValueError
+    for a stage that does.
+    """
+    if not stage.teacher_shardable:
+        raise ValueError(
+            "this stage runs the teacher's own weights in the student, so the teacher cannot be sharded; "
+            "use target 'mixer' or 'head', or --teacher-sharding replicated."
+        )
+    nn.Module.to(stage.teacher, "cpu")
+    copied = _copied(stage, owned=stage.teacher.parameters(), left_alone=[stage.student])
+    copied.teacher_is_sharded = True
+    blocks = [block for _, block in decoder_blocks(copied.teacher)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    outside = set(copied.teacher.parameters()) - inside
+    fully_shard(decoder_of(copied.teacher), mesh=mesh, ignored_params=outside)
+    return copied
+
+
+def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
+    """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters over the same storage."""
+    known: dict[int, Any] = {}
+    for module in left_alone:
+        known |= {id(part): part for part in module.modules()}
+        known |= {id(p): p for p in module.parameters()}
+    known |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
+    return copy.deepcopy(stage, known)
+
+
+def _sharded(tensors: Mapping[str, Tensor]) -> Content:
+    return {name: Sharded(tuple(tensor.shape), partial(_whole, tensor)) for name, tensor in tensors.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _share(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this process's rows of a whole tensor, sharded as ``like`` is."""
+    mesh = like.device_mesh
+    rows = whole.tensor_split(_bounds(len(whole), mesh.size()))[mesh.get_local_rank()]
+    return DTensor.from_local(rows.contiguous(), mesh, like.placements, shape=whole.shape, stride=whole.stride())
+
+
+def _bounds(n_rows: int, n_parts: int) -> list[int]:
+    """Return where one process's rows end and the next one's begin: all have as many, but for the last."""
+    each = -(-n_rows // n_parts)
+    return [min(part * each, n_rows) for part in range(1, n_parts)]

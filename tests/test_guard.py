@@ -1,0 +1,192 @@
+"""A damaged or hostile checkpoint is refused in one clear line, before anything in it is loaded, and never run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from conftest import make_family_model
+from damaged import CANARY, all_damages, evil_code, one_number, plant_code, plant_pickle, set_field
+from students import byte_tokenizer, tiny_student
+from transformers import AutoConfig
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.export import export_checkpoint, verify_export
+from hybrid_distill.guard import MARK, check_checkpoint, digest, foreign_code, load_student
+from hybrid_distill.model import HybridConfig
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.teacher import load_config, load_teacher
+
+DAMAGES = all_damages()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A student and its export in several files, not put through the gate."""
+    torch.set_num_threads(1)
+    student, plan = tiny_student("llama")
+    path = tmp_path_factory.mktemp("guard") / "export"
+    export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="200KB", gate=False)
+    return student, path
+
+
+@pytest.fixture
+def copied(exported, tmp_path) -> Path:
+    path = tmp_path / "damaged"
+    shutil.copytree(exported[1], path)
+    return path
+
+
+def test_there_are_two_hundred_damages() -> None:
+    assert len(DAMAGES) >= 200
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(name: str, copied: Path) -> None:
+    DAMAGES[name](copied, Random(name))
+    with pytest.raises(ValueError) as refusal:
+        load_student(copied)
+    said = str(refusal.value)
+    assert "\n" not in said and 30 < len(said) < 1000
+    assert str(copied) in said or ".safetensors" in said, "it does not say where"
+    assert not (copied.parent / CANARY).exists(), "code of the checkpoint was run"
+
+
+def test_what_is_planted_would_run(tmp_path) -> None:
+    """Otherwise an absent canary would prove nothing."""
+    import pickle
+
+    (tmp_path / "folder").mkdir()
+    plant_pickle("x.bin")(tmp_path / "folder", Random(0))
+    pickle.loads((tmp_path / "folder" / "x.bin").read_bytes())
+    assert (tmp_path / CANARY).exists()
+    (tmp_path / CANARY).unlink()
+    exec(evil_code(tmp_path / "folder"))
+    assert (tmp_path / CANARY).exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
+    student, plan = tiny_student(family)
+    export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, gate=False)
+    loaded, tokenizer = load_student(tmp_path / "export")
+    ids_BL = torch.randint(5, 261, (2, 17))
+    assert torch.equal(loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits)
+    assert tokenizer is not None and not loaded.training
+    assert foreign_code(tmp_path / "export") == []
+
+
+def test_a_nan_is_refused_by_name_wherever_a_model_is_loaded(copied, capsys) -> None:
+    one_number(float("nan"))(copied, Random(0))
+    name = re.search(r"the tensor (\S+) of", refused(load_student, copied))[1]
+    for load in (load_teacher, verify_export):
+        assert f"the tensor {name} of" in refused(load, copied)
+    with pytest.raises(SystemExit) as exit_:
+        main(["score", "--model", str(copied)])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and name in said and len(said.strip().splitlines()) == 1
+
+
+def refused(load, folder: Path) -> str:
+    with pytest.raises(ValueError) as refusal:
+        load(folder)
+    return str(refusal.value)
+
+
+def test_verify_runs_no_code_that_it_does_not_know(copied, capsys) -> None:
+    for damage in (plant_code("ssd.py"), plant_pickle("model.bin"), set_field("config.json", "d_state", 10**9)):
+        path = copied.parent / "again"
+        shutil.copytree(copied, path)
+        damage(path, Random(0))
+        with pytest.raises(SystemExit) as exit_:
+            main(["verify", str(path)])
+        said = capsys.readouterr().err
+        assert exit_.value.code == 2 and said.startswith("error: ") and len(said.strip().splitlines()) == 1
+        assert not (path.parent / CANARY).exists()
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not_ask(copied, recorded: bool) -> None:
+    """Exports record their Python files; the first versions' did not."""
+    (copied / "ssd.py").write_text(evil_code(copied))
+    record = json.loads((copied / MARK).read_text())
+    record["code"]["ssd.py"] = digest(copied / "ssd.py")
+    (copied / MARK).write_text(json.dumps(record if recorded else {**record, "code": None}))
+    assert load_student(copied) and load_teacher(copied)
+    assert "--trust-remote-code" in refused(verify_export, copied)
+    assert not (copied.parent / CANARY).exists()
+    plant_code("evil.py")(copied, Random(0))
+    assert "not a file that a student has" in refused(load_student, copied)
+
+
+def test_a_teacher_with_a_pickle_needs_a_flag(tmp_path, capsys) -> None:
+    model = make_family_model("llama", vocab_size=300)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    load_teacher(tmp_path)  # its safetensors
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"\*\.bin, which are pickles.*--teacher.allow-bin"):
+        load_teacher(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["score", "--model", str(tmp_path)])
+    assert " --allow-bin" in capsys.readouterr().err
+    assert torch.equal(load_teacher(tmp_path, allow_bin=True)[0].lm_head.weight, model.lm_head.weight)
+
+
+def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
+    folder = tmp_path / "teacher"
+    make_family_model("llama", vocab_size=300).save_pretrained(folder, max_shard_size="100KB")
+    byte_tokenizer().save_pretrained(folder)
+    load_teacher(folder)
+    first = sorted(folder.glob("*.safetensors"))[0]
+    shutil.copy(first, tmp_path / "w.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        if file == first.name:
+            index["weight_map"][name] = "../w.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="plain file name"):
+        load_teacher(folder)
+
+
+def test_the_hub_caches_links_are_followed(exported, tmp_path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for file in exported[1].glob("*.*"):
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert load_student(snapshot)
+
+
+def test_reading_a_config_runs_no_code(tmp_path) -> None:
+    plant_code("evil.py")(tmp_path, Random(0))
+    record = {"model_type": "surprise", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="no config"):
+        load_config(tmp_path)
+    assert not (tmp_path.parent / CANARY).exists()
+
+
+def test_a_config_validates_itself_inside_an_export(exported) -> None:
+    """What plain transformers can be kept from: the class that travels refuses, without this package's guard."""
+    record = AutoConfig.from_pretrained(exported[1]).to_dict()
+    for name, value in {"hidden_size": 10**12, "rms_norm_eps": float("nan"), "num_hidden_layers": -1}.items():
+        with pytest.raises(ValueError, match=name):
+            HybridConfig(**{**record, "backbone": {**record["backbone"], name: value}})
+    with pytest.raises(ValueError, match="parameters"):
+        HybridConfig(**{**record, "backbone": {**record["backbone"], "hidden_size": 2**17, "vocab_size": 2**24}})
+
+
+def test_a_plan_from_elsewhere_is_noticed(copied) -> None:
+    plan = HeadPlan.load(copied / "plan.json")
+    HeadPlan.none(plan).save(copied / "plan.json")
+    with pytest.raises(ValueError, match="keep other heads"):
+        check_checkpoint(copied)
