@@ -136,7 +136,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
