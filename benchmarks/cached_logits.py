@@ -79,7 +79,7 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
         losses.append(loss.item())
     seconds = time.process_time() - began
     with torch.no_grad():
-        whole = EndToEnd(student, run.teacher, vocab_size=len(run.tokenizer))(held_out).total.item()
+        whole = EndToEnd(student, run.teacher, DistillConfig(), vocab_size=len(run.tokenizer))(held_out).total.item()
     return {
         "losses": [round(loss, 6) for loss in losses],
         "held_out_kl": round(whole, 6),

@@ -26,6 +26,7 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.init import INITS
 from hybrid_distill.teacher import fingerprint, load_teacher
+from hybrid_distill.train.config import AlignConfig
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stages import LayerAlignment
 
@@ -56,8 +57,8 @@ def align(
         seed=options.seed,
     )
     seconds = time.process_time() - start
-    measure = LayerAlignment(student, teacher, target="head", loss="nmse")
-    stage = LayerAlignment(student, teacher, target="head", loss="l2")
+    measure = LayerAlignment(student, teacher, AlignConfig(target="head", loss="nmse"))
+    stage = LayerAlignment(student, teacher, AlignConfig(target="head", loss="l2"))
     optimizer = make_adamw(stage, learning_rate=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     errors = {0: nmse(measure, held_out)}
     last = max(options.steps)

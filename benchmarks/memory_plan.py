@@ -90,7 +90,8 @@ class Case(NamedTuple):
         words = [self.model, config.name, getattr(config, "target", ""), config.precision]
         if (train := getattr(config, "train", "")) and train != type(config)().train:
             words.append(f"train {train}")
-        words += ["" if getattr(config, "fused", True) else "unfused", "recompute" if config.recompute else ""]
+        words += ["" if getattr(config, "fused", True) else "unfused"]
+        words += ["recompute" if config.gradient_checkpointing else ""]
         return " ".join(filter(None, words))
 
 
@@ -98,8 +99,8 @@ def cases(device: str) -> list[Case]:
     """Alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
     found = []
     for model, config, recompute in itertools.product(("tiny", "mid"), (ALIGN, DISTILL), (False, True)):
-        found.append(Case(model, replace(config, recompute=recompute)))
-        half = replace(config, recompute=recompute, precision="bf16")
+        found.append(Case(model, replace(config, gradient_checkpointing=recompute)))
+        half = replace(config, gradient_checkpointing=recompute, precision="bf16")
         found.append(Case(model, half, dtype=torch.bfloat16))
     for config in (
         replace(ALIGN, target="head"),
@@ -111,7 +112,7 @@ def cases(device: str) -> list[Case]:
     ):
         found.append(Case("mid", config))
     found.append(Case("mid", MATRIX, kept=0))
-    for config in (ALIGN, replace(ALIGN, recompute=True), DISTILL, replace(DISTILL, recompute=True)):
+    for config in (replace(base, gradient_checkpointing=again) for base in (ALIGN, DISTILL) for again in (False, True)):
         half = replace(config, precision="bf16")
         found.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
     return found + (list(large_cases("llama-3.2-1b")) if device == "cuda" else [])
@@ -121,7 +122,7 @@ def large_cases(model: str, rows: tuple[int, int] = (8, 4)) -> Iterator[Case]:
     """As recipes/hybrid_llama_1b.py has it; ``rows`` of a micro-batch in alignment and distillation."""
     for config, n_rows in zip((replace(ALIGN, target="layer"), DISTILL), rows):
         for recompute in (False, True):
-            half = replace(config, recompute=recompute, precision="bf16")
+            half = replace(config, gradient_checkpointing=recompute, precision="bf16")
             yield Case(model, half, torch.bfloat16, kept=20, d_state=64, rows=n_rows, length=2048)
 
 
@@ -313,7 +314,7 @@ def one_process(case: Case, device: str) -> dict[str, Any]:
     batch = make_batch(case, stage.teacher.config.vocab_size, device)
     parts = compare(measure(stage, batch, device), predicted(predict(case, device)))
     record = {"case": case.named(), "tokens": case.rows * case.length, "parts": parts, "misses": misses(parts)}
-    if not case.config.recompute and not stage.bf16:
+    if not case.config.gradient_checkpointing and not stage.bf16:
         record["saved_tensors"] = saved_tensors(stage, batch)
     return record
 
@@ -383,11 +384,11 @@ def _train_with_fsdp2() -> int:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybrid_distill.train.parallel.fsdp import divided_stage
+    from hybrid_distill.train.parallel.fsdp2 import sharded_stage
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    stage = divided_stage(make_real_stage(DIVIDED, "cpu"), mesh)
+    stage = sharded_stage(make_real_stage(DIVIDED, "cpu"), mesh)
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
     _two_steps(lambda: stage(batch).total.backward(), optimizer)

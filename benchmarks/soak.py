@@ -105,9 +105,9 @@ def train(out: Path) -> None:
     from hybrid_distill.train.config import AlignConfig, DistillConfig
     from hybrid_distill.train.loop import train_stage
 
-    def noting(stage: Any, rows: Any, config: Any, folder: Path, **options: Any) -> Any:
+    def noting(stage: Any, rows: Any, folder: Path, **options: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        return train_stage(stage, NotedRows(rows, folder / ROWS), config, folder, progress=False, **options)
+        return train_stage(stage, NotedRows(rows, folder / ROWS), folder, progress=False, **options)
 
     pipeline.train_stage = noting
     often: Any = {

@@ -159,7 +159,7 @@ def _recurrent(run: Run, plan: HeadPlan, some: HeadPlan, align: AlignConfig | No
     student, _ = build_student(run.teacher, plan, d_state=D_STATE, init="fitted", calibration=calibration)
     if align is not None:
         with tempfile.TemporaryDirectory() as out:
-            train_stage(make_stage(align, student, run.teacher), rows, align, out, progress=False)
+            train_stage(make_stage(align, student, run.teacher), rows, out, progress=False)
     found = []
     for layer, mixer in enumerate(student.mixers()):
         picked = [mixer.recurrent.index(head) for head in some.recurrent_in(layer)]
@@ -182,7 +182,7 @@ def steps() -> dict[str, Any]:
             options = replace(getattr(base, name), steps=TIMED)
             stage = make_stage(options, student, run.teacher, vocab_size=len(run.tokenizer))
             with tempfile.TemporaryDirectory() as out:
-                _, seconds = _timed(lambda: train_stage(stage, rows, options, out, progress=False))  # noqa: B023
+                _, seconds = _timed(lambda: train_stage(stage, rows, out, progress=False))  # noqa: B023
             found.setdefault(name, {})[str(d_state)] = round(seconds / TIMED, 3)
     return {"cpu_seconds_a_step": found}
 

@@ -80,7 +80,8 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
     Code in the folder is never run. Raises ValueError for a folder without a student, and for a damaged one.
     """
     from . import guard
-    from .pipeline import finished_run, is_run
+    from .pipeline import finished_run
+    from .run_folder import is_run
 
     folder = Path(path)
     if is_run(folder / "config.json"):

@@ -1,77 +1,61 @@
-"""One typed object says everything about a run: saved with it, printed by ``--dry-run``, overridden by flags."""
+"""One typed object describes a run: saved with it, printed by ``--dry-run``, overridden by flags. A field is declared
+here, with its range or choices, and nowhere else: flags, checks and the reference follow from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
-from .limits import COUNT, COUNT_OR_NONE, POSITIVE, SHARE, check_fields
+from .limits import Count, CountOrZero, Positive, Share, check_options
 from .teacher import TINY
-from .train.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, OnPolicyConfig, PostConfig
+from .train.config import (
+    AlignConfig,
+    DistillConfig,
+    LongConfig,
+    MatrixConfig,
+    OnPolicyConfig,
+    PostConfig,
+    StageConfig,
+    TeacherConfig,
+)
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
-Stage = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
-END_TO_END: tuple[Stage, ...] = ("distill", "on_policy", "long", "post")
-"""The stages that are about one plan; those before them align every head."""
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """The pretrained Transformer."""
-
-    path: Annotated[str, tyro.conf.arg(aliases=("--teacher",))] = TINY
-    """``tiny`` (the embedded default), a local Hugging Face folder, or a name on the hub."""
-    revision: str | None = None
-    """Of a name on the hub."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the teacher's weights; the student trains float32 weights in any case."""
-    attn_implementation: str | None = None
-    """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
-    allow_bin: bool = False
-    """Take weights that are a pickle (``*.bin``) too, which whoever made them could have made to run programs here."""
-
-    def __post_init__(self) -> None:
-        if not self.path.strip():
-            raise ValueError(f"teacher.path is {self.path!r}; name a local folder, a model on the hub, or tiny.")
+StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
+RENAMED = {"recompute": "gradient_checkpointing"}
+"""Fields of config.json files of earlier versions."""
 
 
 @dataclass(frozen=True)
 class ScoringConfig:
     """How heads are ranked: KV-retrieval accuracy lost when a head is switched off."""
 
-    n_pairs: int = 16
-    """Of each dictionary."""
-    n_examples: int = 128
+    n_pairs: Count = 16
+    """Pairs in each dictionary."""
+    n_examples: Count = 128
     """Dictionaries asked of each head."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Rows at a time; by default as many as are fast and fit."""
-    n_control_texts: int = 16
+    n_control_texts: CountOrZero = 16
     """Held-out documents on which heads that matter for everything show."""
-    restoration_examples: int = 32
+    restoration_examples: Count = 32
     """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
-    min_accuracy: float | None = None
-    """A teacher below this accuracy is refused: its heads cannot be ranked by a task that it fails. By default half
+    min_accuracy: Share | None = None
+    """Accuracy below which a teacher is refused: its heads cannot be ranked by a task that it fails. By default half
     way from guessing to always right."""
     file: Path | None = None
-    """A scores.json made before; nothing is scored then."""
+    """Path to an existing scores.json; skips scoring."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "scoring.",
-            **dict.fromkeys(("n_pairs", "n_examples", "batch_size", "restoration_examples"), COUNT),
-            n_control_texts=COUNT_OR_NONE,
-            min_accuracy=SHARE,
-        )
+        check_options(self, "scoring.")
 
 
 @dataclass(frozen=True)
@@ -79,32 +63,32 @@ class PlanConfig:
     """Which heads stay attention."""
 
     selection: Selection = "top"
-    """``top``: those that the teacher misses most, switched off one at a time. ``restoration``: those that bring most
+    """``top``: heads that the teacher misses most, switched off one at a time. ``restoration``: heads that bring most
     back to an aligned student without attention, one after the other; the run then aligns once, all heads, before it
     plans (below ``aligned/``)."""
-    k: int = 6
+    k: CountOrZero = 6
     """Heads kept, over all layers (``top``, ``restoration`` and ``random``)."""
     seed: int = 0
-    """Of the ``random`` selection."""
-    layers: tuple[int, ...] = ()
+    """Seed of the ``random`` selection."""
+    layers: tuple[CountOrZero, ...] = ()
     """Layers kept whole (``layers``)."""
     pairs: tuple[tuple[int, int], ...] = ()
     """Heads as (layer, head), for ``pairs``."""
     file: Path | None = None
-    """A plan.json, for ``file``."""
+    """Path to a plan.json, for ``file``."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "plan.", k=COUNT_OR_NONE, layers=COUNT_OR_NONE)
+        check_options(self, "plan.")
 
 
 @dataclass(frozen=True)
 class StudentConfig:
     """The recurrent heads."""
 
-    d_state: int = 64
-    """N, the state size of each."""
-    conv_width: int = 4
-    """Tokens that the causal convolution before it sees."""
+    d_state: Count = 64
+    """State size N of each head."""
+    conv_width: Count = 4
+    """Tokens that the causal convolution before a head sees."""
     recurrence: Literal["discrete", "mamba2"] = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
     scaled by the step, which can be exported without remote code (docs/export.md)."""
@@ -117,23 +101,23 @@ class StudentConfig:
     over, whatever the plan. Students that differ in their plan alone then share one alignment."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "student.", d_state=COUNT, conv_width=COUNT)
+        check_options(self, "student.")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What teacher and student are measured on."""
+    """Questions and texts that teacher and student are measured on."""
 
-    n_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    n_pairs: tuple[Count, ...] = (4, 8, 16, 32)
     """Dictionary sizes, each asked by choice and by generation."""
     stated_pairs: int | None = None
-    """The dictionary size that a comparison's table and finding speak of, one of ``n_pairs``; by default the one that
+    """Dictionary size that a comparison's table and finding speak of, one of ``n_pairs``; by default the one that
     heads are ranked with. The curve over all sizes is in the report in any case."""
-    n_examples: int = 128
+    n_examples: Count = 128
     """Dictionaries of each size."""
-    batch_size: int = 32
-    """Of questions and documents, at a time."""
-    n_texts: int = 128
+    batch_size: Count = 32
+    """Questions or documents at a time."""
+    n_texts: CountOrZero = 128
     """Held-out documents for perplexity and agreement."""
     knowledge: str | None = None
     """A JSON-lines file of multiple-choice questions, or ``tiny`` for the facts of the embedded teacher; by default
@@ -142,8 +126,7 @@ class EvaluationConfig:
     """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("n_pairs", "n_examples", "batch_size"), COUNT)
-        check_fields(self, "evaluation.", **counts, n_texts=COUNT_OR_NONE)
+        check_options(self, "evaluation.")
         if self.stated_pairs is not None and self.stated_pairs not in self.n_pairs:
             raise ValueError(
                 f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; "
@@ -156,17 +139,17 @@ class RunConfig:
     """A whole run: score, plan, build, align, distil, evaluate, export, report."""
 
     name: str = "hybrid"
-    """For reports and trackers."""
+    """Name in reports and trackers."""
     out: Path = Path("runs/hybrid")
-    """The folder of all that the run makes."""
+    """Folder of everything that the run writes."""
     seed: int = 0
-    """Of the run: what is drawn and asked. The order of the data is of ``data.seed``."""
+    """Seed of the weights and questions that are drawn. The order of the data has ``data.seed``."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    stages: tuple[Stage, ...] = ("align", "distill")
+    stages: tuple[StageName, ...] = ("align", "distill")
     """Stages to run, in this order; ``matrix`` may come first in a student without kept heads, and after ``distill``
     come ``on_policy`` (the student's own text), ``long`` (longer rows) and ``post`` (conversations)."""
     matrix: MatrixConfig = field(default_factory=MatrixConfig)
@@ -182,25 +165,25 @@ class RunConfig:
     export: bool = True
     """Write the student as a Hugging Face checkpoint."""
     resume: str = "auto"
-    """``auto`` goes on where the run directory stopped; ``never`` begins again, and removes what an earlier run has
+    """``auto`` resumes where the run directory stopped; ``never`` begins again, and removes what an earlier run has
     left there: scores, plan, stages, evaluations, export and report."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
     group: str = ""
-    """What trackers file the run under; a sweep puts its own name here."""
+    """Group of the run in trackers; a sweep puts its own name here."""
     profile: bool = False
     """Write a trace of a few steps of each stage, stages/*/trace-<process>.json."""
     dry_run: bool = False
     """Check sources, files and settings, print what to launch and the memory that each stage takes, start nothing."""
     show_config: bool = False
-    """Of a dry run: print the whole resolved config, as JSON, below the rest."""
-    gpus: int = 1
-    """How many a dry run plans memory for."""
-    gpu_memory: float = 80.0
+    """Let a dry run print the whole resolved config, as JSON, below the rest."""
+    gpus: Count = 1
+    """GPUs that a dry run plans memory for."""
+    gpu_memory: Positive = 80.0
     """GB (1e9 bytes) of each of them."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "", gpus=COUNT, gpu_memory=POSITIVE)
+        check_options(self, "")
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(
                 "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "
@@ -208,27 +191,29 @@ class RunConfig:
             )
 
     @property
+    def stage_configs(self) -> tuple[StageConfig, ...]:
+        """Configs of the stages to run, in this order."""
+        every = (self.matrix, self.align, self.distill, self.on_policy, self.long, self.post)
+        by_name: dict[str, StageConfig] = dict(zip(get_args(StageName), every))
+        return tuple(by_name[name] for name in self.stages)
+
+    @property
+    def own_stages(self) -> tuple[StageConfig, ...]:
+        """Configs of the stages to run in this run's own folder: a plan by restoration aligns below ``aligned/``."""
+        return tuple(c for c in self.stage_configs if c.is_per_plan or self.plan.selection != "restoration")
+
+    @property
     def unused_stages(self) -> set[str]:
         """Names of sections that this run does not read."""
-        return set(get_args(Stage)) - set(self.stages)
+        return set(get_args(StageName)) - set(self.stages)
 
-    def data_of(self, stage: Stage) -> DataConfig:
-        """What a stage trains on."""
-        if stage == "post":
-            return self.post.data
-        return replace(self.data, seq_len=self.long.seq_len) if stage == "long" else self.data
-
-    def teacher_of(self, stage: Stage) -> TeacherConfig:
-        """Whom a stage distils from."""
-        if stage != "post" or self.post.teacher is None:
-            return self.teacher
-        return replace(self.teacher, path=self.post.teacher, revision=None)
+Small = TypeVar("Small", bound=StageConfig)
 
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
-    """The same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
+    """Return the same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
 
-    def small(stage: Any) -> Any:
+    def small(stage: Small) -> Small:
         return replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
 
     return replace(
@@ -247,26 +232,26 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 
 
 def config_of(recipe: Any) -> RunConfig:
-    """The config of a recipe's module. Raises ValueError where config() fails or returns something else."""
+    """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
     return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
 
 
 def checked_config(config: Any, source: str) -> RunConfig:
-    """``config``, if it is one: of anything else a command line would take its own defaults, without a word."""
+    """Return ``config``. Raises ValueError for another type: a command line would silently take its own defaults."""
     if not isinstance(config, RunConfig):
         raise ValueError(f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig.")
     return config
 
 
 def ask_recipe(recipe: Any, name: str) -> Any:
-    """What a function of a recipe's module returns. Raises ValueError, naming the line, where it fails."""
+    """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
     with in_recipe(_file_of(recipe)):
         return getattr(recipe, name)()
 
 
 @contextmanager
 def in_recipe(file: str) -> Iterator[None]:
-    """Turn whatever a recipe's own code raises into a ValueError of one line that names the recipe and the line."""
+    """Turn any error of a recipe's own code into a ValueError of one line that names the recipe and the line."""
     try:
         yield
     except Exception as error:
@@ -279,8 +264,13 @@ def _file_of(recipe: Any) -> str:
     return str(getattr(recipe, "__file__", "the recipe"))
 
 
+def current_flags(argv: Sequence[str]) -> list[str]:
+    """Replace flags of earlier versions: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
+    return [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
+
+
 def to_json(config: Any) -> dict[str, Any]:
-    """A config as plain JSON values; paths become strings."""
+    """Return a config as plain JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
@@ -291,7 +281,7 @@ def differences(
     leave_out_within: Collection[str] = (),
     prefix: str = "",
 ) -> list[str]:
-    """In which fields two configs, as `to_json` gives them, differ: ``align.steps (2 there, 3 here)`` and so on.
+    """List the fields in which two configs, as `to_json` returns them, differ: ``align.steps (2 there, 3 here)``.
 
     ``leave_out`` are names of the outermost level, ``leave_out_within`` of the next.
     """
@@ -308,26 +298,27 @@ def differences(
 
 
 def from_json(path: Path) -> RunConfig:
-    """Read a run's config.json. Raises ValueError for a file that is none."""
+    """Read a run's config.json. Raises ValueError for another file."""
     try:
         record = json.loads(path.read_text())
-        if "teacher" not in record:  # it would be the embedded one, without a word
-            raise ValueError("it names no teacher")
+        if "teacher" not in record:  # it would silently be the embedded one
+            raise ValueError("it does not name a teacher")
         return from_record(record)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
 
 
 def from_record(record: dict[str, Any]) -> RunConfig:
-    """What `to_json` made of a run's config, as one again."""
+    """Rebuild a run's config from what `to_json` made of it, in this version or an earlier one."""
     return _rebuilt(RunConfig, record)
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:
-    """``value``, read from JSON, as the type that a field was declared with."""
+    """Return ``value``, read from JSON, as the type that a field was declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})
+        current = [(RENAMED.get(name) or name, item) for name, item in value.items()]
+        return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         return tuple(_rebuilt(inner, item) for item in value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class Limits:
     whole: bool = False
     without_ends: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Raise ValueError unless ``value`` is one of them."""
-        is_number = isinstance(value, int if self.whole else int | float) and math.isfinite(value)
-        ends = () if self.without_ends else (self.least, self.most)
-        if not is_number or not (self.least < value < self.most or value in ends):
+        if not isinstance(value, int if self.whole else (int, float)) or not self._has(value):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
+
+    def _has(self, value: float) -> bool:
+        inside = self.least < value < self.most if self.without_ends else self.least <= value <= self.most
+        return inside and math.isfinite(value)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
@@ -36,6 +39,42 @@ COUNT = Limits(1, whole=True)
 COUNT_OR_NONE = Limits(0, whole=True)
 POSITIVE = Limits(0, without_ends=True)
 SHARE = Limits(0, 1)
+
+Count = Annotated[int, COUNT]
+CountOrZero = Annotated[int, COUNT_OR_NONE]
+Positive = Annotated[float, POSITIVE]
+Share = Annotated[float, SHARE]
+
+
+def check_options(options: Any, prefix: str) -> None:
+    """Raise ValueError for a field of a dataclass outside of the `Limits` or the Literal that it is declared with.
+
+    Every entry of a tuple is checked; None always passes.
+    """
+    for name, rules in _rules_of(type(options)).items():
+        value = getattr(options, name)
+        for entry in value if isinstance(value, tuple) else (value,):
+            for rule in rules if entry is not None else ():
+                if isinstance(rule, Limits):
+                    rule.check(f"{prefix}{name}", entry)
+                elif entry not in rule:
+                    raise ValueError(f"{prefix}{name} is {entry!r}; choose one of {', '.join(map(str, rule))}.")
+
+
+@cache
+def _rules_of(kind: type) -> dict[str, list[Limits | tuple[Any, ...]]]:
+    return {name: list(_rules(hint)) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def _rules(hint: Any) -> Iterator[Limits | tuple[Any, ...]]:
+    """Yield the limits and the choices anywhere in a type hint."""
+    if get_origin(hint) is Literal:
+        yield get_args(hint)
+    elif isinstance(hint, Limits):
+        yield hint
+    else:
+        for inner in get_args(hint):
+            yield from _rules(inner)
 
 
 def check_fields(config: object, prefix: str, **limits: Limits) -> None:

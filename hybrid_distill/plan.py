@@ -52,10 +52,12 @@ class Table(Protocol):
 class Scored(Protocol):
     """Scores of all heads (`HeadScores`); tables are [layer, head], NaN where a layer has no such head."""
 
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
     @property
     def logprob_drop_LH(self) -> Table: ...
 
@@ -105,7 +107,7 @@ class HeadPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every head stays: the student then is the teacher."""
+        """True if every head stays: the student then is the teacher."""
         return self.k == self.n_layers * self.n_heads
 
     def kept_in(self, layer: int) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def config() -> RunConfig:
             micro_batch_size=1,
             learning_rate=1e-5,
             precision="bf16",
-            recompute=True,
+            gradient_checkpointing=True,
             seq_len=8192,
             segment_len=2048,
         ),

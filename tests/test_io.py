@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from students import tiny_student
-from test_checkpoint import killed
 from test_pipeline import weights
-from training import small_run
+from training import killed, small_run
 
 from hybrid_distill import io
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
@@ -124,7 +123,7 @@ def test_a_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("place", "name", "n"),
-    [(checkpoint, "save_file", 1), (checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2)]
+    [(checkpoint, "save_tensors", 1), (checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2)]
     + [(shutil, "rmtree", 3), (shutil, "rmtree", 4)],
 )
 def test_a_killed_export_leaves_the_one_before_and_no_other(tmp_path: Path, place: Any, name: str, n: int) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_checkpoint import killed
-from training import free_port, small_run
+from training import free_port, killed, small_run
 
 from hybrid_distill import locking
 from hybrid_distill.cli.app import main

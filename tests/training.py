@@ -11,10 +11,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -25,14 +27,14 @@ if __name__ == "__main__":
 from conftest import make_family_model
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
-from hybrid_distill.data import PackedRows
+from hybrid_distill.data import DataConfig, PackedRows
 from hybrid_distill.distributed import connect
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.train.config import LongConfig, OnPolicyConfig
-from hybrid_distill.train.loop import AlignConfig, DistillConfig, StageConfig, train_stage
-from hybrid_distill.train.parallel import fsdp
+from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig, StageConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.parallel import fsdp2
 from hybrid_distill.train.stages import Stage, make_stage
 
 SMALL: dict[str, Any] = {
@@ -47,13 +49,26 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
         out=out,
         scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, restoration_examples=2, min_accuracy=0.0),
         plan=PlanConfig("random", k=3),
-        student=StudentConfig(d_state=4),
+        student=StudentConfig(d_state=4, init="teacher"),
+        data=DataConfig(seq_len=64),
         align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
         distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
         export=False,
     )
     return replace(run, **changes)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
+    """Run a config with flags that must end in one line and exit status 2; returns the line."""
+    from hybrid_distill.cli.app import run_recipe
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        run_recipe(config, list(argv))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit_.value.code == 2 and len(said) == 1
+    return said[0]
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -115,28 +130,48 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     return classes[name](**{**settings, **changes})
 
 
-class StoppingRows:
-    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+class WrappedRows:
+    """Rows with a behavior of their own; as they stand, those that they wrap."""
 
-    def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
-        self.rows, self.step, self.action = rows, step, action
-        self.fingerprint = rows.fingerprint
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows, self.fingerprint = rows, rows.fingerprint
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
-        if step == self.step:
-            self.stop()
         return self.rows.batch(step, batch_size, rank, world)
-
-    def stop(self) -> None:
-        if self.action is None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self.action()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StoppingRows(WrappedRows):
+    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+
+    def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
+        super().__init__(rows)
+        self.step, self.action = step, action or (lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def batch(self, step: int, *args: int) -> Any:
+        if step == self.step:
+            self.action()
+        return super().batch(step, *args)
+
+
+def killed(action: Callable[[], Any]) -> None:
+    """Run ``action`` in a child process, which must die of SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -146,20 +181,20 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def record_divided_teachers(path: Path) -> None:
-    """Write down how many bytes of parameters this process holds of every teacher that is divided from now on."""
-    divide = fsdp.with_divided_teacher
+def record_sharded_teachers(path: Path) -> None:
+    """Write down how many bytes of parameters this process holds of every teacher that is sharded from now on."""
+    shard = fsdp2.with_sharded_teacher
     found: list[int] = []
 
     def recording(*args: Any) -> Stage:
-        stage = divide(*args)
+        stage = shard(*args)
         held: list[Any] = list(stage.teacher.parameters())
         found.append(sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found))
         return stage
 
-    fsdp.with_divided_teacher = recording
+    fsdp2.with_sharded_teacher = recording
 
 
 def main() -> None:
@@ -173,23 +208,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--teacher-sharding", default="replicated")
     parser.add_argument("--signal", type=int, default=signal.SIGTERM)
     args = parser.parse_args()
     state = connect()
     is_last = state.process_index == state.num_processes - 1
-    record_divided_teachers(args.out / f"teacher-{state.process_index}.json")
+    record_sharded_teachers(args.out / f"teacher-{state.process_index}.json")
     student, teacher = sure_models(args.precision)
     for name in args.stages:
-        changes = {name: getattr(args, name) for name in ("steps", "micro_batch_size", "precision", "recompute")}
-        config = small_config(name, **changes)
+        same = ("steps", "micro_batch_size", "precision", "gradient_checkpointing")
+        config = small_config(name, **{option: getattr(args, option) for option in same})
         rows = StoppingRows(
             small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
         )
         stage = make_stage(config, student, teacher, vocab_size=99)
         train_stage(
-            stage, rows, config, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
+            stage, rows, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
         )
 
 

@@ -40,8 +40,10 @@ from ..pipeline import Run, finished_run
 from ..provenance import now
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
+from ..train.end_to_end import OutputEmbedding, teacher_hidden
 from ..train.losses import CHUNK_LOGITS
-from ..train.stages import OutputEmbedding, add_totals, make_stage, teacher_hidden
+from ..train.stage import add_totals
+from ..train.stages import make_stage
 from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
 
 log = logging.getLogger(__name__)
@@ -97,16 +99,17 @@ def cache_logits(job: CacheJob) -> str:
     and a folder that holds other logits or that another command writes to.
     """
     run, state, folder = Run(job.run), connect(), job.folder
-    teacher, tokenizer = run.teacher_of(job.stage)
-    rows = numbered(open_rows(job.run.data_of(job.stage), tokenizer))
+    teacher, tokenizer = run.stage_teacher(job.config), run.stage_tokenizer(job.config)
+    named = job.config.teacher_within(job.run.teacher)
+    rows = numbered(open_rows(job.config.data_within(job.run.data), tokenizer))
     row_ids = row_ids_of(rows, job.config.rows_read)
     if job.top_k > (n_words := len(run.tokenizer)):
         raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; pass at most {n_words}.")
     header = LogitHeader(
         format=LogitHeader.FORMAT,
-        teacher=job.run.teacher_of(job.stage).path,
+        teacher=named.path,
         teacher_fingerprint=fingerprint(teacher),
-        dtype=job.run.teacher_of(job.stage).dtype,
+        dtype=named.dtype,
         precision=job.config.precision,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         vocabulary_size=n_words,
@@ -286,7 +289,6 @@ def _loss_difference(
 
     def loss(config: DistillConfig) -> float:
         stage = make_stage(config, student, teacher, vocab_size=len(run.tokenizer)).eval()
-        stage.bf16 = config.precision == "bf16"
         stage.place(teacher.device)
         totals = add_totals(stage.totals(batch) for batch in batches)
         return sum(float(stage(batch, totals).total) for batch in batches)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import PlanConfig, RunConfig, Stage, to_json
+from ..config import PlanConfig, RunConfig, to_json
 from ..lab.memory.plan import (
     GB,
     PARTS,
@@ -21,8 +22,10 @@ from ..lab.memory.plan import (
     stage_shape,
 )
 from ..model import layer_windows
-from ..pipeline import Run, shape_of_teacher
+from ..pipeline import Run
 from ..plan import HeadId, HeadPlan, cache_bytes
+from ..run_folder import outdated
+from ..run_inputs import shape_of_teacher
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig
@@ -62,7 +65,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     except ValueError as error:
         return "\n\n".join([*record, f"{_heading(config)}\nCannot be launched: {error}"])
     plan, source = _plan(config, teacher)
-    stages = [_stage_plans(config, name, plan) for name in config.stages]
+    stages = [_stage_plans(config, stage, plan) for stage in config.stage_configs]
     answer = "\n".join([_heading(config), _launch(config, stages, command), source])
     return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *record])
 
@@ -74,7 +77,7 @@ def problems(config: RunConfig) -> Iterator[str]:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError):
         return  # `describe` says so, and nothing else can be judged
-    for check in (this.outdated, *this.checks()):
+    for check in (partial(outdated, config), *this.checks()):
         try:
             check()
         except (OSError, ValueError) as error:
@@ -117,7 +120,7 @@ class _StagePlans:
     ``problem`` is set, and there are no plans, where the stage cannot be run.
     """
 
-    name: Stage
+    name: str
     heading: str
     own: tuple[MemoryPlan, ...] = ()
     others: tuple[MemoryPlan, ...] = ()
@@ -148,7 +151,7 @@ def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
 
 def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
     recomputed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
-    flags = "".join(f" --{name.replace('_', '-')}.recompute" for name in recomputed)
+    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in recomputed)
     needed = f"needs {_size(max(plan.total for plan in plans))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
@@ -188,13 +191,12 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
     return "\n".join(lines)
 
 
-def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> _StagePlans:
-    stage: StageConfig = getattr(config, name)
-    seq_len = config.data_of(name).seq_len
+def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _StagePlans:
+    name, seq_len = stage.name, stage.data_within(config.data).seq_len
     if stage.batch_size % config.gpus:
         rows = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
         return _StagePlans(name, "", problem=rows)
-    teacher, other = config.teacher, config.teacher_of(name)
+    teacher, other = config.teacher, stage.teacher_within(config.teacher)
     judge = model = shape_of_teacher(teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
     try:
@@ -212,12 +214,13 @@ def _stage_plans(config: RunConfig, name: Stage, plan: HeadPlan) -> _StagePlans:
     strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
     own, others = (
         tuple(memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies)
-        for recompute in (stage.recompute, not stage.recompute)
+        for recompute in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
     )
     n_tokens = stage.steps * stage.batch_size * seq_len
     heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
     heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
-    heading += f"{', recompute' if stage.recompute else ''}; {stage.steps:,} steps, {n_tokens:,} tokens in all"
+    heading += ", recompute" if stage.gradient_checkpointing else ""
+    heading += f"; {stage.steps:,} steps, {n_tokens:,} tokens in all"
     return _StagePlans(name, heading, own, others)
 
 

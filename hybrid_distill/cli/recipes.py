@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from ..config import RunConfig, in_recipe, on_embedded_teacher
+from ..config import RunConfig, current_flags, in_recipe, on_embedded_teacher
 from ..teacher import TINY
 from .parsing import flags_of, parse_as, short_help
 
@@ -59,7 +59,7 @@ def override(default: T, words: Sequence[str], prog: str | None, description: st
     if not {"-h", "--help"}.isdisjoint(words):
         print(short_help(flags_of(kind, default=default), {*FIRST, *own}, prog or sys.argv[0], description))
         sys.exit()
-    words = ["--help" if word == "--help-all" else word for word in words]
+    words = ["--help" if word == "--help-all" else word for word in current_flags(words)]
     return parse_as(kind, words, default=default, prog=prog, description=description)
 
 

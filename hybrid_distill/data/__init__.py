@@ -15,8 +15,6 @@ from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
 from .streaming import StreamingRows
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
 
-TaughtRows = CachedLogitsDataset  # the name in the pipeline's branch; goes when that is merged
-
 __all__ = [
     "Batch",
     "CachedLogitsDataset",

@@ -1,8 +1,8 @@
-"""What a stage leaves on disk: folders that appear whole or not at all, and say what they hold.
+"""Checkpoints and results of a stage on disk: folders that appear whole or not at all.
 
 A folder holds safetensors files and one ``manifest.json`` with the hash of each of them and of itself: no pickles, so
-reading one runs no code. `Checkpoints` are the states a run can go on from; `StageManifest` describes a
-finished stage.
+reading one runs no code. `Checkpoints` are the states that a run can resume from; `StageManifest` describes a finished
+stage.
 """
 
 from __future__ import annotations
@@ -35,54 +35,51 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What safetensors calls them."""
+"""Names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A tensor that is spread over the processes, so large that all of them need not be whole at once."""
+class Sharded:
+    """A tensor spread over the processes, gathered only when it is written."""
 
     shape: tuple[int, ...]
-    whole: Callable[[], Tensor]
+    gather: Callable[[], Tensor]
     """Put it together; every process must call this, tensor by tensor in the same order."""
     dtype: torch.dtype = torch.float32
 
 
-Content = Mapping[str, Tensor | Divided]
-"""What a file holds, by name."""
+Content = Mapping[str, Tensor | Sharded]
+"""Tensors of a file, by name."""
 Tensors = Mapping[str, Content]
-"""By file name, without suffix."""
+"""Contents by file name, without suffix."""
 
 
-def put_together(tensors: Tensors) -> None:
-    """Take part, in a process that writes nothing, in what `Checkpoints.save` does in the one that writes."""
+def gather(tensors: Tensors) -> None:
+    """Take part, in a process that writes nothing, in what `Checkpoints.save` gathers in the one that writes."""
     for content in tensors.values():
         for tensor in in_file_order(content).values():
-            if isinstance(tensor, Divided):
-                tensor.whole()
+            if isinstance(tensor, Sharded):
+                tensor.gather()
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """Tensors of a safetensors file, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, framework="pt")
-        self._names = list(self._file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
         return self._file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._file.keys())
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._file.keys())
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint's files are not what its manifest says."""
+    """A checkpoint's files do not match its manifest."""
 
 
 class SaveFailed(OSError):
@@ -105,11 +102,10 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def paths(self) -> list[Path]:
-        """Folders of the checkpoints, oldest first, valid or not."""
+        """List the folders of the checkpoints, oldest first, valid or not."""
         return sorted(p for p in self.folder.glob("step-*") if (p / MANIFEST).exists())
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
@@ -123,7 +119,8 @@ class Checkpoints:
         try:
             temporary.mkdir(parents=True)
             for name, content in tensors.items():
-                _write_tensors(temporary / f"{name}.safetensors", content)
+                save_file(content, temporary / f"{name}.safetensors")
+                sync(temporary / f"{name}.safetensors")
             write_json(temporary / STATE, state, indent=None)
             files = {file.name: file_hash(file) for file in sorted(temporary.iterdir())}
             write_manifest(temporary, {"format": FORMAT, "step": step, "files": files})
@@ -134,15 +131,14 @@ class Checkpoints:
             _remove(temporary)
             kept = ", ".join(p.name for p in self.paths()) or "none"
             raise SaveFailed(
-                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): "
-                "make room and run again."
+                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): make room and run again."
             ) from error
         for old in self.paths()[: -self.keep]:
             _remove(old)
         return path
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are intact; None when there is no checkpoint at all.
+        """Find the newest checkpoint whose files are intact; None when there is no checkpoint at all.
 
         Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
         """
@@ -152,16 +148,14 @@ class Checkpoints:
                 verify(path)
             except CorruptCheckpoint as error:
                 problems.append(str(error))
-                continue
-            for problem in problems:
-                warnings.warn(f"{problem} Going on from {path.name}.", stacklevel=2)
-            return path
-        if problems:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {self.folder} is intact: {' '.join(problems)} "
-                "Start again with --resume never."
-            )
-        return None
+            else:
+                for problem in problems:
+                    warnings.warn(f"{problem} Resuming from {path.name}.", stacklevel=2)
+                return path
+        if not problems:
+            return None
+        found = " ".join(problems)
+        raise CorruptCheckpoint(f"no checkpoint in {self.folder} is intact: {found} Begin again with --resume never.")
 
     def clear(self, after: int = -1) -> None:
         """Delete the checkpoints of later steps than ``after``."""
@@ -173,27 +167,25 @@ class Checkpoints:
             self.folder.rmdir()
 
     def _remove_leftovers(self) -> None:
-        """What a killed process left: half-written checkpoints, half-deleted ones."""
+        """Remove what a killed process left: half-written checkpoints, half-deleted ones."""
         for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob("step-*")]:
             if path.name.startswith(".") or not (path / MANIFEST).exists():
                 _remove(path)
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint with intact files. Raises CorruptCheckpoint naming one that is not."""
-    folder = Path(folder)
-    manifest = _read_manifest(folder, FORMAT)
-    check_files(folder, manifest["files"])
+    """Return the manifest of a checkpoint with intact files. Raises CorruptCheckpoint naming one that is not."""
+    manifest = _read_manifest(Path(folder), FORMAT)
+    check_files(Path(folder), manifest["files"])
     return manifest
 
 
 def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Raise CorruptCheckpoint naming the first file that is missing or not what its hash says."""
+    """Raise CorruptCheckpoint naming the first file that is missing or does not match its hash."""
     for name, expected in hashes.items():
         if not (folder / name).exists():
             raise CorruptCheckpoint(f"{folder / name} is missing.")
-        found = file_hash(folder / name)
-        if found != expected:
+        if (found := file_hash(folder / name)) != expected:
             raise CorruptCheckpoint(
                 f"{folder / name} is corrupt: its hash is {found[:12]}, the manifest says {expected[:12]}."
             )
@@ -210,7 +202,7 @@ def load(folder: str | Path, *, verified: bool = False) -> Snapshot:
 
 @dataclass(frozen=True)
 class StageManifest:
-    """A finished stage: what it started from, how it was run, and what it left."""
+    """Record of a finished stage."""
 
     name: str
     steps: int
@@ -224,13 +216,13 @@ class StageManifest:
     config: dict[str, Any]
     files: dict[str, str]
     tied: dict[str, str] = field(default_factory=dict)
-    """Parameters that are another one under a second name, and are not stored twice."""
+    """Second names of tied parameters, which are stored once."""
     finished: bool = True
     format: str = STAGE_FORMAT
 
     @classmethod
     def read(cls, folder: str | Path) -> StageManifest | None:
-        """The manifest of a finished stage, or None. Raises CorruptCheckpoint for a file that is none."""
+        """Read the manifest of a finished stage; None without one. Raises CorruptCheckpoint for a broken one."""
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
             return None
@@ -238,18 +230,13 @@ class StageManifest:
         try:
             return cls(**record)
         except TypeError as error:
-            raise CorruptCheckpoint(
-                f"{folder / MANIFEST} is not the manifest of a stage ({error})."
-            ) from error
+            raise CorruptCheckpoint(f"{folder / MANIFEST} is not the manifest of a stage ({error}).") from error
 
 
-def save_stage(
-    folder: str | Path, student: nn.Module, *, name: str, steps: int, parent: str, data: str, seed: int,
-    config: dict[str, Any],
-) -> StageManifest:  # fmt: skip
+def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageManifest:
     """Write a student as the result of a stage: the weights first, then the manifest that makes them count.
 
-    Raises SaveFailed when the disk is full or cannot be written.
+    ``record`` is the rest of the manifest. Raises SaveFailed when the disk is full or cannot be written.
     """
     folder = Path(folder)
     tensors, tied = untied_state(student)
@@ -258,8 +245,7 @@ def save_stage(
         with replacing(folder / WEIGHTS) as temporary:
             save_file(tensors, temporary)
             files = {WEIGHTS: file_hash(temporary)}
-        weights = weights_hash(student)
-        manifest = StageManifest(name, steps, weights, parent, data, seed, config, files, tied)
+        manifest = StageManifest(**record, weights=weights_hash(student), files=files, tied=tied)
         write_manifest(folder, asdict(manifest))
     except (OSError, SafetensorError) as error:
         raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
@@ -269,44 +255,34 @@ def save_stage(
 def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     """Load a finished stage's weights into a student of the same build, every tensor of them.
 
-    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first,
-    unless the stage left those weights alone. Raises ValueError for a folder without a finished stage or with
-    another student, CorruptCheckpoint for files that are not what the manifest says.
+    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first, unless the
+    stage left those weights alone. Raises ValueError for another student, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
     manifest = StageManifest.read(folder)
     if manifest is None:
-        raise ValueError(f"{folder} holds no finished stage (no {MANIFEST}); run the stage first.")
+        raise ValueError(f"{folder} does not hold a finished stage (no {MANIFEST}); run the stage first.")
     check_files(folder, manifest.files)
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)
-    expected = set(own) - set(manifest.tied)
-    if stored.keys() != expected:
-        odd = sorted(stored.keys() ^ expected)
+    shapes, expected = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (stored, own))
+    if odd := sorted(name for name, _ in shapes.items() ^ expected.items() if name not in manifest.tied):
         raise ValueError(
-            f"{folder} holds another student: {len(odd)} tensors differ, for example {odd[0]}; "
-            "build the student with the plan and options of that run."
+            f"{folder} holds another student: {len(odd)} tensors differ, for example {odd[0]}, of shape "
+            f"{shapes.get(odd[0])} there and {expected.get(odd[0])} here; build the student with the plan and options "
+            "of that run."
         )
-    with torch.no_grad():
-        for name, tensor in stored.items():
-            _assign(own[name], tensor, f"{folder}: {name}")
+    for name, tensor in stored.items():
+        target = own[name]
+        if target.dtype == tensor.dtype:
+            target.data.copy_(tensor)
+        else:
+            target.data = tensor.to(target.device)
     return manifest
 
 
-def _assign(target: Tensor, tensor: Tensor, what: str) -> None:
-    if target.shape != tensor.shape:
-        raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)}, the student's has {tuple(target.shape)}; "
-            "build the student with the plan and options of that run."
-        )
-    if target.dtype == tensor.dtype:
-        target.copy_(tensor)
-    else:
-        target.data = tensor.to(target.device)
-
-
 def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(state dict with every tensor once, names that are tied to another one)."""
+    """Return (state dict with every tensor once, names that are tied to another one)."""
     kept: dict[str, Tensor] = {}
     owner: dict[tuple[int, torch.Size], str] = {}
     tied: dict[str, str] = {}
@@ -321,7 +297,7 @@ def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Hash of every parameter and persistent buffer: names, shapes and values.
+    """Hash every parameter and persistent buffer: names, shapes and values.
 
     Values are hashed as float32, so that a bfloat16 model and its float32 copy have the same hash.
     """
@@ -335,7 +311,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """A record that makes a folder count, with a hash of its own."""
+    """Write the record that makes a folder count, with a hash of its own."""
     write_json(folder / MANIFEST, {**record, SEAL: _seal(record)})
 
 
@@ -344,7 +320,7 @@ def _seal(record: Mapping[str, Any]) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -353,9 +329,9 @@ def file_hash(path: Path) -> str:
 
 
 def save_file(content: Content, path: Path) -> None:
-    """Write a safetensors file, with one divided tensor put together at a time.
+    """Write a safetensors file, gathering one sharded tensor at a time.
 
-    The format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes one after the other.
+    Its format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes in turn.
     """
     ordered = in_file_order(content)
     header: dict[str, Any] = {}
@@ -364,24 +340,18 @@ def save_file(content: Content, path: Path) -> None:
         begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8, as readers want
+    text += b" " * (-len(text) % 8)  # readers want the tensors at a multiple of 8
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered.values():
-            whole = tensor.whole() if isinstance(tensor, Divided) else tensor
-            flat = whole.detach().cpu().contiguous().as_strided((whole.numel(),), (1,))  # of one element any
+            whole = tensor.gather() if isinstance(tensor, Sharded) else tensor
+            flat = whole.detach().cpu().contiguous().as_strided((whole.numel(),), (1,))
             file.write(flat.view(torch.uint8).numpy().data)
 
 
 def in_file_order(content: Content) -> Content:
-    """Wide types first, so that every tensor begins at a multiple of its own."""
+    """Sort wide types first, so that every tensor begins at a multiple of its own."""
     return dict(sorted(content.items(), key=lambda item: -item[1].dtype.itemsize))
-
-
-def _write_tensors(path: Path, content: Content) -> None:
-    """Write a safetensors file through to the disk."""
-    save_file(content, path)
-    sync(path)
 
 
 def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:

@@ -29,36 +29,25 @@ from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_proc
 from ..io import write_text
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
-from .config import MAY_CHANGE, AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from .config import MAY_CHANGE
+from .end_to_end import EndToEnd
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Replicated, Strategy
 from .rng import rng_state, row_seeds, seed_all, set_rng_state
-from .spikes import Meter, Watch, flops_per_token, profiler
-from .stages import EndToEnd, Stage, Totals, add_totals
+from .spikes import Meter, SpikeDetector, flops_per_token, profiler
+from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
 
-__all__ = [
-    "AlignConfig",
-    "DistillConfig",
-    "Diverged",
-    "Interrupted",
-    "MatrixConfig",
-    "StageConfig",
-    "StageParentError",
-    "make_accelerator",
-    "train_stage",
-]
-
 METRICS = "metrics.jsonl"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what SLURM sends before preemption
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: SLURM's before preemption
 SAME_REQUEST_S = 5.0
-"""Signals to stop that come within so many seconds are one."""
+"""Seconds within which signals to stop count as one."""
 
 logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved where it was, or its result."""
+    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved its state, or its result."""
 
 
 class Diverged(RuntimeError):
@@ -66,13 +55,12 @@ class Diverged(RuntimeError):
 
 
 class StageParentError(ValueError):
-    """A stage's student, or what is already in its folder, does not come from the parent that was named."""
+    """A stage's student, or the content of its folder, does not come from the parent that was named."""
 
 
 def train_stage(
     stage: Stage,
     rows: Rows,
-    config: StageConfig,
     out_dir: str | Path,
     *,
     seed: int = 0,
@@ -80,7 +68,6 @@ def train_stage(
     resume: str = "auto",
     trackers: Sequence[str] = (),
     tracked: TrackedRun | None = None,
-    processes: int | None = None,
     progress: bool = True,
     profile: bool = False,
     teacher_sharding: str = "replicated",
@@ -89,117 +76,80 @@ def train_stage(
 
     ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any).
-    ``resume`` is ``auto`` (go on from the newest intact checkpoint, if there is one), ``never`` (begin again)
-    or a checkpoint's folder. ``tracked`` says what ``trackers`` call the stage's run, which by default is one of its
-    own in ``out_dir``. ``processes`` is how many must run, if not what the launcher announced. ``profile``
-    writes a trace of a few steps, ``trace-<process>.json``. ``teacher_sharding`` is ``replicated``, or ``sharded``:
-    each process holds a share of the teacher while the stage runs (`fsdp.with_divided_teacher`).
+    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto``,
+    ``never`` or a checkpoint's folder; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
+    ``trace-<process>.json``; ``tracked`` names the run in ``trackers``.
 
-    Raises StageParentError for another parent, ValueError for a folder that holds a run with other settings,
-    CorruptCheckpoint when no checkpoint is intact, SaveFailed when the disk is full, Diverged for a loss that is not
-    finite or far above the usual, and Interrupted, after saving, on SIGINT, SIGTERM or SIGUSR1.
+    Raises StageParentError, ValueError for a folder that holds a run with other settings, CorruptCheckpoint when no
+    checkpoint is intact, SaveFailed when the disk is full, Diverged, and, after saving, Interrupted.
     """
-    out = Path(out_dir)
+    config, out = stage.config, Path(out_dir)
     tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())
-    accelerator = make_accelerator(processes=processes, trackers=trackers, logging_dir=tracked.folder)
-    _check_precision(stage, config)
+    accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
+    _check_precision(stage)
     parent = checkpoint.weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
         raise StageParentError(
             f"stage {config.name!r} must begin from the weights {parent_hash[:16]}, the student's are "
             f"{parent[:16]}; load the result of the stage before it."
         )
-    identity = _Identity(parent, rows.fingerprint, seed, config)
+    identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: _clear(out, checkpoints))
     manifest = StageManifest.read(out)
     if manifest is not None:
-        identity.check(asdict(manifest), out)
+        _check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
-    run = _Run(stage, rows, config, out, accelerator, identity, checkpoints, tracked)
+    config.check_world(accelerator.num_processes)
+    snapshot = _snapshot(accelerator, checkpoints, resume)
+    if snapshot is not None:
+        _check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
+    training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
-        run.begin(_snapshot(accelerator, checkpoints, resume), teacher_sharding)
+        training.begin(snapshot, teacher_sharding)
         with _stop_requests() as stop_requested:
-            run.train(stop_requested, progress, out / f"trace-{accelerator.process_index}.json" if profile else None)
-            manifest = run.finish()
-            if run.on_any_process(stop_requested()):
-                raise Interrupted(f"{config.name} is finished and saved in {out}; the same command goes on from there.")
+            trace = out / f"trace-{accelerator.process_index}.json" if profile else None
+            training.run(stop_requested, progress, trace)
+            manifest = training.finish()
+            if training.on_any_process(stop_requested()):
+                raise Interrupted(f"{config.name} is finished and saved in {out}; run the same command to resume.")
         return manifest
     finally:
-        run.close()
+        training.close()
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """What makes a stage's run this run and no other."""
+@dataclass
+class _Training:
+    """A stage while it is trained."""
 
-    parent: str
-    data: str
-    seed: int
-    config: StageConfig
+    stage: Stage
+    rows: Rows
+    out: Path
+    accelerator: Accelerator
+    identity: Mapping[str, Any]
+    checkpoints: Checkpoints
+    tracked: TrackedRun
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"parent": self.parent, "data": self.data, "seed": self.seed, "config": self.config.to_dict()}
-
-    def check(self, found: Mapping[str, Any], place: Path) -> None:
-        """Raise unless ``found``, read from ``place``, is the record of a run like this one."""
-        if found["parent"] != self.parent:
-            raise StageParentError(
-                f"{place} was made from the weights {found['parent'][:16]}, the student's are "
-                f"{self.parent[:16]}; load the parent it was made from, or begin again with --resume never."
-            )
-        ours = self.to_dict()
-        changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-        for name, value in ours["config"].items():
-            if name not in MAY_CHANGE and found["config"].get(name) != value:
-                changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
-        if changed:
-            raise ValueError(
-                f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
-                "--out, or begin again with --resume never."
-            )
-
-
-class _Run:
-    """A stage that is being trained."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        rows: Rows,
-        config: StageConfig,
-        out: Path,
-        accelerator: Accelerator,
-        identity: _Identity,
-        checkpoints: Checkpoints,
-        tracked: TrackedRun,
-    ) -> None:
-        self.stage, self.rows, self.config, self.out = stage, rows, config, out
-        self.accelerator, self.identity, self.checkpoints = accelerator, identity, checkpoints
-        self.tracked = tracked
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+    def __post_init__(self) -> None:
+        self.config = self.stage.config
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.n_rows = self.config.batch_size // self.world
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.watch = Watch(config)
+        self.spikes = SpikeDetector(self.config.spike)
 
     def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
-        config = self.config
-        config.check_world(self.world)
-        seed_all(self.identity.seed + self.rank)
+        seed_all(self.identity["seed"] + self.rank)
         if snapshot is not None:
-            self.identity.check(snapshot.state["identity"], self.checkpoints.folder)
             load_trainable_tensors(self.stage, snapshot.tensors["weights"])
         self.stage.train()
-        self.stage.bf16 = config.precision == "bf16"
-        share = config.batch_size // self.world
-        set_batch(self.accelerator, rows=share, micro_batch_size=config.micro_batch_size, clip=config.clip)
-        self.strategy = _spread(self.stage, config, self.accelerator, teacher_sharding)
+        micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
+        set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
+        self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
-        self.flops = flops_per_token(
-            self.stage.student, self.stage.teachers, teacher_forced=not isinstance(self.stage, EndToEnd)
-        )
+        teacher_forced = not isinstance(self.stage, EndToEnd)
+        self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -208,16 +158,16 @@ class _Run:
             _cut_metrics(self.out / METRICS, self.step)
         self.tracked.start(self.accelerator)
 
-    def train(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None = None) -> None:
+    def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
-        steps, every = self.config.steps, self.config.log_every
+        config = self.config
         show = progress and self.accelerator.is_main_process
-        bar = tqdm(total=steps, initial=self.step, desc=self.config.name, disable=not show)
+        bar = tqdm(total=config.steps, initial=self.step, desc=config.name, disable=not show)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         with bar, profiler(trace) as profiled:
-            while self.step < steps:
+            while self.step < config.steps:
                 begun = time.perf_counter()
-                log = self.step == 0 or (self.step + 1) % every == 0 or self.step + 1 == steps
+                log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
                 metrics, stop = self._train_step(stop_requested)
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
@@ -226,25 +176,25 @@ class _Run:
                 if log or "skipped" in metrics:
                     self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
                     bar.set_postfix(loss=f"{metrics['loss']:.4g}", refresh=False)
-                if stop and self.step < steps:
-                    path = self._save()
+                if self.step == config.steps:
+                    return
+                if stop:
                     raise Interrupted(
-                        f"{self.config.name} stopped at step {self.step} of {steps} and is saved in {path}; "
-                        "the same command goes on from there."
+                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {self._save()}; "
+                        "run the same command to resume."
                     )
-                if self.step % self.config.checkpoint_every == 0 and self.step < steps:
+                if self.step % config.checkpoint_every == 0:
                     self._save()
 
     def _train_step(self, stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
-        """One optimiser step; (what to log, whether any process was asked to stop)."""
+        """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
         set_learning_rate(self.optimizer, learning_rate)
         with self.meter.waiting_for_data():
             batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
-        n_rows = config.batch_size // self.world
-        first = self.step * config.batch_size + self.rank * n_rows
-        seeds = row_seeds(self.identity.seed, range(first, first + n_rows))
+        first = self.step * config.batch_size + self.rank * self.n_rows
+        seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
         tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
@@ -260,24 +210,25 @@ class _Run:
         grad_norm = self.strategy.clip_gradients(config.clip)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
-        complaint = self._judge(mean_loss, grad_norm, dict(zip(layers, layer_losses)))
-        if complaint is None:
+        per_layer = dict(zip(layers, layer_losses))
+        skipped = self._reason_to_skip(mean_loss, grad_norm, per_layer)
+        if skipped is None:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.tokens += tokens
         metrics = {
             "step": self.step + 1,
             "loss": mean_loss,
-            "per_layer": dict(zip(layers, layer_losses)),
+            "per_layer": per_layer,
             "lr": learning_rate,
             "grad_norm": grad_norm,
             "tokens": self.tokens,
         }
-        return metrics | ({} if complaint is None else {"skipped": complaint}), stops > 0
+        return metrics | ({} if skipped is None else {"skipped": skipped}), stops > 0
 
     def _totals(self, micro_batches: list[Batch]) -> tuple[int, Totals]:
-        """Tokens that a step judges, and the denominators of its losses: none where a micro-batch is the whole step,
-        which then measures its own as it goes."""
+        """Count the tokens that a step judges, and add up the denominators of its losses: none where a micro-batch is
+        the whole step, which then measures its own as it goes."""
         stage = self.strategy.stage
         if len(micro_batches) * self.world == 1:
             return int(stage.n_tokens(micro_batches[0])), {}
@@ -286,36 +237,34 @@ class _Run:
         return int(totals["tokens"]), totals
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Over all processes."""
+        """Sum over all processes."""
         if self.world == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
 
-    def on_any_process(self, said: bool) -> bool:
-        """Whether it is so on at least one process. All of them must ask."""
-        return bool(self._sum(torch.tensor(float(said))) > 0)
+    def on_any_process(self, condition: bool) -> bool:
+        """Return whether a condition holds on at least one process. All of them must ask."""
+        return bool(self._sum(torch.tensor(float(condition))) > 0)
 
-    def _judge(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """Why this step must be left out, None for a good one. Raises Diverged where nothing may be left out."""
-        complaint = self.watch.complaint(loss, grad_norm, layers)
-        if complaint is None:
-            self.watch.skipped = 0
+    def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
+        """Return why this step must be left out, None for a good one. Raises Diverged where it may not be."""
+        reason = self.spikes.reason(loss, grad_norm, layers)
+        if reason is None:
             return None
         size = self.config.batch_size
         found = (
-            f"{self.config.name} diverged at step {self.step + 1}: {complaint}, on rows {self.step * size} to "
+            f"{self.config.name} diverged at step {self.step + 1}: {reason}, on rows {self.step * size} to "
             f"{(self.step + 1) * size - 1} of the data's order."
         )
-        self.watch.skipped += 1
-        if self.config.on_divergence == "stop" or self.watch.skipped > self.config.max_skips:
+        if self.config.on_divergence == "stop" or self.spikes.skipped > self.config.max_skips:
             raise Diverged(f"{found} Earlier checkpoints are untouched; lower the learning rate or clip more.")
         if self.accelerator.is_main_process:
             logger.warning("%s The batch is left out.", found)
-        return complaint
+        return reason
 
     def _log(self, metrics: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
-            if "skipped" in metrics:  # what is not finite has no place in JSON
+            if "skipped" in metrics:  # JSON has neither NaN nor infinity
                 metrics = metrics | {"loss": None, "grad_norm": None, "per_layer": {}}
             with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
@@ -324,42 +273,40 @@ class _Run:
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
-        """A checkpoint of this moment; every process takes part and the main one writes."""
+        """Save a checkpoint of this moment; every process takes part and the main one writes."""
         tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
         processes = gather_object([{"rng": rng_state(), "rows": self.rows.state_dict()}])
         state = {
-            "identity": self.identity.to_dict(),
+            "identity": self.identity,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "watch": self.watch.state_dict(),
+            "watch": self.spikes.state_dict(),
             "processes": processes,
         }
         on_main_process(
-            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.put_together(tensors)
+            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.gather(tensors)
         )
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.strategy.load_optimizer(snapshot.tensors["optimizer"])
-        self.step = snapshot.step
-        self.tokens, self.seconds = snapshot.state["tokens"], snapshot.state["seconds"]
-        self.watch.load_state_dict(snapshot.state["watch"])
-        processes = snapshot.state["processes"]
-        if self.rank < len(processes):
-            self.rows.load_state_dict(processes[self.rank]["rows"])
-            set_rng_state(processes[self.rank]["rng"])
+        self.step, state = snapshot.step, snapshot.state
+        self.tokens, self.seconds = state["tokens"], state["seconds"]
+        self.spikes.load_state_dict(state["watch"])
+        if self.rank < len(state["processes"]):
+            own = state["processes"][self.rank]
+            self.rows.load_state_dict(own["rows"])
+            set_rng_state(own["rng"])
 
     def finish(self) -> StageManifest:
-        """Write the result; the checkpoints have done their duty."""
-        self.strategy.give_back()
+        """Write the result and delete the checkpoints."""
+        self.strategy.unshard()
         student: Any = self.stage.student.eval()
-        student.to(student.device)  # all of it: beside a divided teacher only what ran may have been moved
+        student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
 
         def write() -> None:
-            checkpoint.save_stage(
-                self.out, student, name=self.config.name, steps=self.config.steps,
-                **self.identity.to_dict(),
-            )  # fmt: skip
+            name, steps = self.config.name, self.config.steps
+            checkpoint.save_stage(self.out, student, name=name, steps=steps, **self.identity)
             self.checkpoints.clear()
 
         on_main_process(write)
@@ -368,56 +315,73 @@ class _Run:
         return manifest
 
     def close(self) -> None:
-        """Let go of trackers and of what accelerate holds; the process group stays for the next stage."""
+        """Close trackers and release what accelerate holds; the process group stays for the next stage."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
 
 
-def _spread(stage: Stage, config: StageConfig, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
-    """The student by the strategy that the launch file chose, the teacher as asked for."""
+def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
+    """Spread the student by the strategy of the launch file, and the teacher as asked for."""
     if teacher_sharding == "sharded" and stage.teachers and accelerator.num_processes > 1:
-        from .parallel.fsdp import process_mesh, with_divided_teacher
+        from .parallel.fsdp2 import process_mesh, with_sharded_teacher
 
-        stage = with_divided_teacher(stage, process_mesh(accelerator))
+        stage = with_sharded_teacher(stage, process_mesh(accelerator))
     if is_deepspeed(accelerator):
         from .parallel.zero import Zero
 
-        return Zero(stage, config, accelerator)
+        return Zero(stage, accelerator)
     if is_fsdp2(accelerator):
-        from .parallel.fsdp import Fsdp2
+        from .parallel.fsdp2 import Fsdp2
 
-        return Fsdp2(stage, config, accelerator)
-    return Replicated(stage, config, accelerator)
+        return Fsdp2(stage, accelerator)
+    return Replicated(stage, accelerator)
 
 
 def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:
-    """The checkpoint to go on from. The main process chooses and checks it, so that all read the same."""
+    """Read the checkpoint to resume from. The main process chooses and checks it, so that all read the same."""
     if resume not in ("auto", "never"):
         return checkpoint.load(resume)
-    chosen: list[str | None] = [None]
+    chosen: list[Path | None] = [None]
     if accelerator.is_main_process and resume == "auto":
-        path = checkpoints.latest()
-        chosen = [None if path is None else str(path)]
+        chosen = [checkpoints.latest()]
     if accelerator.num_processes > 1:
         broadcast_object_list(chosen)
     return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
+
+
+def _check_same_run(ours: Mapping[str, Any], found: Mapping[str, Any], place: Path) -> None:
+    """Raise unless ``found``, read from ``place``, is the identity of this run."""
+    if found["parent"] != ours["parent"]:
+        raise StageParentError(
+            f"{place} was made from the weights {found['parent'][:16]}, the student's are "
+            f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
+        )
+    changed = [name for name in ("data", "seed") if found[name] != ours[name]]
+    for name, value in ours["config"].items():
+        if name not in MAY_CHANGE and found["config"].get(name) != value:
+            changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
+    if changed:
+        raise ValueError(
+            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
+            "--out, or begin again with --resume never."
+        )
+
+
+def _check_precision(stage: Stage) -> None:
+    dtype = next(iter(stage.teachers), stage.student).dtype
+    if stage.config.precision == "fp32" and dtype != torch.float32:
+        raise ValueError(
+            f"{stage.config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
+            "--teacher.dtype float32, or use precision bf16."
+        )
 
 
 def _clear(out: Path, checkpoints: Checkpoints) -> None:
     checkpoints.clear()
     for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
         (out / name).unlink(missing_ok=True)
-
-
-def _check_precision(stage: Stage, config: StageConfig) -> None:
-    dtype = next(iter(stage.teachers), stage.student).dtype
-    if config.precision == "fp32" and dtype != torch.float32:
-        raise ValueError(
-            f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
-            "--teacher.dtype float32, or use precision bf16."
-        )
 
 
 def _cut_metrics(path: Path, step: int) -> None:
@@ -436,9 +400,9 @@ def _cut_metrics(path: Path, step: int) -> None:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """A function that says whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
+    """Yield a function that returns whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
 
-    Not at once: torchrun passes on to its processes what a terminal or SLURM has sent to all of them already.
+    Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
     """
     requested: float | None = None
     before: dict[int, Any] = {}
@@ -453,8 +417,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
             signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
-            before[number] = signal.signal(number, request)
+        before = {number: signal.signal(number, request) for number in STOP_SIGNALS}
     try:
         yield lambda: requested is not None
     finally:

@@ -13,34 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
+from hybrid_kernels.loss import IGNORE, TeacherTopK
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
-"""The label of a token that hard-label cross-entropy leaves out."""
-
 CHUNK_LOGITS = 2**26
 """Logits turned into float32 at the same time (256 MiB). A chunk is as many tokens as fit; where there are
 several chunks, each is recomputed in the backward pass."""
-
-
 SMALLEST_TAIL = torch.finfo(torch.float32).eps
-"""What a teacher's top K leave over, at least: less is the rounding of their sum."""
-
-
-class TopK(NamedTuple):
-    """A teacher as the ids, distinct, and log-probabilities of its K likeliest tokens.
-
-    The log-probabilities are over the real vocabulary and at the temperature of the loss. What they leave over is the
-    probability of one more outcome, "any other token", for teacher and student alike.
-    """
-
-    ids_BLK: Tensor
-    log_probs_BLK: Tensor
+"""Least probability that a teacher's top K leave over: less is the rounding of their sum."""
 
 
 def forward_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
@@ -57,21 +41,13 @@ def reverse_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
 
 
 def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
-    """Generalised Jensen-Shannon divergence of each token, from log-probabilities (arXiv 2306.13649).
+    """Generalized Jensen-Shannon divergence of each token, from log-probabilities (arXiv 2306.13649).
 
-    ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)``,
-    m being ``beta * teacher + (1 - beta) * student``.
-    Raises ValueError unless 0 < beta < 1.
+    ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``,
+    0 < beta < 1.
     """
-    if not 0.0 < beta < 1.0:
-        raise ValueError(
-            f"beta is {beta}; jsd needs 0 < beta < 1 (its ends are the kinds forward_kl and reverse_kl)."
-        )
     mixture_MV = torch.logaddexp(teacher_MV + math.log(beta), student_MV + math.log1p(-beta))
     return beta * forward_kl(mixture_MV, teacher_MV) + (1.0 - beta) * forward_kl(mixture_MV, student_MV)
-
-
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
 def hard_cross_entropy(student_MV: Tensor, labels_M: Tensor) -> Tensor:
@@ -90,7 +66,7 @@ def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor)
 
 def distillation_loss(
     student_logits_BLV: Tensor,
-    teacher: Tensor | TopK,
+    teacher: Tensor | TeacherTopK,
     mask_BL: Tensor | None = None,
     *,
     kind: str = "forward_kl",
@@ -105,20 +81,18 @@ def distillation_loss(
 ) -> Tensor:
     """``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
 
-    ``teacher`` is its logits, [B, L, V], or a `TopK`. The temperature T divides the logits of both sides; T^2 keeps the
-    gradient's size (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the tokens that have a label.
-    ``n_tokens`` and ``n_labels`` are those of a larger batch of which this is a part (`Stage.totals`).
-    ``vocab_size`` is the number of real tokens: entries beyond it are padding, which teacher and student may have in
-    different amounts. By default it is the smaller of the two widths. Logits become float32 ``chunk_size`` tokens at a
-    time.
+    `hybrid_kernels.loss.distillation_loss` is the same from hidden states, without the logits of all tokens.
 
-    Raises ValueError for an option out of range, or hard labels asked for and not given.
+    ``teacher`` is its logits, [B, L, V], or its likeliest tokens. The temperature T divides the logits of both sides;
+    T^2 keeps the gradient's size (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the tokens that
+    have a label. ``n_tokens`` and ``n_labels`` count a larger batch of which this is a part (`Stage.totals`).
+    ``vocab_size`` is the number of real tokens: entries beyond it are padding, which teacher and student may have in
+    different amounts. By default it is the smaller of the two widths.
     """
-    _check_options(kind, temperature, hard_weight, labels_BL)
-    known = teacher if isinstance(teacher, TopK) else (teacher,)
+    known = teacher if isinstance(teacher, TeacherTopK) else (teacher,)
+    compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
     n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
     divergence = _divergence(kind, beta)
-    compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TopK) else _tokens
     shape = student_logits_BLV.shape[:-1]
     mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
@@ -142,34 +116,6 @@ def distillation_loss(
     return torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
 
-def fused_distillation_loss(
-    student_hidden_BLD: Tensor,
-    student_head_VD: Tensor,
-    teacher_hidden_BLE: Tensor,
-    teacher_head_WE: Tensor,
-    mask_BL: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """`distillation_loss` of the logits ``hidden @ head.T``, never held for all tokens at once; options as there.
-
-    Computes the gradient together with the loss. Same value but for rounding: each side's logits are rounded to the
-    dtype they are multiplied in, as a linear layer would.
-    """
-    from hybrid_kernels import loss
-
-    teacher = loss.TeacherHead(teacher_hidden_BLE, teacher_head_WE)
-    return loss.distillation_loss(student_hidden_BLD, student_head_VD, teacher, mask_BL, **options)
-
-
-def fused_top_k_loss(
-    student_hidden_BLD: Tensor, student_head_VD: Tensor, teacher: TopK, mask_BL: Tensor | None = None, **options: Any
-) -> Tensor:
-    """`fused_distillation_loss` with a teacher that is known at its likeliest tokens."""
-    from hybrid_kernels import loss
-
-    return loss.distillation_loss(student_hidden_BLD, student_head_VD, loss.TeacherTopK(*teacher), mask_BL, **options)
-
-
 def l2_norm_loss(
     pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
@@ -182,7 +128,7 @@ def l2_norm_loss(
     return error_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, error_BL.dtype)
 
 
-def normalised_mse(
+def normalized_mse(
     pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
     """Squared error over the target's square: 1 for a prediction of zero, whatever the scale.
@@ -195,7 +141,7 @@ def normalised_mse(
 
 
 def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-    """Sum over tokens of the mean square; the denominator of `normalised_mse`."""
+    """Sum over tokens of the mean square; the denominator of `normalized_mse`."""
     square_BL, mask_BL = _per_token(_wide(x_BLD).square(), mask_BL)
     return square_BL.where(mask_BL, 0.0).sum()
 
@@ -220,15 +166,11 @@ def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
     return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
 
 
-def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TopK, vocab_size: int | None) -> int:
-    widths = {"the student": student_BLV.shape[-1]}
-    if not isinstance(teacher, TopK):
-        widths["the teacher"] = teacher.shape[-1]
-    narrowest = min(widths.values())
-    n_real = narrowest if vocab_size is None else vocab_size
-    if not 0 < n_real <= narrowest:
-        have = " and ".join(f"{name} has {width} logits" for name, width in widths.items())
-        raise ValueError(f"vocab_size is {n_real}; {have}, so it must be from 1 to {narrowest}.")
+def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TeacherTopK, vocab_size: int | None) -> int:
+    widths = [student_BLV.shape[-1]] + ([teacher.shape[-1]] if isinstance(teacher, Tensor) else [])
+    n_real = min(widths) if vocab_size is None else vocab_size
+    if not 0 < n_real <= min(widths):
+        raise ValueError(f"vocab_size is {n_real}; it must be from 1 to {min(widths)}, the number of logits.")
     return n_real
 
 
@@ -276,16 +218,3 @@ def _wide(x: Tensor) -> Tensor:
 def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Tokens that the mask keeps, or those of a larger batch; 1 for none, whose sum is 0."""
     return (mask_BL.sum() if total is None else total).to(dtype).clamp_min(1)
-
-
-def _check_options(kind: str, temperature: float, hard_weight: float, labels: Tensor | None) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}.")
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it divides the logits and must be above 0.")
-    if not 0.0 <= hard_weight <= 1.0:
-        raise ValueError(f"hard_weight is {hard_weight}; a mixture weight lies between 0 and 1.")
-    if hard_weight and labels is None:
-        raise ValueError(
-            f"hard_weight is {hard_weight} without labels_BL; pass the labels or use hard_weight=0."
-        )

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW remembers of a parameter."""
+"""AdamW's state of a parameter."""
 
 NO_DECAY = ("bias", "norm", "conv", "a_proj", ".D")
-"""Parts of the names of parameters without weight decay; neither has a vector."""
+"""Parts of the names of parameters without weight decay; vectors have none either."""
 
 
 def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
-    """Warm-up-stable-decay: the learning rate's factor in (0, 1] at ``step`` of ``steps``, counted from 0.
+    """Return the learning rate's factor in (0, 1] at ``step`` of ``steps``, counted from 0: warm-up, stable, decay.
 
     ``warmup`` and ``decay`` are fractions of ``steps``: a linear rise, and a linear fall that would reach 0
     with the step after the last (arXiv 2404.06395).
@@ -31,7 +31,7 @@ def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
 def make_adamw(
     module: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
 ) -> AdamW:
-    """AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection."""
+    """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in trainable(module).items():
         groups[parameter.ndim >= 2 and not any(part in name for part in NO_DECAY)].append(parameter)
@@ -49,30 +49,20 @@ def make_adamw(
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Give every group the same learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters with a gradient, by name."""
+    """Return the parameters with a gradient, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """AdamW's state as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
+    """Return AdamW's state as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
     state = optimizer.optimizer.state
     parameters = trainable(module).items()
     return {f"{key}/{name}": tensor for name, p in parameters for key, tensor in state[p].items()}
-
-
-def load_optimizer_tensors(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
-    """The counterpart of `optimizer_tensors`."""
-    state = optimizer.optimizer.state
-    for name, parameter in trainable(module).items():
-        for key in STATE:
-            # A fused optimiser counts its steps on the device.
-            state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
 
 
 def load_trainable_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Is a run well? What is wrong with a step's loss, and what the machine does with its time."""
+"""Loss spikes, and the time and memory of a run."""
 
 from __future__ import annotations
 
@@ -8,48 +8,47 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .config import StageConfig
+from ..model.modeling_hybrid import HybridForCausalLM
 
 WINDOW = 64
-"""Steps whose median loss is what a loss is compared with; before there are so many, only NaN and Inf count."""
+"""Steps whose median loss a loss is compared with; before there are so many, only NaN and Inf count."""
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 operations a second that the makers state."""
+"""Dense bf16 operations a second, by the makers' data sheets."""
 PROFILED = range(3, 6)
-"""Steps of a run that a trace holds; those before them compile and allocate."""
+"""Steps in a trace; those before them compile and allocate."""
 
 
-class Watch:
-    """Compares every step with those before it; what it remembers goes into checkpoints."""
+class SpikeDetector:
+    """Compares the loss of every step with those before it; its memory goes into checkpoints."""
 
-    def __init__(self, config: StageConfig) -> None:
-        self.config = config
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        """A loss so many times the median is a spike."""
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.skipped = 0
-        """Steps skipped one after the other."""
+        """Bad steps in a row."""
 
-    def complaint(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """What is wrong with a step, None if nothing is; a good step's loss is remembered."""
-        bad = [name for name, value in layers.items() if not math.isfinite(value)]
-        where = f" in {', '.join(bad)}" if bad else ""
+    def reason(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
+        """Return what is wrong with a step, None for a good one, whose loss is remembered."""
+        self.skipped += 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return f"loss {loss}, gradient norm {grad_norm}{where}"
+            bad = [name for name, value in layers.items() if not math.isfinite(value)]
+            return f"loss {loss}, gradient norm {grad_norm}" + (f" in {', '.join(bad)}" if bad else "")
         usual = statistics.median(self.recent) if len(self.recent) == WINDOW else math.inf
-        if loss > self.config.spike * usual:
-            times = f"more than {self.config.spike:g} times the usual {usual:.4g}"
-            return f"loss {loss:.4g} is {times}{self._highest(layers)}"
+        if loss > self.factor * usual:
+            highest = f", highest in {max(layers, key=lambda name: layers[name])}" if layers else ""
+            return f"loss {loss:.4g} is more than {self.factor:g} times the usual {usual:.4g}{highest}"
         self.recent.append(loss)
+        self.skipped = 0
         return None
-
-    def _highest(self, layers: Mapping[str, float]) -> str:
-        return f", highest in {max(layers, key=lambda name: layers[name])}" if layers else ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": list(self.recent), "skipped": self.skipped}
@@ -60,7 +59,7 @@ class Watch:
 
 
 class Meter:
-    """Where the time and the memory of a process go, between two lines of the metrics."""
+    """Time and memory of a process between two lines of the metrics."""
 
     def __init__(self, flops_per_token: float, device: torch.device, world: int, tokens: int = 0) -> None:
         self.flops_per_token, self.device = flops_per_token, device
@@ -75,8 +74,8 @@ class Meter:
         self.waited += time.perf_counter() - begun
 
     def read(self, tokens: int) -> dict[str, float]:
-        """Since the last reading: tokens a second over all processes, the share of the time that went into waiting for
-        data, the share of the devices' peak that the model's products are (where it is known); and the most bytes held.
+        """Measure since the last reading: tokens a second over all processes, the share of time spent waiting for data,
+        the share of the devices' peak that the model's products reach (where it is known); and the most bytes held.
         """
         now = time.perf_counter()
         elapsed = now - self._since
@@ -92,49 +91,46 @@ class Meter:
         return found
 
     def _memory(self) -> int:
-        """The most this process has held: on a GPU what torch allocated there, else resident memory."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def flops_per_token(student: nn.Module, teachers: Sequence[nn.Module], *, teacher_forced: bool) -> float:
-    """Operations of the matrix products of one training step, per token: 2 a weight forward, 2 for the gradient of its
-    input, 2 for its own where it is trained. Attention, scans and recomputation are not counted.
+def flops_per_token(student: HybridForCausalLM, teachers: Sequence[nn.Module], *, teacher_forced: bool) -> float:
+    """Count operations of the matrix products of one training step, per token: 2 a weight forward, 2 for the gradient
+    of its input, 2 for its own where it is trained. Attention, scans and recomputation are not counted.
 
     ``teacher_forced`` stages run only the mixers of the student beside the teacher; a stage without one, the student.
     """
     forward = 2 * sum(p.numel() for teacher in teachers for p in _matrices(teacher))
-    student_part: Sequence[nn.Module] = student.mixers() if teacher_forced else [student]  # type: ignore[operator]
+    student_part: Sequence[nn.Module] = student.mixers() if teacher_forced else [student]
     weights = [p for module in student_part for p in _matrices(module)]
     return forward + sum((6 if p.requires_grad else 4) * p.numel() for p in weights)
 
 
 def _matrices(module: nn.Module) -> list[torch.Tensor]:
-    """The weights of linear layers, the output embedding's included, each once."""
+    """Return the weights of linear layers, the output embedding's included, each once."""
     return list({id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Linear)}.values())
 
 
 def peak_flops(device: torch.device) -> float:
-    """Bf16 operations a second of a device, 0 where that is not known."""
+    """Return the bf16 operations a second of a device, 0 where that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), 0.0)
 
 
-def profiler(path: Path | None) -> Any:
-    """A context whose value is called after every step; it writes a trace of `PROFILED` to ``path`` (None: nothing).
+@contextmanager
+def profiler(path: Path | None) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after every step; it writes a trace of `PROFILED` to ``path`` (None: nothing).
 
     Open the file with chrome://tracing or ui.perfetto.dev.
     """
     if path is None:
-        return nullcontext(lambda: None)
-    return _profiler(path)
+        yield lambda: None
+        return
 
-
-@contextmanager
-def _profiler(path: Path) -> Iterator[Any]:
-    def write(found: Any) -> None:
+    def write(found: torch.profiler.profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(path))
 

@@ -164,7 +164,7 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_p
     def curve(name: str, rows: Any, config: DistillConfig, with_teacher: bool) -> list[float]:
         student, teacher = small_models(**SHARP)
         stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
-        train_stage(stage, rows, config, tmp_path / name, progress=False)
+        train_stage(stage, rows, tmp_path / name, progress=False)
         return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
     def from_disk(name: str, folder: Path) -> list[float]:
@@ -293,7 +293,7 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, ca
         replace(job, check_rows=0)
     with pytest.raises(ValueError, match=r"pass one with --distill.teacher-logits DIR"):
         cache_logits(changed(job, "distill", teacher_logits=None))
-    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* on no disk"):
+    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):
         OnPolicyConfig(teacher_logits=job.folder)
     with caplog.at_level("INFO"):
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
@@ -327,16 +327,16 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     seen: dict[str, int] = {}
     plain = pipeline.train_stage
 
-    def spied(stage: Any, rows: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         read = rows.batch
 
         def batch(*place: int) -> Any:
-            if config.name not in seen:
-                seen[config.name] = parameter_bytes() - before
+            if stage.config.name not in seen:
+                seen[stage.config.name] = parameter_bytes() - before
             return read(*place)
 
         monkeypatch.setattr(rows, "batch", batch)
-        return plain(stage, rows, config, *args, **kwargs)
+        return plain(stage, rows, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "train_stage", spied)
     run = Run(job.run)
@@ -367,7 +367,7 @@ def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_pa
     run.prepare()
     student = run.train(run.plan())
     cache_logits(replace(job, student_run=first.out))
-    rows = open_rows(job.run.data_of("distill"), run.tokenizer)
+    rows = open_rows(job.config.data_within(job.run.data), run.tokenizer)
     whole = make_stage(first.distill, student, run.teacher, vocab_size=WORDS)(rows.batch(0, job.check_rows))
     found = LogitHeader.load(job.folder / "logits.json").measured["student"]
     assert found["teacher_loss"] == pytest.approx(whole.total.item(), rel=1e-5)

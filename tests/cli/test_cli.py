@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from training import small_run
+from training import refusal, small_run
 
 import hybrid_distill
 from hybrid_distill.assets import tiny_teacher_path
@@ -44,16 +44,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(trained: Path, tmp_path: Path) -> Path:
     """A finished run of a test's own."""
     return Path(shutil.copytree(trained, tmp_path / "done"))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
-    """Run a config with flags that must end in one line and exit status 2; returns the line."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_:
-        run_recipe(config, list(argv))
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert exit_.value.code == 2 and len(said) == 1
-    return said[0]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def assert_right(case: Any) -> None:
 @pytest.mark.parametrize("config", [ALIGN, DISTILL], ids=["align", "distill"])
 def test_the_plan_says_what_a_step_takes(config: StageConfig, precision: str, recompute: bool) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    assert_right(small_case(replace(config, precision=precision, recompute=recompute), dtype))
+    assert_right(small_case(replace(config, precision=precision, gradient_checkpointing=recompute), dtype))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig, precision: str, re
         replace(ALIGN, target="layer"),
         replace(ALIGN, train="mixer"),
         replace(DISTILL, train="ssm"),
-        replace(DISTILL, train="mixer", precision="bf16", recompute=True),
+        replace(DISTILL, train="mixer", precision="bf16", gradient_checkpointing=True),
         replace(DISTILL, kind="jsd", fused=False),
         LongConfig(segment_len=32),
         LongConfig(segment_len=32, train="ssm", precision="bf16"),
@@ -106,7 +106,7 @@ def test_so_do_the_options_of_a_stage(config: StageConfig) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
 def test_and_the_stage_of_mixing_matrices(recompute: bool) -> None:
-    assert_right(small_case(replace(MATRIX, recompute=recompute), kept=0))
+    assert_right(small_case(replace(MATRIX, gradient_checkpointing=recompute), kept=0))
 
 
 def test_every_family(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
@@ -233,7 +233,7 @@ def test_accumulating_under_ddp_costs_a_second_set_of_gradients() -> None:
 
 
 def test_the_first_that_fits_in_the_order_of_what_is_sent() -> None:
-    shape = big_shape(LLAMA_8B, replace(DISTILL, precision="bf16", recompute=True))
+    shape = big_shape(LLAMA_8B, replace(DISTILL, precision="bf16", gradient_checkpointing=True))
     plans = [big_plan(shape, strategy, micro_batch=1) for strategy in reversed(STRATEGIES)]
     totals = {plan.strategy: plan.total for plan in plans}
     assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
@@ -291,7 +291,7 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
     said = describe(replace(tight, gpu_memory=(plain + again) / 2 / 0.9 / 1e3))
-    assert "hybrid-distill run RECIPE.py --distill.recompute\n" in said
+    assert "hybrid-distill run RECIPE.py --distill.gradient-checkpointing\n" in said
 
 
 def test_a_dry_run_says_which_stage_cannot_run() -> None:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import refusal
 from test_post import chat_tokenizer, conversations, save_model
-from training import small_run, word_texts, word_tokenizer
+from training import refusal, small_run, word_texts, word_tokenizer
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.data import write_tokens
@@ -19,7 +18,7 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_teacher(*args: object, **options: object) -> None:
         raise AssertionError("the teacher was loaded before the input was looked at")
 
-    monkeypatch.setattr("hybrid_distill.pipeline.load_teacher", load_teacher)
+    monkeypatch.setattr("hybrid_distill.run_inputs.load_teacher", load_teacher)
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_config_file_without_a_teacher(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text(json.dumps({"name": "run", "seed": 0}))
     with pytest.raises(SystemExit) as exit_:
         main(["evaluate", str(tmp_path)])
-    assert exit_.value.code == 2 and "names no teacher" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "does not name a teacher" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("field", "value"), [("seq-len", "1"), ("segment-len", "0")])

@@ -20,7 +20,7 @@ from hybrid_distill.train.stages import make_stage
 
 pytestmark = pytest.mark.launched
 
-PROGRAM = Path(__file__).with_name("training.py")
+PROGRAM = Path(__file__).parents[1] / "training.py"
 LAUNCH_FILES = Path(__file__).parents[2] / "launch"
 DDP = ("--multi_gpu", "--num_processes", "2")
 ZERO_2 = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2")
@@ -60,7 +60,7 @@ def alone(tmp_path_factory) -> Path:
     for name in ("align", "distill"):
         config = small_config(name, steps=20, micro_batch_size=2)
         stage = make_stage(config, *models, vocab_size=99)
-        train_stage(stage, small_rows(), config, out / name, progress=False)
+        train_stage(stage, small_rows(), out / name, progress=False)
     return out
 
 
@@ -126,7 +126,7 @@ def test_a_run_moves_from_one_process_to_two_and_back(alone, tmp_path, strategy)
 
     def on_one_process(stop_at: int) -> None:
         stage = make_stage(config, *models, vocab_size=99)
-        train_stage(stage, StoppingRows(small_rows(), stop_at), config, out, progress=False)
+        train_stage(stage, StoppingRows(small_rows(), stop_at), out, progress=False)
 
     with pytest.raises(Interrupted, match="stopped at step 7"):
         on_one_process(stop_at=6)
@@ -154,15 +154,15 @@ def test_a_sharded_teacher_gives_the_curves_of_a_replicated_one(alone, tmp_path)
 
 
 def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path):
-    options = "--steps", 8, "--micro-batch-size", 2, "--precision", "bf16", "--recompute"
+    options = "--steps", 8, "--micro-batch-size", 2, "--precision", "bf16", "--gradient-checkpointing"
     both = ("--stages", "align", "distill", "--teacher-sharding", "sharded")
     done = launch(FSDP_2, tmp_path / "two", *both, *options)
     assert done.returncode == 0, done.stderr
     student, teacher = sure_models("bf16")
     for name in ("align", "distill"):
-        config = small_config(name, steps=8, micro_batch_size=2, precision="bf16", recompute=True)
+        config = small_config(name, steps=8, micro_batch_size=2, precision="bf16", gradient_checkpointing=True)
         stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, small_rows(), config, tmp_path / name, progress=False)
+        train_stage(stage, small_rows(), tmp_path / name, progress=False)
         assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / name), rel=2e-3)
         tensors = load_file(tmp_path / "two" / name / "model.safetensors")
         trained = {tensor for tensor in tensors if name == "distill" or ".ssm." in tensor}
@@ -194,7 +194,7 @@ def test_segments_are_computed_again_with_divided_weights(tmp_path, strategy):
     config = small_config("long", steps=4, micro_batch_size=2)
     torch.set_num_threads(1)
     stage = make_stage(config, *sure_models(), vocab_size=99)
-    train_stage(stage, small_rows(), config, tmp_path / "alone", progress=False)
+    train_stage(stage, small_rows(), tmp_path / "alone", progress=False)
     launcher = launcher_of(strategy, tmp_path)
     done = launch(launcher, tmp_path, "--stages", "long", "--steps", 4, "--micro-batch-size", 2)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import signal
@@ -13,20 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training import (
-    StoppingRows,
-    small_config,
-    small_models,
-    small_rows,
-    small_stage,
-)
+from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
-from hybrid_distill.distributed import WorldError, _name_gloo_interface, check_trackers, make_accelerator
 from hybrid_distill.train import checkpoint, loop
 from hybrid_distill.train.checkpoint import CorruptCheckpoint, SaveFailed, StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.train.optimizer import make_adamw, wsd
-from hybrid_distill.train.spikes import PROFILED, WINDOW, Watch, flops_per_token
+from hybrid_distill.train.spikes import PROFILED, WINDOW, SpikeDetector, flops_per_token
 from hybrid_distill.train.stages import make_stage
 
 NAMES = ("align", "distill")
@@ -38,7 +30,7 @@ def train(name: str, out: Path, rows=None, **changes) -> StageManifest:
         key: changes.pop(key) for key in ("resume", "seed", "parent_hash", "trackers") if key in changes
     }
     config = small_config(name, **changes)
-    return train_stage(small_stage(config), rows or small_rows(), config, out, progress=False, **options)
+    return train_stage(small_stage(config), rows or small_rows(), out, progress=False, **options)
 
 
 def metrics(out: Path) -> list[dict]:
@@ -64,7 +56,7 @@ def uninterrupted(tmp_path_factory) -> dict[str, tuple[StageManifest, list]]:
 def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, name):
     config = small_config(name)
     stage = small_stage(config)
-    manifest = train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    manifest = train_stage(stage, small_rows(), tmp_path, progress=False)
     curve = [loss for _, loss, _ in losses(tmp_path)]
     assert curve[-1] < 0.95 * curve[0]
     assert manifest.finished and manifest.steps == config.steps
@@ -172,26 +164,10 @@ def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(uninterrupted, tm
             return save(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save_stage", save_and_stop)
-    with pytest.raises(Interrupted, match=rf"align is finished and saved in {tmp_path}; the same command goes on"):
+    with pytest.raises(Interrupted, match=f"align is finished and saved in {tmp_path}; run the same command"):
         train("align", tmp_path, rows)
     assert (StageManifest.read(tmp_path), losses(tmp_path)) == uninterrupted["align"]
     assert train("align", tmp_path) == uninterrupted["align"][0]
-
-
-def killed(action) -> None:
-    """Run ``action`` in a child process, which must die of SIGKILL."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def die(*args, **kwargs) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "step"), [("align", 0), ("align", 3), ("align", 10), ("distill", 7)])
@@ -270,10 +246,10 @@ def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(uni
 
 def test_a_finished_stage_is_loaded_not_run_again(uninterrupted, tmp_path, monkeypatch):
     manifest = train("align", tmp_path)
-    monkeypatch.setattr(loop._Run, "train", pytest.fail)
+    monkeypatch.setattr(loop._Training, "run", pytest.fail)
     config = small_config("align")
     stage = small_stage(config)
-    assert train_stage(stage, small_rows(), config, tmp_path, progress=False) == manifest
+    assert train_stage(stage, small_rows(), tmp_path, progress=False) == manifest
     assert weights_hash(stage.student) == manifest.weights
     with pytest.raises(ValueError, match="other settings"):
         train("align", tmp_path, steps=13)
@@ -303,7 +279,7 @@ def test_a_broken_checkpoint_is_passed_over(uninterrupted, tmp_path):
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9))
     os.truncate(tmp_path / "checkpoints" / "step-00000010" / "optimizer.safetensors", 50)
-    with pytest.warns(UserWarning, match="Going on from step-00000008"):
+    with pytest.warns(UserWarning, match="Resuming from step-00000008"):
         assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
 
 
@@ -334,12 +310,12 @@ def test_stages_follow_each_other_by_hash(tmp_path):
     student, teacher = small_models()
     first = small_config("align")
     aligned = train_stage(
-        make_stage(first, student, teacher), small_rows(), first, tmp_path / "1-align", progress=False
+        make_stage(first, student, teacher), small_rows(), tmp_path / "1-align", progress=False
     )
     second = small_config("distill")
     stage = make_stage(second, student, teacher, vocab_size=99)
     distilled = train_stage(
-        stage, small_rows(), second, tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
+        stage, small_rows(), tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
     )
     assert distilled.parent == aligned.weights
 
@@ -365,7 +341,7 @@ def test_a_stage_that_came_from_another_parent_is_refused(tmp_path, finished):
     with torch.no_grad():
         student.mixers()[0].ssm.D.add_(1.0)
     with pytest.raises(StageParentError) as caught:
-        train_stage(make_stage(config, student, teacher), small_rows(), config, tmp_path, progress=False)
+        train_stage(make_stage(config, student, teacher), small_rows(), tmp_path, progress=False)
     for model in (small_models()[0], student):
         assert weights_hash(model)[:16] in str(caught.value)
 
@@ -379,19 +355,18 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
             stage.student.mixers()[1].ssm.D[0] = float("nan")
 
     with pytest.raises(Diverged, match=r"step 7: loss nan.* in layer.1, on rows 48 to 55"):
-        train_stage(stage, StoppingRows(small_rows(), 6, spoil), config, tmp_path, progress=False)
+        train_stage(stage, StoppingRows(small_rows(), 6, spoil), tmp_path, progress=False)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
-class SpoiltRows:
-    """Rows whose batch at some steps breaks the loss: all tokens, but for one, are padding of no account."""
+class SpoiltRows(WrappedRows):
+    """Rows whose batch at some steps breaks the loss."""
 
     def __init__(self, rows, steps: set[int], stage) -> None:
-        self.rows, self.steps, self.stage = rows, steps, stage
-        self.fingerprint = rows.fingerprint
-        self.handle = stage.student.get_input_embeddings().register_forward_hook(self._spoil)
-        self.handle = stage.teacher.get_input_embeddings().register_forward_hook(self._spoil)
-        self.step = -1
+        super().__init__(rows)
+        self.steps, self.step = steps, -1
+        for model in (stage.student, stage.teacher):
+            model.get_input_embeddings().register_forward_hook(self._spoil)
 
     def _spoil(self, module, args, output):
         return output * float("nan") if self.step in self.steps else output
@@ -400,16 +375,11 @@ class SpoiltRows:
         self.step = step
         return self.rows.batch(step, *args)
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state) -> None: ...
-
 
 def test_a_bad_batch_can_be_left_out(tmp_path):
     config = small_config("distill", on_divergence="skip", max_skips=2, log_every=1)
     stage = small_stage(config)
-    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), config, tmp_path, progress=False)
+    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), tmp_path, progress=False)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
     assert lines[4]["skipped"].startswith("loss nan") and lines[4]["loss"] is None
@@ -422,24 +392,24 @@ def test_too_many_bad_batches_in_a_row_stop_the_run(tmp_path):
     config = small_config("distill", on_divergence="skip", max_skips=2)
     stage = small_stage(config)
     with pytest.raises(Diverged, match="step 7: loss nan"):
-        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), config, tmp_path, progress=False)
+        train_stage(stage, SpoiltRows(small_rows(), {4, 5, 6}, stage), tmp_path, progress=False)
 
 
 def test_a_loss_far_above_the_usual_is_a_divergence():
-    watch = Watch(small_config("align", spike=5.0))
-    assert watch.complaint(90.0, 1.0, {}) is None, "nothing is usual yet"
+    spikes = SpikeDetector(5.0)
+    assert spikes.reason(90.0, 1.0, {}) is None, "nothing is usual yet"
     for _ in range(WINDOW):
-        assert watch.complaint(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
-    assert watch.complaint(9.9, 1.0, {}) is None
-    again = Watch(small_config("align", spike=5.0))
-    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    for one in (watch, again):
-        assert "5 times the usual 2, highest in layer.1" in one.complaint(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+        assert spikes.reason(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
+    assert spikes.reason(9.9, 1.0, {}) is None
+    again = SpikeDetector(5.0)
+    again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
+    for one in (spikes, again):
+        assert "5 times the usual 2, highest in layer.1" in one.reason(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
 
 
 def test_a_trace_of_some_steps_is_written_when_asked_for(tmp_path):
     config = small_config("align")
-    train_stage(small_stage(config), small_rows(), config, tmp_path, progress=False, profile=True)
+    train_stage(small_stage(config), small_rows(), tmp_path, progress=False, profile=True)
     trace = json.loads((tmp_path / "trace-0.json").read_text())
     assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
 
@@ -458,7 +428,7 @@ def test_operations_of_a_step_follow_from_the_weights():
 def test_bf16_trains_float32_weights(tmp_path):
     config = small_config("distill", precision="bf16")
     stage = small_stage(config)
-    train_stage(stage, small_rows(), config, tmp_path, progress=False)
+    train_stage(stage, small_rows(), tmp_path, progress=False)
     curve = [loss for _, loss, _ in losses(tmp_path)]
     assert curve[-1] < curve[0]
     assert {p.dtype for p in stage.student.parameters()} == {torch.float32}
@@ -469,7 +439,7 @@ def test_a_bfloat16_teacher_needs_bf16_compute(tmp_path):
     config = small_config("align")
     stage = make_stage(config, student.bfloat16(), teacher.bfloat16())
     with pytest.raises(ValueError, match="use precision bf16"):
-        train_stage(stage, small_rows(), config, tmp_path, progress=False)
+        train_stage(stage, small_rows(), tmp_path, progress=False)
 
 
 def test_weight_decay_is_for_matrices_only():
@@ -494,88 +464,9 @@ def test_the_schedule_rises_stays_and_falls():
     assert all(0 < wsd(step, n, 0.1, 0.1) <= 1 for n in (1, 2, 7) for step in range(n))
 
 
-def test_a_tracker_is_asked_for_by_name(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"tracker 'mlflow' is unknown; choose from tensorboard, trackio, wandb"
-    ):
-        check_trackers(["mlflow"])
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"):
-            check_trackers(["wandb"])
+def test_a_stage_reports_to_a_tracker(tmp_path):
     train("align", tmp_path, trackers=("tensorboard",))
     assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    check_trackers(["wandb"])
-    assert os.environ.pop("WANDB_MODE") == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    check_trackers(["wandb"])
-    assert "WANDB_MODE" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported; .* launch/fsdp2.yaml"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-            "or add --fsdp_cpu_ram_efficient_loading false",
-        ),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0"}, None),
-    ],
-)
-def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if message is None:
-        monkeypatch.setattr("hybrid_distill.distributed.Accelerator", one_process)
-        message = "the launcher announced 2 processes and 1 run together"
-    with pytest.raises(WorldError, match=message):
-        make_accelerator()
-
-
-def one_process(**kwargs):
-    """What accelerate makes of a launch that it does not understand."""
-
-    class Accelerator:
-        num_processes = 1
-
-    return Accelerator()
-
-
-def test_a_number_of_processes_that_was_asked_for_is_checked():
-    with pytest.raises(WorldError, match="the configuration asks for 4 processes and 1 run together"):
-        make_accelerator(processes=4)
-
-
-SEVERAL_MACHINES = {
-    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    "GLOO_SOCKET_IFNAME": "",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "lo"),
-        ({"MASTER_ADDR": "no.such.host.invalid"}, ""),
-        ({"WORLD_SIZE": "1"}, ""),
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
-    ],
-    ids=["leads to machine 0", "unknown machine", "one machine", "named already"],
-)
-def test_gloo_is_told_the_interface_on_several_machines(monkeypatch, changes, expected):
-    for name, value in {**SEVERAL_MACHINES, **changes}.items():
-        monkeypatch.setenv(name, value)
-    _name_gloo_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
 
 
 def test_a_step_costs_little_beside_its_maths(tmp_path):
@@ -594,5 +485,5 @@ def test_a_step_costs_little_beside_its_maths(tmp_path):
 
     maths()
     bare = spent(maths)
-    whole = spent(lambda: train_stage(stage, rows, config, tmp_path, progress=False))
+    whole = spent(lambda: train_stage(stage, rows, tmp_path, progress=False))
     assert (whole - bare) / 40 < 0.02

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hybrid_kernels.loss import KINDS
 from torch.nn import functional as F
 
 from hybrid_distill.train import losses
@@ -63,7 +64,7 @@ def test_forward_kl_has_the_gradient_of_cross_entropy_to_the_teachers_softmax(lo
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", losses.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients(logits, mask, kind):
     student, teacher = logits
     labels = torch.randint(V, (B, L))
@@ -77,12 +78,12 @@ def test_gradients(logits, mask, kind):
     assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
 
 
-@pytest.mark.parametrize("kind", losses.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_equal_logits_cost_nothing(logits, kind):
     assert distillation_loss(logits[0], logits[0].clone(), kind=kind, temperature=3.0).abs() < 1e-12
 
 
-@pytest.mark.parametrize("kind", losses.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_temperature_divides_both_sides_and_its_square_multiplies(logits, kind):
     student, teacher = logits
     at_two = distillation_loss(student * 2, teacher * 2, kind=kind, temperature=2.0)
@@ -98,7 +99,7 @@ def test_gradient_keeps_its_size_at_high_temperature(logits):
     assert 0.9 < norms[0] / norms[1] < 1.1
 
 
-@pytest.mark.parametrize("kind", losses.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_longer_rows_and_padding_change_nothing(logits, kind):
     student, teacher = logits
     plain = distillation_loss(student, teacher, kind=kind)
@@ -121,7 +122,7 @@ def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits)
     expected = distillation_loss(student, teacher)
     torch.testing.assert_close(distillation_loss(wide_student, wide_teacher, vocab_size=V), expected)
     torch.testing.assert_close(distillation_loss(wide_student, teacher), expected)
-    with pytest.raises(ValueError, match=r"vocab_size is 14; the student has 16 logits and the teacher has 13"):
+    with pytest.raises(ValueError, match="vocab_size is 14; it must be from 1 to 13"):
         distillation_loss(wide_student, wide_teacher, vocab_size=14)
 
 
@@ -161,21 +162,6 @@ def test_bf16_logits_are_summed_in_float32(logits):
     torch.testing.assert_close(loss, distillation_loss(student.float(), teacher.float()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "kl"}, "kind is 'kl'; choose one of forward_kl, reverse_kl, jsd"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"hard_weight": 1.5}, "hard_weight is 1.5"),
-        ({"hard_weight": 0.5}, "without labels_BL"),
-        ({"kind": "jsd", "beta": 1.0}, "beta is 1.0"),
-    ],
-)
-def test_bad_options_are_named(logits, options, message):
-    with pytest.raises(ValueError, match=message):
-        distillation_loss(*logits, **options)
-
-
 def test_l2_norm_is_the_mean_norm_over_kept_tokens(logits, mask):
     pred, target = logits
     torch.testing.assert_close(
@@ -190,18 +176,18 @@ def test_l2_norm_has_a_gradient_where_the_error_is_zero():
     assert pred.grad is not None and not pred.grad.any()
 
 
-@pytest.mark.parametrize("loss", [losses.l2_norm_loss, losses.normalised_mse, losses.frobenius_loss])
+@pytest.mark.parametrize("loss", [losses.l2_norm_loss, losses.normalized_mse, losses.frobenius_loss])
 def test_a_nan_is_not_hidden(loss):
     pred = torch.zeros(1, 2, 4, 4)
     pred[0, 1, 2, 3] = float("nan")
     assert loss(pred, torch.ones(1, 2, 4, 4)).isnan()
 
 
-def test_normalised_mse_is_one_for_zero_and_free_of_scale(logits, mask):
+def test_normalized_mse_is_one_for_zero_and_free_of_scale(logits, mask):
     pred, target = logits
-    torch.testing.assert_close(losses.normalised_mse(torch.zeros_like(target), target, mask).item(), 1.0)
+    torch.testing.assert_close(losses.normalized_mse(torch.zeros_like(target), target, mask).item(), 1.0)
     torch.testing.assert_close(
-        losses.normalised_mse(pred * 9, target * 9, mask), losses.normalised_mse(pred, target, mask)
+        losses.normalized_mse(pred * 9, target * 9, mask), losses.normalized_mse(pred, target, mask)
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from training import small_models, small_rows
+from training import WrappedRows, small_models, small_rows
 
 from hybrid_distill.cli.cache_logits import top_k_of
 from hybrid_distill.distributed import connect
@@ -51,7 +51,7 @@ CASES: dict[str, StageConfig] = {
         for target in ("mixer", "layer", "head")
         for loss in ("l2", "nmse")
     },
-    "align all nmse recomputed": AlignConfig(loss="nmse", train="mixer", recompute=True, **COMMON),
+    "align all nmse recomputed": AlignConfig(loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON),
     "matrix": MatrixConfig(**COMMON),
     **{
         f"distill {kind} {'fused' if fused else 'plain'}": DistillConfig(
@@ -61,7 +61,7 @@ CASES: dict[str, StageConfig] = {
         for fused in (True, False)
     },
     "distill soft": DistillConfig(**COMMON),
-    "distill recomputed": DistillConfig(hard_weight=0.3, recompute=True, **COMMON),
+    "distill recomputed": DistillConfig(hard_weight=0.3, gradient_checkpointing=True, **COMMON),
     "top k fused": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, **COMMON),
     "top k plain": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, fused=False, **COMMON),
     "long": LongConfig(segment_len=6, hard_weight=0.3, **COMMON),
@@ -71,13 +71,12 @@ CASES: dict[str, StageConfig] = {
 }
 
 
-class UnevenRows:
+class UnevenRows(WrappedRows):
     """Rows with documents and masks of every length: two without a token to judge, one with a token and no label."""
 
-    fingerprint = "uneven"
-
     def __init__(self, teacher: nn.Module | None = None) -> None:
-        self.rows, self.teacher = small_rows(), teacher
+        super().__init__(small_rows())
+        self.teacher = teacher
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch: Any = self.rows.batch(step, batch_size)
@@ -92,11 +91,6 @@ class UnevenRows:
             batch |= {"teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
         share = batch_size // world
         return {name: tensor[rank * share : (rank + 1) * share] for name, tensor in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
@@ -119,9 +113,9 @@ def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replicated, "clip_gradients", clip_gradients)
-        patch.setattr(loop, "_check_precision", lambda stage, config: None)
+        patch.setattr(loop, "_check_precision", lambda stage: None)
         rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
-        loop.train_stage(stage, rows, config, out, progress=False)
+        loop.train_stage(stage, rows, out, progress=False)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     found |= {f"update of {name}": (p - before[name]).detach() for name, p in trainable(stage).items()}

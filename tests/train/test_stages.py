@@ -13,18 +13,11 @@ from hybrid_distill.model.modeling_hybrid import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
-from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig, StageConfig
 from hybrid_distill.train.losses import distillation_loss
-from hybrid_distill.train.parallel.fsdp import with_divided_teacher
-from hybrid_distill.train.stages import (
-    EndToEnd,
-    LayerAlignment,
-    MatrixAlignment,
-    OnPolicy,
-    _kind_of,
-    _SampleByRow,
-    make_stage,
-)
+from hybrid_distill.train.on_policy import _kind_of, _SampleByRow
+from hybrid_distill.train.parallel.fsdp2 import with_sharded_teacher
+from hybrid_distill.train.stages import EndToEnd, LayerAlignment, MatrixAlignment, OnPolicy, make_stage
 
 TARGETS = ("mixer", "layer", "head")
 
@@ -50,7 +43,7 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
     """Recomputed by hand from a trace of the teacher, the last layer included."""
     teacher = family_model(family)
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
-    found = LayerAlignment(student, teacher, target=target)(batch).per_layer
+    found = LayerAlignment(student, teacher, AlignConfig(target=target))(batch).per_layer
     mask = batch["mask"]
     for layer, call in enumerate(traced(teacher, batch)):
         mixer, block = student.mixers()[layer], teacher.base_model.layers[layer]
@@ -102,7 +95,7 @@ def test_a_step_lowers_the_loss_and_reaches_what_is_trained_alone(family_model, 
 def test_the_fused_loss_of_every_family_is_that_of_its_logits(family_model, family, batch):
     teacher = family_model(family)
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
-    fused, plain = (EndToEnd(student, teacher, fused=fused)(batch).total for fused in (True, False))
+    fused, plain = (EndToEnd(student, teacher, DistillConfig(fused=fused))(batch).total for fused in (True, False))
     torch.testing.assert_close(fused, plain)
 
 
@@ -123,7 +116,7 @@ def block_input(teacher: nn.Module, batch, layer: int) -> Tensor:
 @pytest.mark.parametrize("loss", ["l2", "nmse"])
 def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target, loss):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher, target=target, loss=loss)
+    stage = LayerAlignment(student, teacher, AlignConfig(target=target, loss=loss))
     calls = {"blocks": 0, "head": 0}
     teacher.model.layers[0].self_attn.register_forward_hook(
         lambda *_: calls.update(blocks=calls["blocks"] + 1)
@@ -137,7 +130,7 @@ def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target
 
 def test_hooks_go_away_when_a_step_fails(batch):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher)
+    stage = LayerAlignment(student, teacher, AlignConfig())
     student.mixers()[1].forward = None
     with pytest.raises(TypeError):
         stage(batch)
@@ -146,7 +139,7 @@ def test_hooks_go_away_when_a_step_fails(batch):
 
 def test_there_is_one_copy_of_the_frozen_weights():
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher)
+    stage = LayerAlignment(student, teacher, AlignConfig())
     assert student.model.embed_tokens.weight is teacher.model.embed_tokens.weight
     assert student.model.layers[0].mlp.up_proj.weight is teacher.model.layers[0].mlp.up_proj.weight
     names = {name for name, _ in stage.named_parameters()}
@@ -157,7 +150,7 @@ def test_there_is_one_copy_of_the_frozen_weights():
 def test_alignment_trains_what_it_says_and_uses_all_of_it(batch, train, trained):
     student, teacher = small_models()
     before = {name: p.detach().clone() for name, p in teacher.named_parameters()}
-    stage = LayerAlignment(student, teacher, train=train)
+    stage = LayerAlignment(student, teacher, AlignConfig(train=train))
     stage(batch).total.backward()
     for name, parameter in stage.named_parameters():
         should = any(f".{part}." in name for part in trained)
@@ -168,7 +161,7 @@ def test_alignment_trains_what_it_says_and_uses_all_of_it(batch, train, trained)
 
 def test_with_ssm_training_a_kept_head_goes_on_contributing_what_it_did(batch):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher)
+    stage = LayerAlignment(student, teacher, AlignConfig())
     optimizer = torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
         stage(batch).total.backward()
@@ -187,7 +180,7 @@ def test_with_ssm_training_a_kept_head_goes_on_contributing_what_it_did(batch):
 def test_recomputing_changes_nothing_but_memory(batch, target):
     gradients = []
     for recompute in (False, True):
-        stage = LayerAlignment(*small_models(), target=target, recompute=recompute)
+        stage = LayerAlignment(*small_models(), AlignConfig(target=target, gradient_checkpointing=recompute))
         stage(batch).total.backward()
         gradients.append([p.grad for p in stage.parameters() if p.grad is not None])
     assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients))
@@ -196,7 +189,7 @@ def test_recomputing_changes_nothing_but_memory(batch, target):
 def test_layers_that_keep_every_head_are_left_out(batch):
     student, teacher = small_models()
     student, _ = build_student(teacher, HeadPlan.layers(teacher.config, [0]), d_state=4)
-    loss = LayerAlignment(student, teacher, train="mixer")(batch)
+    loss = LayerAlignment(student, teacher, AlignConfig(train="mixer"))(batch)
     assert list(loss.per_layer) == ["layer.1"]
     torch.testing.assert_close(loss.total.detach(), loss.per_layer["layer.1"])
 
@@ -274,13 +267,13 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
 def test_the_matrix_stage_needs_eager_attention():
     student, teacher = small_models()
     with pytest.raises(ValueError, match="'sdpa' attention does not give"):
-        MatrixAlignment(student, teacher)
+        MatrixAlignment(student, teacher, MatrixConfig())
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
     student, teacher = small_models()
-    stage = EndToEnd(student, teacher, temperature=2.0, vocab_size=99, fused=fused)
+    stage = EndToEnd(student, teacher, DistillConfig(temperature=2.0, fused=fused), vocab_size=99)
     with torch.no_grad():
         packed = packed_inputs(batch["seq_idx"])
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False, **packed).logits
@@ -294,7 +287,8 @@ def test_the_fused_loss_has_the_gradients_of_the_loss_on_logits(batch, hard_weig
     gradients = {}
     for fused in (True, False):
         student, teacher = small_models()
-        stage = EndToEnd(student, teacher, kind="jsd", temperature=2.0, hard_weight=hard_weight, fused=fused)
+        config = DistillConfig(kind="jsd", temperature=2.0, hard_weight=hard_weight, fused=fused)
+        stage = EndToEnd(student, teacher, config)
         stage(batch).total.backward()
         gradients[fused] = {name: p.grad for name, p in student.named_parameters()}
     for name, gradient in gradients[True].items():
@@ -307,8 +301,8 @@ def test_logits_that_are_more_than_a_product_are_not_fused(batch, finish):
     for config in (student.model.config, teacher.config):
         for name, value in finish.items():
             setattr(config, name, value)
-    plain = EndToEnd(*small_models())(batch).total
-    assert not torch.allclose(EndToEnd(student, teacher)(batch).total, plain, rtol=1e-2)
+    plain = EndToEnd(*small_models(), DistillConfig())(batch).total
+    assert not torch.allclose(EndToEnd(student, teacher, DistillConfig())(batch).total, plain, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +310,8 @@ def test_logits_that_are_more_than_a_product_are_not_fused(batch, finish):
 )
 def test_end_to_end_trains_what_it_says_and_never_the_teacher(batch, train, trained):
     student, teacher = small_models()
-    LayerAlignment(student, teacher)
-    stage = EndToEnd(student, teacher, train=train)
+    LayerAlignment(student, teacher, AlignConfig())
+    stage = EndToEnd(student, teacher, DistillConfig(train=train))
     stage(batch).total.backward()
     for name, parameter in student.named_parameters():
         should = any(part in name for part in trained)
@@ -329,7 +323,7 @@ def test_end_to_end_trains_what_it_says_and_never_the_teacher(batch, train, trai
 
 def test_hard_labels_reach_the_end_to_end_loss(batch):
     student, teacher = small_models()
-    plain, mixed = (EndToEnd(student, teacher, hard_weight=w)(batch).total for w in (0.0, 0.5))
+    plain, mixed = (EndToEnd(student, teacher, DistillConfig(hard_weight=w))(batch).total for w in (0.0, 0.5))
     assert mixed > plain + 0.5, "a random teacher is far from the text"
 
 
@@ -337,7 +331,7 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     student, teacher = small_models()
     teacher.bfloat16()
     student.bfloat16()
-    stage = LayerAlignment(student, teacher)
+    stage = LayerAlignment(student, teacher, AlignConfig())
     stage.bf16 = True
     loss = stage(batch).total
     loss.backward()
@@ -355,7 +349,7 @@ def test_bf16_compute_is_close_to_float32(batch):
 
 
 def test_a_config_that_describes_no_stage_is_refused():
-    with pytest.raises(ValueError, match="StageConfig describes no stage"):
+    with pytest.raises(ValueError, match="StageConfig is not a stage"):
         make_stage(StageConfig(), *small_models())
 
 
@@ -366,10 +360,7 @@ def test_a_config_that_describes_no_stage_is_refused():
         (lambda: DistillConfig(steps=0), "distill.steps is 0"),
         (lambda: DistillConfig(learning_rate=0.0), "distill.learning_rate is 0.0"),
         (lambda: AlignConfig(warmup=1.5), "align.warmup is 1.5"),
-        (
-            lambda: LayerAlignment(*small_models(), target="head", train="mixer"),
-            "compares recurrent heads alone",
-        ),
+        (lambda: AlignConfig(target="head", train="mixer"), "compares recurrent heads alone"),
     ],
 )
 def test_bad_settings_are_named(config, message):
@@ -384,7 +375,8 @@ def own_text(share: float = 1.0, eos: int = 1):
         student.lm_head.weight[eos] *= 0
         student.lm_head.weight[eos] += 0.1
     student.generation_config.eos_token_id = eos
-    return OnPolicy(student, teacher, share=share, prompt_tokens=8, new_tokens=12), small_rows().batch(0, 8)
+    config = OnPolicyConfig(share=share, prompt_tokens=8, new_tokens=12)
+    return OnPolicy(student, teacher, config), small_rows().batch(0, 8)
 
 
 def test_the_student_goes_on_from_the_document_at_hand():
@@ -450,8 +442,8 @@ def test_without_own_text_it_is_end_to_end(batch):
 
 
 def test_a_stage_that_runs_the_teachers_weights_refuses_a_sharded_teacher(tmp_path):
-    stage = LayerAlignment(*small_models(), target="layer")
+    stage = LayerAlignment(*small_models(), AlignConfig(target="layer"))
     with pytest.raises(ValueError, match="the teacher cannot be sharded; use target 'mixer' or 'head'"):
-        with_divided_teacher(stage, Mock())
+        with_sharded_teacher(stage, Mock())
     with pytest.raises(ValueError, match=r"align\.target is 'layer'.* use --align.target mixer or head, or --teach"):
         small_run(tmp_path, align=AlignConfig(target="layer"), teacher_sharding="sharded")

@@ -24,7 +24,7 @@ from hybrid_distill.distributed import connect, on_main_process
 pytestmark = pytest.mark.launched
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).with_name("training.py")
+PROGRAM = Path(__file__).parents[1] / "training.py"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 KILLED_AT = 6
 

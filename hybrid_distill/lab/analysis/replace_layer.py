@@ -19,9 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...distributed import connect
 from ...model.configuration_hybrid import HybridConfig
 from ...model.modeling_hybrid import HybridForCausalLM
-from ...pipeline import finished_run, is_run
+from ...pipeline import finished_run
 from ...plan import HeadId
 from ...probes import check_counts
+from ...run_folder import is_run
 from ...scoring.restoration import restore_heads, restore_layers
 from ...teacher import TINY, head_sites, load_teacher
 from .figures import draw_bars

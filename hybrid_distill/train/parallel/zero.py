@@ -14,92 +14,92 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ...distributed import build_whole_models
-from ..checkpoint import Content, Divided
-from ..config import StageConfig
+from ..checkpoint import Content, Sharded
 from ..optimizer import trainable
-from ..stages import Stage
+from ..stage import Stage
 from .strategy import Strategy, stage_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Zero(Strategy):
-    """Optimiser states and gradients divided (ZeRO-1, ZeRO-2), weights too (ZeRO-3)."""
+    """Optimizer states and gradients sharded (ZeRO-1, ZeRO-2), weights too (ZeRO-3)."""
 
-    def __init__(self, stage: Stage, config: StageConfig, accelerator: Accelerator) -> None:
-        if config.on_divergence == "skip":
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
+        if stage.config.on_divergence == "skip":
             raise ValueError(
-                f"{config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; "
-                "use 'stop', or DDP or FSDP2."
+                f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked "
+                "at; use 'stop', or DDP or FSDP2."
             )
         self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
-        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage, config))
-        prepare_outside_use(stage)
-        if is_divided(stage) and not stage.divisible:
-            raise ValueError(f"{config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
+        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
+        _register_outside_use(stage)
+        if any(hasattr(parameter, "ds_id") for parameter in stage.parameters()) and not stage.shardable:
+            raise ValueError(f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
 
-    def weights(self) -> Content:
-        return whole_trainable(self.stage)
+    def weights(self) -> dict[str, Sharded]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        parameters = trainable(self.stage).items()
+        return {name: Sharded(_shape(p), partial(_got, safe_get_full_fp32_param, p)) for name, p in parameters}
 
     def optimizer_tensors(self) -> Content:
-        return whole_optimizer(self.stage, self.optimizer)
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        _link_states(self.optimizer)
+        states = self.optimizer.optimizer.optimizer.state.values()
+        step = next(state["step"] for state in states if "step" in state)
+        tensors: dict[str, Tensor | Sharded] = {}
+        for name, parameter in trainable(self.stage).items():
+            tensors[f"step/{name}"] = torch.tensor(float(step))
+            for key in MOMENTS:
+                whole = partial(_got, safe_get_full_optimizer_state, parameter, key)
+                tensors[f"{key}/{name}"] = Sharded(_shape(parameter), whole)
+        return tensors
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        load_optimizer(self.stage, self.optimizer, tensors)
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        step = tensors[next(name for name in tensors if name.startswith("step/"))]
+        for flat in _flat_partitions(self.optimizer.optimizer):
+            state = self.optimizer.optimizer.optimizer.state[flat]
+            state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+            state["step"] = step.clone().to(flat.device)
+        _link_states(self.optimizer)
+        for name, parameter in trainable(self.stage).items():
+            for key in MOMENTS:
+                value = tensors[f"{key}/{name}"].to(parameter.device)
+                if hasattr(parameter, "ds_id"):
+                    _set_part(parameter, value, key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
 
     def clip_gradients(self, max_norm: float) -> float:
         """DeepSpeed was told the norm by `set_batch`, and has clipped."""
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return 0.0 if norm is None else float(norm)
 
-    def give_back(self) -> None:
-        release(self.stage, self.model)
+    def unshard(self) -> None:
+        """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
+        from deepspeed import zero
+
+        whole = {name: tensor.gather().cpu() for name, tensor in self.weights().items()}
+        for name, parameter in self.stage.named_parameters():
+            if name not in whole:
+                with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                    whole[name] = parameter.detach().cpu().clone()
+        self.model.destroy()
+        build_whole_models()
+        fresh: dict[int, nn.Parameter] = {}
+        for name, parameter in self.stage.named_parameters():
+            fresh[id(parameter)] = nn.Parameter(whole[name].to(self.model.device), parameter.requires_grad)
+        for part in self.stage.modules():
+            # ZeRO-3 left a dictionary of its own behind.
+            part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
 
 
-def whole_trainable(module: nn.Module) -> dict[str, Divided]:
-    """Trainable parameters, in float32."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    parameters = trainable(module).items()
-    return {name: Divided(_shape(p), partial(_got, safe_get_full_fp32_param, p)) for name, p in parameters}
-
-
-def whole_optimizer(module: nn.Module, optimizer: Any) -> Content:
-    """The same tensors as `optimizer_tensors`."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    _link_states(optimizer)
-    step = next(state["step"] for state in optimizer.optimizer.optimizer.state.values() if "step" in state)
-    tensors: dict[str, Tensor | Divided] = {}
-    for name, parameter in trainable(module).items():
-        tensors[f"step/{name}"] = torch.tensor(float(step))
-        for key in MOMENTS:
-            whole = partial(_got, safe_get_full_optimizer_state, parameter, key)
-            tensors[f"{key}/{name}"] = Divided(_shape(parameter), whole)
-    return tensors
-
-
-def load_optimizer(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Give every process its part of the tensors of `whole_optimizer`."""
-    from deepspeed.utils import safe_set_full_optimizer_state
-
-    step = tensors[next(name for name in tensors if name.startswith("step/"))]
-    for flat in _flat_partitions(optimizer.optimizer):
-        state = optimizer.optimizer.optimizer.state[flat]
-        state |= {key: torch.zeros_like(flat) for key in MOMENTS}
-        state["step"] = step.clone().to(flat.device)
-    _link_states(optimizer)
-    for name, parameter in trainable(module).items():
-        for key in MOMENTS:
-            value = tensors[f"{key}/{name}"].to(parameter.device)
-            if hasattr(parameter, "ds_id"):
-                _set_part(parameter, value, key)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-
-
-def prepare_outside_use(module: nn.Module) -> None:
+def _register_outside_use(module: nn.Module) -> None:
     """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them."""
     from deepspeed import zero
 
@@ -110,39 +110,15 @@ def prepare_outside_use(module: nn.Module) -> None:
             zero.register_external_parameter(part, projection.bias)
 
 
-def is_divided(module: nn.Module) -> bool:
-    """Whether the weights themselves are divided among the processes (ZeRO-3)."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def release(module: nn.Module, engine: Any) -> None:
-    """Take a module back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
-    from deepspeed import zero
-
-    whole = {name: tensor.whole().cpu() for name, tensor in whole_trainable(module).items()}
-    for name, parameter in module.named_parameters():
-        if name not in whole:
-            with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                whole[name] = parameter.detach().cpu().clone()
-    engine.destroy()
-    build_whole_models()
-    fresh: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters():
-        fresh[id(parameter)] = nn.Parameter(whole[name].to(engine.device), parameter.requires_grad)
-    for part in module.modules():
-        # ZeRO-3 left a dictionary of its own behind.
-        part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
-
-
 def _flat_partitions(engine: Any) -> list[Tensor]:
-    """This process's float32 parameters, one flat tensor for each group of the optimiser."""
+    """Return this process's float32 parameters, one flat tensor for each group of the optimizer."""
     if hasattr(engine, "fp32_partitioned_groups_flat"):
         return engine.fp32_partitioned_groups_flat
     return engine.single_partition_of_fp32_groups
 
 
 def _link_states(optimizer: Any) -> None:
-    """Let parameters find their optimiser state; by itself ZeRO-2 does it for the first group only."""
+    """Let parameters find their optimizer state; by itself ZeRO-2 does it for the first group only."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     engine = optimizer.optimizer
@@ -153,7 +129,7 @@ def _link_states(optimizer: Any) -> None:
 
 
 def _set_part(parameter: Any, value: Tensor, key: str) -> None:
-    """ZeRO-3 cuts a flattened parameter into equal parts, the last one padded."""
+    """Set a moment under ZeRO-3, which cuts a flattened parameter into equal parts, the last one padded."""
     from deepspeed.utils import safe_get_local_optimizer_state
 
     part = safe_get_local_optimizer_state(parameter, key)
@@ -163,14 +139,12 @@ def _set_part(parameter: Any, value: Tensor, key: str) -> None:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """Of the whole parameter; ZeRO-3 leaves none of it in place."""
+    """Return the whole parameter's shape; ZeRO-3 leaves none of it in place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _got(getter: Callable[..., Tensor | None], *args: Any) -> Tensor:
     tensor = getter(*args)
     if tensor is None:
-        raise RuntimeError(
-            "DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3."
-        )
+        raise RuntimeError("DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3.")
     return tensor.detach()

@@ -1,8 +1,8 @@
-"""FSDP2, torch's `fully_shard`: tensors divided among the processes. Of the student: weights, gradients and optimiser
-states (`Fsdp2`). Of the teacher, whatever the student's strategy: weights (`with_divided_teacher`).
+"""FSDP2, torch's `fully_shard`: the student's weights, gradients and optimizer states (`Fsdp2`), and, whatever the
+student's strategy, the teacher's weights (`with_sharded_teacher`).
 
-torch has no way back from `fully_shard`. So a copy of the stage is divided, modules without their weights' storage; the
-stage that was handed over keeps its own whole weights, where they are, and gets the trained ones at the end.
+torch cannot undo `fully_shard`. So a copy of the stage is sharded, modules without their weights' storage; the given
+stage keeps its own whole weights, where they are, and gets the trained ones at the end.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from torch.distributed.tensor import DTensor
 
 from ...model.layout import decoder_of
 from ...teacher import decoder_blocks
-from ..checkpoint import Content, Divided
-from ..config import StageConfig
+from ..checkpoint import Content, Sharded
 from ..optimizer import STATE, optimizer_tensors, trainable
-from ..stages import Stage
+from ..stage import Stage
 from .strategy import Strategy, stage_adamw
 
 
 class Fsdp2(Strategy):
-    """Every process holds a share of each parameter; a layer is put together while it runs."""
+    """Every process holds a share of each parameter; a layer is gathered while it runs."""
 
-    def __init__(self, stage: Stage, config: StageConfig, accelerator: Accelerator) -> None:
-        if not stage.divisible:
-            raise ValueError(f"{config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
+        if not stage.shardable:
+            raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
-        self.model = self.stage = divided_stage(stage, process_mesh(accelerator))
+        self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
         for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
-        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage, config)))
+        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
 
     def weights(self) -> Content:
-        return _divided(trainable(self.stage))
+        return _sharded(trainable(self.stage))
 
     def optimizer_tensors(self) -> Content:
-        return _divided(optimizer_tensors(self.stage, self.optimizer))
+        return _sharded(optimizer_tensors(self.stage, self.optimizer))
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.optimizer.optimizer.state
@@ -57,7 +56,7 @@ class Fsdp2(Strategy):
         norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return float(_whole(norm))
 
-    def give_back(self) -> None:
+    def unshard(self) -> None:
         with torch.no_grad():
             targets = trainable(self._whole)
             for name, parameter in trainable(self.stage).items():
@@ -67,12 +66,11 @@ class Fsdp2(Strategy):
 
 
 def process_mesh(accelerator: Accelerator) -> DeviceMesh:
-    """All processes in a row."""
-    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
 
 
-def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
-    """A copy of a stage with the student's weights divided; ``stage`` and the teacher are left as they are."""
+def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """Copy a stage with the student's weights sharded; ``stage`` and the teacher are left as they are."""
     shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
     copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
     for part in copied.parts():
@@ -83,21 +81,21 @@ def divided_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     return copied
 
 
-def with_divided_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
-    """A copy of a stage, with the same student, in which every process holds a share of the teacher's decoder layers.
+def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """Copy a stage, with the same student, such that every process holds a share of the teacher's decoder layers.
 
-    A layer is put together while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
-    to the CPU, and with it the weights that it shares with the student: of those the stage runs none. Raises ValueError
+    A layer is gathered while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
+    to the CPU, and with it the weights that it shares with the student: the stage runs none of those. Raises ValueError
     for a stage that does.
     """
-    if not stage.teacher_divisible:
+    if not stage.teacher_shardable:
         raise ValueError(
             "this stage runs the teacher's own weights in the student, so the teacher cannot be sharded; "
             "use target 'mixer' or 'head', or --teacher-sharding replicated."
         )
     nn.Module.to(stage.teacher, "cpu")
     copied = _copied(stage, owned=stage.teacher.parameters(), left_alone=[stage.student])
-    copied.teacher_is_divided = True
+    copied.teacher_is_sharded = True
     blocks = [block for _, block in decoder_blocks(copied.teacher)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -108,7 +106,7 @@ def with_divided_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
 
 
 def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
-    """The stage once more, but for what is ``left_alone``. ``owned`` are new parameters over the same storage."""
+    """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters over the same storage."""
     known: dict[int, Any] = {}
     for module in left_alone:
         known |= {id(part): part for part in module.modules()}
@@ -117,8 +115,8 @@ def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable
     return copy.deepcopy(stage, known)
 
 
-def _divided(tensors: Mapping[str, Tensor]) -> Content:
-    return {name: Divided(tuple(tensor.shape), partial(_whole, tensor)) for name, tensor in tensors.items()}
+def _sharded(tensors: Mapping[str, Tensor]) -> Content:
+    return {name: Sharded(tuple(tensor.shape), partial(_whole, tensor)) for name, tensor in tensors.items()}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -127,13 +125,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _share(whole: Tensor, like: DTensor) -> DTensor:
-    """This process's rows of a whole tensor, divided as ``like`` is."""
+    """Return this process's rows of a whole tensor, sharded as ``like`` is."""
     mesh = like.device_mesh
     rows = whole.tensor_split(_bounds(len(whole), mesh.size()))[mesh.get_local_rank()]
     return DTensor.from_local(rows.contiguous(), mesh, like.placements, shape=whole.shape, stride=whole.stride())
 
 
 def _bounds(n_rows: int, n_parts: int) -> list[int]:
-    """Where one process's rows end and the next one's begin: all have as many, but for the last."""
+    """Return where one process's rows end and the next one's begin: all have as many, but for the last."""
     each = -(-n_rows // n_parts)
     return [min(part * each, n_rows) for part in range(1, n_parts)]

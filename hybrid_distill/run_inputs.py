@@ -1,0 +1,200 @@
+"""Everything that a run reads: its teacher, data, texts and questions, checked before anything is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import PlanConfig, RunConfig
+from .data import CachedLogitsDataset, Rows, check_same_vocabulary, check_sources, open_logits, open_rows, read_held_out
+from .distributed import check_trackers, connect
+from .plan import HeadPlan
+from .probes.knowledge import Knowledge
+from .probes.kv_retrieval import KVRetrieval
+from .probes.plain_text import text_rows
+from .scoring import HeadScores
+from .student.build import checked_student
+from .teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
+from .train.checkpoint import MANIFEST, StageManifest
+from .train.config import DistillConfig, StageConfig, TeacherConfig
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
+"""Offsets to the run's seed, so that heads are never ranked on the prompts that students are measured on."""
+
+
+class RunInputs:
+    """Inputs of a run. Models are loaded when first needed; ``teacher`` may be one that is loaded already."""
+
+    def __init__(self, config: RunConfig, teacher: Loaded | None = None) -> None:
+        self.config, self.out, self.seed = config, Path(config.out), config.seed
+        self._given = teacher
+
+    @cached_property
+    def teacher_and_tokenizer(self) -> Loaded:
+        return self._given or load(self.config.teacher)
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        return self.teacher_and_tokenizer[0]
+
+    @cached_property
+    def shape_and_tokenizer(self) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+        """The teacher's config and tokenizer, read without its weights."""
+        if self._given:
+            return self._given[0].config, self._given[1]
+        return read_teacher(self.config.teacher.path, self.config.teacher.revision)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.shape_and_tokenizer[1]
+
+    def stage_tokenizer(self, stage: StageConfig) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the teacher that a stage distills from; its chat template is the stage's."""
+        teacher = stage.teacher_within(self.config.teacher)
+        return self.tokenizer if teacher == self.config.teacher else read_teacher(teacher.path, teacher.revision)[1]
+
+    def rows(self, stage: StageConfig) -> Rows:
+        """Open the rows of a stage; with cached logits, once these are found to fit."""
+        tokenizer, state = self.stage_tokenizer(stage), connect()
+        data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
+        rows = open_rows(data, tokenizer, rank=state.process_index, world=state.num_processes)
+        if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
+            return rows
+        logits = open_logits(stage.cached_logits)
+        logits.check(
+            rows,
+            tokenizer,
+            fingerprint(self.teacher) if teacher == self.config.teacher else teacher.path,
+            vocab_size=len(self.tokenizer),
+            places=stage.rows_read,
+            temperature=stage.temperature,
+        )
+        return CachedLogitsDataset(rows, logits)
+
+    def held_out_texts(self, n: int) -> list[str]:
+        return read_held_out(self.config.evaluation.texts, n, self.config.data.text_column)
+
+    def knowledge(self) -> Knowledge | None:
+        source = self.config.evaluation.knowledge or (TINY if self.config.teacher.path == TINY else None)
+        return None if source is None else Knowledge(None if source == TINY else source)
+
+    def scoring_probe(self) -> KVRetrieval:
+        """Return the prompts that heads are ranked on."""
+        return KVRetrieval(self.config.scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"])
+
+    def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
+        """Make the plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a
+        plan that cannot be made."""
+        file = self.config.scoring.file
+        if options.selection == "restoration" or (options.selection == "top" and file is None):
+            HeadPlan.check_k(teacher, options.k)
+            return None
+        plan = make_plan(options, teacher, lambda: HeadScores.load(file or Path()), by_shape=True)
+        plan.check_fits(teacher)
+        return plan
+
+    # Checks raise ValueError for input that a run would stop at, by names, headers and shapes; they read no weights.
+
+    def checks(self) -> list[Callable[[], object]]:
+        return [self.check_settings, self.check_data, self.check_evaluation, self.check_student]
+
+    def check_settings(self) -> None:
+        """Check trackers and the checkpoint to resume from."""
+        check_trackers(self.config.trackers)
+        if self.config.resume not in ("auto", "never") and not (Path(self.config.resume) / MANIFEST).is_file():
+            raise ValueError(f"resume is {self.config.resume!r}; use auto, never, or the folder of a checkpoint.")
+
+    def check_data(self) -> None:
+        """Check sources, vocabularies, and that the teachers' positions reach over the rows; reads no text."""
+        check_sources(self.config.data, self.tokenizer)
+        for stage in self.config.stage_configs:
+            teacher, data = stage.teacher_within(self.config.teacher), stage.data_within(self.config.data)
+            shape, tokenizer = self.shape_and_tokenizer
+            if teacher != self.config.teacher:
+                shape, tokenizer = read_teacher(teacher.path, teacher.revision)
+                check_same_vocabulary(self.tokenizer, tokenizer)
+            check_sources(data, tokenizer)
+            longest = longest_context(shape)
+            if longest is not None and data.seq_len > longest:
+                field = {"long": "long.seq_len", "post": "post.data.seq_len"}.get(stage.name, "data.seq_len")
+                raise ValueError(
+                    f"{field} is {data.seq_len}, but the positions of the teacher {teacher.path!r} reach over "
+                    f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
+                    "(rope_parameters of type yarn)."
+                )
+
+    def check_evaluation(self) -> None:
+        """Check texts and questions: better now than when the student is trained."""
+        options = self.config.evaluation
+        if options.texts != TINY:
+            text_rows(self.tokenizer, self.held_out_texts(options.n_texts), max_tokens=2)
+        if (knowledge := self.knowledge()) is not None:
+            knowledge.examples(1)
+        for n_pairs in options.n_pairs:
+            KVRetrieval(n_pairs, seed=self.seed).examples(1)
+        if self.config.plan.selection in ("top", "restoration"):
+            self.scoring_probe().examples(1)
+
+    def check_student(self, plan: PlanConfig | None = None) -> None:
+        """Check that the teacher can become a student with this plan (by default the config's) and these options."""
+        options, path = self.config.student, self.out / "plan.json"
+        teacher = self._given[0] if self._given else shape_of_teacher(self.config.teacher)
+        if plan is None and self.config.resume != "never" and path.exists():
+            heads = HeadPlan.load(path)
+        else:
+            heads = self.known_plan(plan or self.config.plan, teacher)
+        shape = (options.d_state, options.conv_width, options.recurrence, options.init)
+        checked_student(teacher, heads or HeadPlan.none(teacher), *shape)
+        if options.aligned is not None and not StageManifest.read(options.aligned):
+            raise ValueError(f"student.aligned is {options.aligned}, which holds no finished stage; name another.")
+
+
+def load(options: TeacherConfig) -> Loaded:
+    """Load a teacher and its tokenizer."""
+    return load_teacher(
+        options.path,
+        dtype=options.dtype,
+        revision=options.revision,
+        attn_implementation=options.attn_implementation,
+        allow_bin=options.allow_bin,
+    )
+
+
+def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
+    """Make the teacher on the meta device: shapes without values. Raises ValueError where transformers cannot."""
+    shape = load_config(options.path, options.revision)
+    attention = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
+    except Exception as error:  # each version of transformers has errors of its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"the teacher {options.path!r} cannot be made ({reason}); name another model.") from error
+
+
+def make_plan(
+    options: PlanConfig, teacher: PreTrainedModel, scores: Callable[[], HeadScores], *, by_shape: bool = False
+) -> HeadPlan:
+    """Make the plan that a config describes; ``scores`` is asked only for ``top``. ``by_shape`` reads no weights."""
+    if options.selection == "top":
+        HeadPlan.check_k(teacher, options.k)
+        return HeadPlan.top_k(scores(), options.k)
+    if options.selection == "file":
+        if options.file is None:
+            raise ValueError("plan.selection is 'file' without a file; name it with --plan.file.")
+        return HeadPlan.load(options.file)
+    make: dict[str, Callable[[], HeadPlan]] = {
+        "random": lambda: HeadPlan.random(teacher, options.k, options.seed),
+        "layers": lambda: HeadPlan.layers(teacher, options.layers),
+        "all": lambda: HeadPlan.all(teacher),
+        "none": lambda: HeadPlan.none(teacher),
+        "pairs": lambda: HeadPlan.from_pairs(teacher, options.pairs),
+    }
+    plan = make[options.selection]()
+    return plan if by_shape else dataclasses.replace(plan, teacher=fingerprint(teacher))

@@ -1,0 +1,67 @@
+"""Alignment of each student layer with the teacher's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..data import Batch
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..teacher import AttentionSite
+from .config import AlignConfig
+from .losses import l2_norm_loss, normalized_mse, power
+from .stage import Call, TeacherForced, Totals, mixer_parameters
+
+
+class LayerAlignment(TeacherForced[AlignConfig]):
+    """Each student layer must do with the teacher's input what the teacher's layer does (arXiv 2408.10189).
+
+    ``target`` is compared where it arises, by hooks on the modules (the last of the ``hidden_states`` that
+    transformers returns has been through the final norm):
+
+    * ``mixer``: output of the attention module, projected;
+    * ``layer``: output of the decoder layer, MLP and residual included;
+    * ``head``: output of every recurrent head before the projection, so that heads can be exchanged one by one.
+
+    The total is the sum of ``loss`` over layers. With ``train`` ``ssm`` a kept head keeps contributing exactly what it
+    did.
+    """
+
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: AlignConfig) -> None:
+        super().__init__(student, teacher, config)
+        self.entry = "heads" if config.target == "head" else "forward"
+        self.teacher_shardable = config.target != "layer"
+        self.train_only(mixer_parameters(student, config.train))
+
+    def watched(self, site: AttentionSite) -> nn.Module:
+        return site.block if self.config.target == "layer" else site.module
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`; with ``nmse`` also the power of each layer's target, for which the teacher runs."""
+        totals = super().totals(batch)
+        if self.config.loss == "nmse":
+            with self.autocast(batch):
+                totals |= self.run_teacher(batch, lambda *of_layer: power(self._target(*of_layer), batch["mask"]))
+        return totals
+
+    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+        output, target = self._output(layer, call, batch["seq_idx"]), self._target(layer, call)
+        if self.config.loss == "nmse":
+            return normalized_mse(output, target, batch["mask"], totals.get(f"layer.{layer}"))
+        return l2_norm_loss(output, target, batch["mask"], totals.get("tokens"))
+
+    def _target(self, layer: int, call: Call) -> Tensor:
+        return self._recurrent(layer, call.heads_BLHP) if self.config.target == "head" else call.output[0]
+
+    def _output(self, layer: int, call: Call, seq_idx_BL: Tensor) -> Tensor:
+        mixer = self.student.mixers()[layer]
+        if self.config.target == "head":
+            return self._recurrent(layer, mixer.heads(*call.args, **call.kwargs, seq_idx=seq_idx_BL))
+        module = mixer if self.config.target == "mixer" else self.student.model.layers[layer]
+        output = module(*call.args, **call.kwargs, seq_idx=seq_idx_BL)
+        return output[0] if isinstance(output, tuple) else output
+
+    def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
+        recurrent = torch.tensor(self.student.mixers()[layer].recurrent, device=heads_BLHP.device)
+        return heads_BLHP.index_select(2, recurrent)

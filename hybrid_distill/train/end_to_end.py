@@ -1,0 +1,120 @@
+"""Distillation of the whole student from the teacher's predictions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from hybrid_kernels.loss import IGNORE, TeacherHead, TeacherTopK
+from hybrid_kernels.loss import distillation_loss as fused_distillation_loss
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..data import Batch, TaughtBatch
+from ..model.layout import decoder_of
+from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
+from ..student.build import unshare_weights
+from .config import DistillConfig, LongConfig
+from .losses import distillation_loss, next_token_labels
+from .stage import Stage, StageLoss, Totals, mixer_parameters
+
+
+class EndToEnd(Stage[DistillConfig]):
+    """The student must predict what the teacher predicts; see `losses.distillation_loss`.
+
+    ``vocab_size`` is the tokenizer's, for models that pad their vocabulary. ``config.fused`` never holds the logits of
+    all tokens, where output embeddings are plain products and whole in this process (not under ZeRO-3).
+
+    Without a teacher, each batch must be a `TaughtBatch`: the loss is then over the teacher's likeliest tokens and "any
+    other". The stored logits are for one ``temperature`` and ``vocab_size``, which must be these.
+    """
+
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel | None,
+        config: DistillConfig,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(student, teacher, config)
+        unshare_weights(student)
+        student.set_segment_len(config.segment_len if isinstance(config, LongConfig) else None)
+        self.model = student
+        self.vocab_size = vocab_size
+        every = config.train == "all"
+        self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
+        if config.gradient_checkpointing:
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.model.model.layers)
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`, and the number of tokens that have a hard label."""
+        labels_BL = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
+        return super().totals(batch) | {"labels": (labels_BL != IGNORE).sum()}
+
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
+        input_ids, seq_idx, config = batch["input_ids"], batch["seq_idx"], self.config
+        options: dict[str, Any] = {
+            "kind": config.kind, "temperature": config.temperature, "beta": config.beta, "vocab_size": self.vocab_size,
+            "n_tokens": totals.get("tokens"), "n_labels": totals.get("labels"),
+        }  # fmt: skip
+        if config.hard_weight:
+            labels_BL = next_token_labels(input_ids, seq_idx, batch["mask"])
+            options |= {"hard_weight": config.hard_weight, "labels_BL": labels_BL}
+        theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
+        ours_BLD = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False)[0]
+        return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
+
+    def _compare(
+        self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
+        ours = OutputEmbedding.of(self.model)
+        fused, known = self.config.fused and ours.is_product, theirs
+        if isinstance(theirs, Tensor):
+            head = OutputEmbedding.of(self.teacher)
+            with torch.no_grad():
+                known = TeacherHead(theirs, head.module.weight) if fused and head.is_product else head(theirs)
+        if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
+            return fused_distillation_loss(ours_BLD, ours.module.weight, known, mask_BL, **options)
+        return distillation_loss(ours(ours_BLD), known, mask_BL, **options)
+
+
+@torch.no_grad()
+def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
+    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
+    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+
+
+def _top_k(batch: Batch) -> TeacherTopK:
+    taught = cast(TaughtBatch, batch)
+    return TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
+
+
+class OutputEmbedding(NamedTuple):
+    """The module that turns a model's last hidden states into logits."""
+
+    module: Any
+    config: Any
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> OutputEmbedding:
+        return cls(model.get_output_embeddings(), decoder_of(model).config)
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor:
+        return finish_logits(self.module(hidden_BLD), self.config)
+
+    @property
+    def is_product(self) -> bool:
+        """True for a plain product with ``module.weight``, all of which is in this process."""
+        module = self.module
+        whole = type(module) is nn.Linear and module.bias is None and type(module.weight.data) is Tensor
+        return (
+            whole
+            and module.weight.numel() == module.in_features * module.out_features
+            and not finishes_logits(self.config)
+        )

@@ -1,0 +1,51 @@
+"""Alignment of mixing matrices with attention maps."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..data import Batch
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..teacher import AttentionSite
+from .config import MatrixConfig
+from .losses import frobenius_loss
+from .stage import Call, TeacherForced, Totals, mixer_parameters, n_rows
+
+UNUSED = ("x_proj", "z_proj")
+"""Parameters of recurrent heads that no mixing matrix is made of."""
+
+
+class MatrixAlignment(TeacherForced[MatrixConfig]):
+    """Mixing matrices of the recurrent heads against the teacher's attention maps (arXiv 2408.10189).
+
+    Sum over layers of the mean over rows and heads of the Frobenius norm. Trains what the matrices are made
+    of: B, C, the decay, their convolution and D. Raises ValueError unless the teacher runs eager attention,
+    the only one that shows its maps.
+    """
+
+    shardable = False
+
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: MatrixConfig) -> None:
+        implementation = teacher.config._attn_implementation
+        if implementation != "eager":
+            raise ValueError(
+                f"the matrix stage needs attention maps, which {implementation!r} attention does not give; "
+                "load the teacher with --teacher.attn-implementation eager."
+            )
+        super().__init__(student, teacher, config)
+        parameters = mixer_parameters(student, "ssm").items()
+        self.train_only({name: p for name, p in parameters if not any(part in name for part in UNUSED)})
+
+    def watched(self, site: AttentionSite) -> nn.Module:
+        return site.module
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Stage.totals`, and the number of rows."""
+        return super().totals(batch) | {"rows": n_rows(batch["mask"])}
+
+    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+        mixer = self.student.mixers()[layer]
+        mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
+        maps_BRLS = call.output[1][:, list(mixer.recurrent)]
+        return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], totals.get("rows"))

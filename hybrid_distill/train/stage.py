@@ -1,0 +1,225 @@
+"""A stage of distillation: the module that accelerate and DeepSpeed wrap. Batch in, loss out.
+
+A stage registers only what it trains or runs as the student; the teacher stays outside, so that no optimizer,
+checkpoint or sharding ever sees it.
+
+Shapes here and in the stages: B batch, L length, S source length, H head, R recurrent heads of a layer, P head dim,
+D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..data import Batch, pick_rows
+from ..model.layout import decoder_of
+from ..model.modeling_hybrid import HybridForCausalLM, packed_inputs
+from ..student.build import share_frozen_weights
+from ..teacher import AttentionSite, attention_sites
+from .config import StageConfig
+
+Totals = Mapping[str, Tensor]
+"""Denominators of a stage's losses over a whole step, by name (`Stage.totals`); empty for those of the batch itself."""
+Config = TypeVar("Config", bound=StageConfig)
+
+
+class StageLoss(NamedTuple):
+    """Loss of a batch, or the share of a micro-batch in the loss of the step it is a part of."""
+
+    total: Tensor
+    per_layer: dict[str, Tensor]
+    """``layer.3`` and so on, detached; empty where the loss has no layers."""
+
+
+class Stage(nn.Module, ABC, Generic[Config]):
+    """One stage of distillation: what it trains, and its loss on a batch.
+
+    Making a stage freezes teacher and student, but for the parameters it trains, which become float32. Without a
+    teacher in memory, batches bring along its logits.
+    """
+
+    shardable = True
+    """False where ZeRO-3 and FSDP2 cannot be used: they gather sharded weights only around calls of ``forward``."""
+    entry = "forward"
+    """Method by which `parts` are called."""
+    teacher_shardable = True
+    """False where the student runs weights of the teacher, which then cannot be sharded."""
+    teacher_is_sharded = False
+
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.bf16 = config.precision == "bf16"
+        """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
+        # Tuples: neither model becomes a submodule.
+        self._student = (student,)
+        self.teachers: tuple[PreTrainedModel, ...] = () if teacher is None else (teacher.eval(),)
+
+    @property
+    def student(self) -> HybridForCausalLM:
+        return self._student[0]
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        return self.teachers[0]
+
+    def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
+        """Cut a process's rows of a step into parts of ``size`` rows, ready for `totals` and `forward`.
+
+        ``seeds``, one a row, are for stages that draw random numbers: what is drawn for a row then depends neither on
+        the cut nor on the number of processes.
+        """
+        return [pick_rows(batch, slice(first, first + size)) for first in range(0, len(batch["mask"]), size)]
+
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """Count the tokens of a micro-batch that are judged."""
+        return batch["mask"].sum()
+
+    def totals(self, batch: Batch) -> dict[str, Tensor]:
+        """Measure what a micro-batch adds to the denominators of the losses; ``tokens`` is `n_tokens`.
+
+        When `forward` gets their sums over all micro-batches and processes, losses and gradients of the micro-batches
+        add up to those of the whole step.
+        """
+        return {"tokens": self.n_tokens(batch)}
+
+    def forward(self, batch: Batch, totals: Totals = MappingProxyType({})) -> StageLoss:
+        """Return the loss of a batch, with a graph to the trained parameters; by default the batch is whole."""
+        with self.autocast(batch):
+            return self.loss(batch, totals)
+
+    @abstractmethod
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
+        """Compute what `forward` returns."""
+
+    @abstractmethod
+    def parts(self) -> list[nn.Module]:
+        """Return modules of the student, one a layer, that run in turn: FSDP2 gathers one at a time."""
+
+    def autocast(self, batch: Batch) -> torch.autocast:
+        return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16)
+
+    def place(self, device: torch.device) -> None:
+        """Move student and teacher to a device; frozen weights that they share stay shared. Beside a sharded teacher,
+        what the stage does not run of the student stays where it is.
+        """
+        for model in (self if self.teacher_is_sharded else self.student, *self.teachers):
+            nn.Module.to(model, device)
+
+    def train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
+        """Freeze everything but some parameters. Raises ValueError when there are none."""
+        if not chosen:
+            raise ValueError("the student has nothing to train: its plan keeps every head.")
+        for model in (self.student, *self.teachers):
+            model.requires_grad_(False)
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.float()
+
+
+class TeacherForced(Stage[Config]):
+    """Stages that compare layer by layer: each student layer gets the teacher's own input to that layer.
+
+    The teacher runs once; hooks on its modules run the student's counterpart and record the loss. All weights
+    outside the student's mixers are the teacher's own. Layers that keep all their heads are left out.
+    """
+
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: Config) -> None:
+        super().__init__(student, teacher, config)
+        share_frozen_weights(student, teacher)
+        self.mixers = nn.ModuleList(student.mixers())
+        self._sites = [site for site in attention_sites(teacher) if student.mixers()[site.layer].recurrent]
+
+    @abstractmethod
+    def watched(self, site: AttentionSite) -> nn.Module:
+        """Return the teacher's module whose call is repeated with the student's weights."""
+
+    @abstractmethod
+    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+        """Compare the student with one call of the watched module."""
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.mixers)
+
+    def loss(self, batch: Batch, totals: Totals) -> StageLoss:
+        def compare(layer: int, call: Call) -> Tensor:
+            with torch.enable_grad():
+                if self.config.gradient_checkpointing:
+                    return checkpoint(self.layer_loss, layer, call, batch, totals, use_reentrant=False)
+                return self.layer_loss(layer, call, batch, totals)
+
+        losses = self.run_teacher(batch, compare)
+        per_layer = {name: loss.detach() for name, loss in losses.items()}
+        return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
+
+    def run_teacher(self, batch: Batch, visit: Callable[[int, Call], Tensor]) -> dict[str, Tensor]:
+        """Run the teacher on a batch; returns what ``visit`` makes of each watched call, by the layer's name."""
+        found: dict[str, Tensor] = {}
+        packed = packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config)
+        with torch.no_grad(), self._hooks(visit, found):
+            decoder_of(self.teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)
+        return found
+
+    @contextmanager
+    def _hooks(self, visit: Callable[[int, Call], Tensor], found: dict[str, Tensor]) -> Iterator[None]:
+        def watch(site: AttentionSite) -> Iterator[Any]:
+            heads: list[Tensor] = []
+
+            def before_o_proj(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                heads[:] = [args[0].unflatten(-1, (site.n_heads, site.head_dim))]
+
+            def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                call = Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
+                found[f"layer.{site.layer}"] = visit(site.layer, call)
+
+            yield site.o_proj.register_forward_pre_hook(before_o_proj)
+            yield self.watched(site).register_forward_hook(after, with_kwargs=True)
+
+        with ExitStack() as hooks:
+            for site in self._sites:
+                for handle in watch(site):
+                    hooks.callback(handle.remove)
+            yield
+
+
+class Call(NamedTuple):
+    """One call of a watched module of the teacher."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: tuple[Any, ...]
+    heads_BLHP: Tensor
+    """Input of the output projection of this layer's attention."""
+
+    @property
+    def hidden_BLD(self) -> Tensor:
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+
+def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
+    """Sum the totals of all parts, in float64."""
+    found = list(parts)
+    return {name: torch.stack([part[name].double() for part in found]).sum() for name in found[0]}
+
+
+def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
+    """Select parameters of layers with recurrent heads: of those heads (``ssm``) or of the whole ``mixer``."""
+    chosen: dict[str, nn.Parameter] = {}
+    for layer, mixer in enumerate(student.mixers()):
+        if mixer.ssm is not None:
+            module = mixer.ssm if train == "ssm" else mixer
+            chosen |= {f"{layer}.{name}": parameter for name, parameter in module.named_parameters()}
+    return chosen
+
+
+def n_rows(mask_BL: Tensor) -> Tensor:
+    return torch.tensor(len(mask_BL), device=mask_BL.device)
