@@ -46,8 +46,8 @@ def check_all(folders: list[str], results: Path) -> None:
             program = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = program
             spec.loader.exec_module(program)
-            if program.load_record(folder / "gate", "cpu")[0]["form"] != "safetensors":
-                sys.meta_path.insert(0, program._Forbidden())
+            if json.loads((folder / "gate" / "reference.json").read_text()).get("form") != "safetensors":
+                sys.modules.update(dict.fromkeys(program.FORBIDDEN_PACKAGES))  # importing them fails
             checks = program.run_checks(folder, folder / "gate")
             out.write(json.dumps([folder.name, [[c.name, c.measured, c.limit, c.detail] for c in checks]]) + "\n")
             out.flush()

@@ -1,16 +1,21 @@
-"""Atomic writes: a reader finds the whole new file, or the one that was there before."""
+"""Files: atomic writes, so that a reader finds the whole new file or the one before; JSON read strictly."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Record: TypeAlias = dict[str, Any]
+"""An object of a JSON file."""
+LARGEST_JSON = 2**28  # bytes; the tokenizers of the largest vocabularies have a tenth of it
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, record: Mapping[str, Any], *, indent: int | None = 2) -> None:
+def write_json(path: Path, record: Mapping[str, object], *, indent: int | None = 2) -> None:
     """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(record, indent=indent) + "\n")
 
@@ -53,6 +58,39 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         mode = temporary.stat().st_mode
         save_file(dict(tensors), temporary, metadata={"format": "pt", **(metadata or {})})
         temporary.chmod(mode)
+
+
+def read_json(path: Path) -> Record:
+    """Read the object of a JSON file. Raises ValueError for anything else, for NaN, and for a key given twice."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; copy the whole folder again.")
+    if (size := path.stat().st_size) > LARGEST_JSON:
+        raise ValueError(f"{path} has {size} bytes; such a file has at most {LARGEST_JSON}. Copy it again.")
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str) -> Record:
+    """Do as `read_json` with a text that messages call ``where``."""
+    try:
+        record = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{where} is not valid JSON ({reason}); copy it again.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} holds a {type(record).__name__}; it must be a JSON object. Copy it again.")
+    return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Record:
+    if len(record := dict(pairs)) < len(pairs):
+        raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return record
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is not a number")
+    return float(name)  # Infinity: some families have it in their config.json
 
 
 def sync(path: Path) -> None:

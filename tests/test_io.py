@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("place", "name", "n"),
-    [(checkpoint, "save_file", 1), (checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2)]
+    [(checkpoint, "save_tensors", 1), (checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2)]
     + [(shutil, "rmtree", 3), (shutil, "rmtree", 4)],
 )
 def test_a_killed_export_leaves_the_one_before_and_no_other(tmp_path: Path, place: Any, name: str, n: int) -> None:

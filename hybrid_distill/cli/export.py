@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import tyro
-from huggingface_hub import ModelCard
 
 from ..evaluation.evaluate import EvalResult
-from ..export.card import UNKNOWN
+from ..export.card import on_card
 from ..export.checkpoint import Form, export_checkpoint
 from ..export.falcon_h1 import MODEL_TYPE
-from ..export.gate import GateReport, check_unchanged
-from ..guard import check_in_full, load_student, read_json
+from ..export.gate import GateReport, check_not_quantized, check_unchanged
+from ..guard import load_student
+from ..io import read_json
 from ..model import HybridConfig
 from ..pipeline import finished_run
 from ..plan import HeadPlan
@@ -27,41 +26,44 @@ class ExportJob:
     """Write a trained student so that others can load it, in one of three forms, and prove that it is the student."""
 
     model: Path
-    """The folder of a finished run, or of an export of it (remote-code or safetensors)."""
+    """Folder of a finished run, or of an export of it (remote-code or safetensors)."""
     out: Path
-    """Where the export goes: a new folder, or an export to replace."""
+    """New folder for the export, or an export to replace."""
     form: Form = "remote-code"
-    """``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
+    """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
     FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload."""
     max_shard_size: str = "2GB"
-    """Weights are divided into files of at most this size; a large value merges them into one."""
+    """Largest size of a file of weights; a large value merges them into one."""
 
 
 def export_student(job: ExportJob) -> GateReport:
-    """The gate's report of what was written. Raises ValueError for a folder without student, or a form that
-    cannot express it, ExportError when what was written is not the student.
+    """Export a run's student, or an export in another form, behind the gate.
+
+    Raises ValueError for a folder without a student, or a form that cannot express it, ExportError when what was
+    written is not the student.
     """
     if is_run(job.model / "config.json"):
         run = finished_run(job.model)
-        options = {"form": job.form, "max_shard_size": job.max_shard_size}
-        return cast(GateReport, run.export(*run.trained_student(), job.out, **options))
+        report = run.export(*run.trained_student(), job.out, form=job.form, max_shard_size=job.max_shard_size)
+        assert report is not None, "exports are one process's work"
+        return report
     if job.out.resolve() == job.model.resolve():
-        raise ValueError(f"--out is {job.out}, which is --model too; name another folder.")
+        raise ValueError(f"--out is {job.out}, which is --model too; pass another folder.")
     if not (job.model / "config.json").is_file():
-        raise ValueError(f"--model is {job.model}, which holds no student; name a finished run, or an export.")
+        raise ValueError(f"--model is {job.model}, which does not hold a student; pass a finished run, or an export.")
     config = read_json(job.model / "config.json")
-    check_in_full(job.model)
+    check_not_quantized(job.model)
     if config.get("model_type") != HybridConfig.model_type:
         hint = "the export that this one was made beside" if config.get("model_type") == MODEL_TYPE else "a student"
         raise ValueError(
-            f"{job.model} holds a model of type {config.get('model_type')!r}; name a finished run, or {hint}: a folder "
+            f"{job.model} holds a model of type {config.get('model_type')!r}; pass a finished run, or {hint}: a folder "
             f"whose config.json says {HybridConfig.model_type}."
         )
     check_unchanged(job.model)
     student, tokenizer = load_student(job.model)
     files = {name: job.model / f"{name}.json" for name in ("plan", "head_scores", "evaluation", "training")}
     results = read_json(files["evaluation"]) if files["evaluation"].is_file() else {}
-    license, base_model = _origin_on_card(job.model)
+    license, base_model = on_card(job.model / "README.md")
     return export_checkpoint(
         student,
         tokenizer,
@@ -75,13 +77,6 @@ def export_student(job: ExportJob) -> GateReport:
         license=license,
         base_model=base_model,
     )
-
-
-def _origin_on_card(folder: Path) -> tuple[str, str]:
-    """(license, base_model) as an export's own card has them."""
-    card = folder / "README.md"
-    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
-    return data.get("license") or UNKNOWN, data.get("base_model") or ""
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:

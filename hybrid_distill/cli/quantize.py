@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from ..lab.quantize import quantise
+from ..lab.quantize import quantize
 
 
 def command(
@@ -28,4 +28,4 @@ def command(
         tolerance: Largest difference of logits from the student's, as a share of its largest one: by default 0.05 for
             int8, 0.3 for fp8.
     """
-    print(quantise(path, out, to, tolerance))
+    print(quantize(path, out, to, tolerance))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
-from ..lab.analysis.figures import can_draw
+from ..lab.reporting import can_draw
 from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers
 from ..plan import HeadId
 from ..probes import Probe
@@ -177,7 +177,7 @@ def _prefiltered(
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
     if not can_draw():
         return
-    from ..lab.plots import score_bars, score_map
+    from ..lab.reporting.heads import score_bars, score_map
 
     score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
     score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)

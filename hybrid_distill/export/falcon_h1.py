@@ -1,17 +1,17 @@
 """A student as a `FalconH1ForCausalLM`, an architecture that transformers and servers know: no remote code.
 
-Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. Three things
-differ, and are levelled out with zeros:
+Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. Zeros level out three
+differences:
 
 - all layers have the same number of heads: the missing ones get zero rows and zero columns in the output
   projections, and hold keys, values and states of zeros in the cache;
 - each KV head serves the same number of query heads: where a student's kept heads share unevenly, a KV head
   is stored more than once;
-- attention and Mamba-2 have an output projection each: the columns of the student's are divided among them.
+- attention and Mamba-2 have an output projection each: the columns of the student's are split between them.
 
-What zeros cannot mend is named by `obstacles`. The discrete recurrence is one: Falcon-H1 scales what enters
-the state by the step softplus(r_t) of which the decay is exp(-softplus(r_t)), and the input of a discrete head
-would have to be divided by it, token by token, which no layer of Falcon-H1 computes.
+`obstacles` names what zeros cannot mend. The discrete recurrence is one: Falcon-H1 scales what enters the state by the
+step softplus(r_t) of which the decay is exp(-softplus(r_t)); the input of a discrete head would have to be divided by
+it, token by token, which no layer of Falcon-H1 computes.
 
 Shapes: P head dim, D model width, R rows of a projection, K conv width.
 """
@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..io import Record
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 
@@ -41,16 +41,16 @@ _BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
 class Container:
     """Configuration and tensors of a `FalconH1ForCausalLM` that computes what a student computes."""
 
-    config: dict[str, Any]
+    config: Record
     state: dict[str, Tensor]
 
     def parameters(self) -> int:
-        """Numbers stored, a tied output embedding not counted twice."""
+        """Count the numbers stored; a tied output embedding counts once."""
         tied = {"lm_head.weight"} if self.config["tie_word_embeddings"] else set()
         return sum(tensor.numel() for name, tensor in self.state.items() if name not in tied)
 
     def cache_bytes(self, length: int, bytes_per_element: int) -> int:
-        """Keys, values and states of one sequence, the states in fp32; convolution states not counted."""
+        """Add up keys, values and fp32 states of one sequence, without convolution states."""
         config = self.config
         kv = 2 * config["num_key_value_heads"] * config["head_dim"] * length * bytes_per_element
         ssm = config["mamba_d_ssm"] * config["mamba_d_state"] * 4
@@ -59,7 +59,7 @@ class Container:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which heads stand where: sizes of every layer."""
+    """Sizes that every layer has."""
 
     n_kv_heads: int
     per_kv_head: int
@@ -68,7 +68,7 @@ class _Layout:
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
-    """Why a student is no Falcon-H1, in words; empty if it is one."""
+    """List the reasons why a student cannot be a Falcon-H1."""
     config, backbone = student.config, student.model.config
     found = []
     if config.recurrence != "mamba2" and any(mixer.ssm for mixer in student.mixers()):
@@ -86,10 +86,10 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     return found
 
 
-def configuration(student: HybridForCausalLM) -> dict[str, Any]:
-    """config.json, with RoPE in the spellings of transformers 4 and 5 alike.
+def configuration(student: HybridForCausalLM) -> Record:
+    """Make config.json, with RoPE in the spellings of transformers 4 and 5 alike.
 
-    Raises ValueError, with the reasons, for a student that is no Falcon-H1.
+    Raises ValueError, with the reasons, for a student that cannot be a Falcon-H1.
     """
     if reasons := obstacles(student):
         raise ValueError(
@@ -126,7 +126,7 @@ def configuration(student: HybridForCausalLM) -> dict[str, Any]:
 
 @torch.no_grad()
 def container(student: HybridForCausalLM) -> Container:
-    """The student as a Falcon-H1. Raises ValueError as `configuration` does."""
+    """Turn the student into a Falcon-H1. Raises ValueError as `configuration` does."""
     config, layout = configuration(student), _layout(student)
     source = student.state_dict()
     state = {
@@ -139,7 +139,7 @@ def container(student: HybridForCausalLM) -> Container:
             "input_layernorm.weight": source[f"model.layers.{number}.input_layernorm.weight"],
             "pre_ff_layernorm.weight": source[f"model.layers.{number}.post_attention_layernorm.weight"],
             **_attention(mixer, layout, config["attention_bias"]),
-            **_mamba(mixer, layout, student.config),
+            **_mamba(mixer, layout, student.config.d_state, student.config.conv_width),
         }
         mlp = f"model.layers.{number}.mlp."
         tensors |= {"feed_forward." + n.removeprefix(mlp): t for n, t in source.items() if n.startswith(mlp)}
@@ -148,7 +148,7 @@ def container(student: HybridForCausalLM) -> Container:
 
 
 def _layout(student: HybridForCausalLM) -> _Layout:
-    """The fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
+    """Find the fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
     groups = [_kept_by_group(mixer) for mixer in student.mixers()]
     sizes = {len(heads) for layer in groups for heads in layer} | {1}
     needed = {size: max(sum(-(-len(heads) // size) for heads in layer) for layer in groups) for size in sizes}
@@ -158,7 +158,7 @@ def _layout(student: HybridForCausalLM) -> _Layout:
 
 
 def _kept_by_group(mixer: HybridMixer) -> list[list[int]]:
-    """Places of the kept heads among the kept ones, for each KV head that the student stores."""
+    """List places of the kept heads among the kept ones, for each KV head that the student stores."""
     return [
         [place for place, head in enumerate(mixer.kept) if head // mixer.group_size == group]
         for group in mixer.kv_groups
@@ -166,7 +166,7 @@ def _kept_by_group(mixer: HybridMixer) -> list[list[int]]:
 
 
 def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str, Tensor]:
-    """``self_attn``: the kept heads of a KV head stand together, ``per_kv_head`` of them, or fewer and zeros."""
+    """Make ``self_attn``: the kept heads of a KV head stand together, ``per_kv_head`` of them, or fewer and zeros."""
     per_kv_head, head_dim = layout.per_kv_head, layout.head_dim
     q_places: list[int | None] = []
     kv_places: list[int | None] = []
@@ -195,10 +195,10 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     return tensors
 
 
-def _mamba(mixer: HybridMixer, layout: _Layout, config: Any) -> dict[str, Tensor]:
-    """``mamba``: rows of ``in_proj`` are the gate, x, B, C and the step; x, B and C pass the convolution."""
+def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
+    """Make ``mamba``: rows of ``in_proj`` are the gate, x, B, C and the step; x, B and C pass the convolution."""
     out = mixer.o_proj.weight
-    n_heads, head_dim, d_state = layout.n_ssm_heads, layout.head_dim, config.d_state
+    n_heads, head_dim = layout.n_ssm_heads, layout.head_dim
     places = [place if place < len(mixer.recurrent) else None for place in range(n_heads)]
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights, biases = {}, {}
@@ -207,7 +207,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, config: Any) -> dict[str, Tensor
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
         weights[part] = _placed(weight, places, width)
         biases[part] = _placed(weight.new_zeros(0) if projection is None else projection.bias, places, width)
-    taps = {part: out.new_zeros(0, config.conv_width) for part in "xbc"}
+    taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
         sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
         taps = dict(zip("xbc", mixer.ssm.conv_weight.split(sizes), strict=True))
@@ -229,10 +229,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, config: Any) -> dict[str, Tensor
 
 
 def _placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
-    """Blocks of ``width`` rows in a new order, with zeros where there is no place to take them from."""
-    blocks = rows.unflatten(0, (-1, width)) if len(rows) else rows.new_zeros(0, width, *rows.shape[1:])
-    placed = rows.new_zeros(len(places), *blocks.shape[1:])
-    for target, place in enumerate(places):
-        if place is not None:
-            placed[target] = blocks[place]
-    return placed.flatten(0, 1)
+    """Put blocks of ``width`` rows into a new order, with zeros where there is no place to take them from."""
+    blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
+    blocks = torch.cat([blocks, blocks.new_zeros(1, *blocks.shape[1:])])
+    return blocks[[len(blocks) - 1 if place is None else place for place in places]].flatten(0, 1)

@@ -1,61 +1,61 @@
-"""The command ``hybrid-distill quantise``: an export with its linear projections in 8 bits, by torchao."""
+"""Quantize an export: its linear projections in 8 bits, by torchao."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from ..export.card import quantised_card
+from ..export.card import quantized_card
 from ..export.checkpoint import replacing_folder
-from ..export.gate import copy_record, run_gate
-from ..guard import check_checkpoint, check_in_full, load_student
-from ..io import write_json, write_text
+from ..export.gate import check_not_quantized, copy_record, run_gate
+from ..guard import check_checkpoint, load_student
+from ..io import Record, write_json, write_text
 
 Numbers = Literal["int8", "fp8"]
 IN_FULL = ("lm_head", "a_proj")
-"""Linears that stay as they are: the output embedding, and the decays, of which small errors add up over a context."""
+"""Linears that stay as they are: the output embedding, and the decays, whose small errors add up over a context."""
 TOLERANCE = {"int8": 0.05, "fp8": 0.3}
-"""Largest difference of logits from the unquantised student's, relative to its largest logit (docs/publishing.md)."""
+"""Largest difference of logits from the unquantized student's, relative to its largest logit (docs/publishing.md)."""
 TRAVELS = (
     "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "plan.json", "head_scores.json", "training.json",
 )  # fmt: skip
 
 
-def quantise(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | None = None) -> str:
-    """Write the student of an export to a new folder with 8-bit weights; says what that changes, as text.
+def quantize(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | None = None) -> str:
+    """Write the student of an export to a new folder with 8-bit weights. Returns sizes and the gate's table.
 
-    The copy has a gate of its own, which holds it against what the export's student computes. Raises ValueError
-    without torchao, for a folder that is no export, and for an ``out`` that exists; ExportError, with nothing left
+    The copy has a gate of its own, which compares it with what the export's student computes. Raises ValueError
+    without torchao, for a folder that is not an export, and for an ``out`` that exists; ExportError, with nothing left
     behind, when logits differ by more than ``tolerance`` (default: `TOLERANCE`) or another check fails.
     """
     limit = TOLERANCE[to] if tolerance is None else tolerance
     if not 0 < limit < 1:
-        raise ValueError(f"--tolerance is {tolerance}; give a share of the largest logit, such as {TOLERANCE[to]}.")
+        raise ValueError(f"--tolerance is {tolerance}; pass a share of the largest logit, such as {TOLERANCE[to]}.")
     if out.exists():
         raise ValueError(f"{out} exists; pass a new folder.")
     check_checkpoint(folder, numbers=False)  # load_student looks at them
-    check_in_full(folder)
+    check_not_quantized(folder)
     student, _ = load_student(folder)
     if not (folder / "gate" / "reference.safetensors").is_file():
-        raise ValueError(f"{folder} has no gate/reference.safetensors to hold the copy against; export it again.")
+        raise ValueError(f"{folder} has no gate/reference.safetensors to compare the copy with; export it again.")
     if importlib.util.find_spec("torchao") is None:
-        raise ValueError("quantise needs torchao, which is not installed; pip install torchao.")
-    load: Any = AutoModelForCausalLM.from_pretrained
-    copy = load(folder, dtype=student.dtype, quantization_config=_config(to, student), trust_remote_code=False)
+        raise ValueError("quantize needs torchao, which is not installed; pip install torchao.")
+    options: Record = {"dtype": student.dtype, "quantization_config": _config(to, student)}
+    copy = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     with replacing_folder(out) as new:
         copy.save_pretrained(new)
         for pattern in TRAVELS:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, new / file.name)
-        copy_record(folder, new, {"to": to, "limit": limit, "not_quantised": IN_FULL})
+        copy_record(folder, new, {"to": to, "limit": limit, "not_quantized": IN_FULL})
         report = run_gate(new, new / "gate", "cpu", called=out).require(out)
         write_json(new / "gate" / "report.json", report.to_dict())
         if (card := folder / "README.md").is_file():
-            write_text(new / "README.md", quantised_card(card.read_text(encoding="utf-8"), to, limit))
+            write_text(new / "README.md", quantized_card(card.read_text(encoding="utf-8"), to, limit))
     return f"{_weight_bytes(folder):,} bytes of weights -> {_weight_bytes(out):,} in {to}: {out}\n{report.table()}"
 
 

@@ -1,4 +1,4 @@
-"""`hybrid-distill serve`: an exported student behind an OpenAI-compatible address, by transformers' own server."""
+"""Serve an exported student at an OpenAI-compatible address, with transformers' own server."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PACKAGES = ("fastapi", "uvicorn", "openai")
 def serve(folder: Path, options: Sequence[str] = ()) -> None:
     """Run ``transformers serve FOLDER OPTIONS`` until it is stopped.
 
-    That server takes a model's class from transformers by its name, so it is put there; the folder's own code is not
+    That server takes a model's class from transformers by its name, so this puts it there; the folder's own code is not
     run. Raises ValueError for absent packages, transformers before 5, and as `check_checkpoint` does.
     """
     check_checkpoint(folder)
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(absent)}: pip install 'transformers[serving]'.")
     if importlib.util.find_spec("transformers.cli") is None:
-        raise ValueError(f"transformers {transformers.__version__} has no such server; serving needs version 5.")
+        raise ValueError(f"transformers {transformers.__version__} has no server; serving needs version 5 or newer.")
     from transformers.cli.transformers import app
 
     setattr(transformers, HybridForCausalLM.__name__, HybridForCausalLM)

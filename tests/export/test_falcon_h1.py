@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
-from hybrid_distill.config import RunConfig, to_json
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import container_cost
 from hybrid_distill.export.check import greedy, left_padded
@@ -102,7 +101,7 @@ def test_a_window_is_an_obstacle_and_a_student_without_recurrent_heads_has_none(
     assert obstacles(build_student(teacher, HeadPlan.all(teacher), d_state=4)[0]) == []
 
 
-def test_a_recurrence_that_is_none_is_refused() -> None:
+def test_an_unknown_recurrence_is_refused() -> None:
     backbone = make_family_model("llama").config.to_dict()
     with pytest.raises(ValueError, match="recurrence is 'mamba3'; it must be one of discrete, mamba2"):
         HybridConfig(backbone, [[], [], []], recurrence="mamba3")
@@ -133,10 +132,9 @@ def test_mamba2_heads_give_one_result_however_they_are_run() -> None:
     torch.testing.assert_close(student(ids_BL, use_cache=False).logits, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_its_cost_is_said(tmp_path: Path) -> None:
+def test_the_card_states_the_cost() -> None:
     student = student_keeping("llama", [(0, 1), (5,), ()])
-    plan = HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)])
-    said = container_cost(student, plan, length=1000)
+    said = container_cost(student, HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)]), length=1000)
     # 3 layers with one KV head of 8 channels in 16 bit, 8 SSM heads of 8 x 5 in 32 bit
     n_bytes = 3 * (2 * 1 * 8 * 1000 * 2 + 8 * 8 * 5 * 4)
     assert f"{container(student).parameters():,}" in said and f"{n_bytes / 1e6:.3f} MB at 1,000 tokens" in said
@@ -157,14 +155,6 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> Non
     assert "FalconH1ForCausalLM" in (tmp_path / "stock/README.md").read_text()
     with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'"):
         export_student(ExportJob(tmp_path / "stock", tmp_path / "back"))
-
-
-def test_of_a_comparison_one_run_must_be_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(to_json(RunConfig(out=tmp_path))))
-    (tmp_path / "top").mkdir()
-    (tmp_path / "top" / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no run, it holds some; name one of .*top"):
-        export_student(ExportJob(tmp_path, tmp_path / "export"))
 
 
 @pytest.mark.launched

@@ -53,16 +53,12 @@ def test_a_dry_run_lists_every_file_and_the_card(exported, capsys, monkeypatch) 
     for path in files:
         assert path.relative_to(exported).as_posix() in said
     assert "head_scores.json" in said and "| all | | 7,680 |" in said
-    assert "licence is not known" in said and "**Not known.**" in said and "license: unknown" in said
+    assert "license is not known" in said and "**Not known.**" in said and "license: unknown" in said
 
 
-def test_the_card_names_the_heads_that_are_missed_most(exported) -> None:
+def test_the_card_names_the_heads_that_are_missed_most_and_no_path_is_exported(exported) -> None:
     card = (exported / "README.md").read_text()
-    assert "L2H7 50.0 (not kept)" in card and "L1H7 " in card
-    assert "L1H7 32.6, " in card, "a kept head is not marked"
-
-
-def test_no_path_of_a_machine_is_exported(exported) -> None:
+    assert "L2H7 50.0 (not kept)" in card and "L1H7 32.6, " in card, "a kept head is not marked"
     assert HeadScores.load(exported / "head_scores.json").provenance["model"] == "Teacher-1B"
 
 
@@ -70,9 +66,9 @@ def test_no_path_of_a_machine_is_exported(exported) -> None:
     ("file", "content", "said"),
     [
         ("optimizer.safetensors", None, "optimizer.safetensors"),
-        ("state.json", "{}", "is no part of an export"),
-        ("gate/notes.txt", "", "is no part of an export"),
-        (".env", "", "is no part of an export"),
+        ("state.json", "{}", "is not part of an export"),
+        ("gate/notes.txt", "", "is not part of an export"),
+        (".env", "", "is not part of an export"),
         ("README.md", f"license: mit\n{TOKEN}", "an access token"),
         ("training.json", '{"key": "-----BEGIN PRIVATE KEY-----"}', "a private key"),
         ("evaluation.json", '{"texts": "/home/somebody/data/books.txt"}', "/home/somebody/data/books.txt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from students import byte_tokenizer, tiny_student
 
-from hybrid_distill.export import ExportError, export_checkpoint, verify_export
+from hybrid_distill.export import ExportError, export_checkpoint
+from hybrid_distill.export.check import run_checks
 from hybrid_distill.guard import load_student
 from hybrid_distill.lab.publish import publish
-from hybrid_distill.lab.quantize import IN_FULL, quantise
+from hybrid_distill.lab.quantize import IN_FULL, quantize
 from hybrid_distill.teacher import fingerprint
 
 UNTOUCHED = ("D", "conv_weight", "bias", "norm.weight", "layernorm.weight", *(f"{name}.weight" for name in IN_FULL))
@@ -27,30 +29,32 @@ def exported(tmp_path_factory) -> Path:
     with torch.no_grad():
         for parameter in student.parameters():  # a gate's weights begin as zeros, which have no scale
             parameter.add_(0.01 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp("quantise") / "export"
+    path = tmp_path_factory.mktemp("quantize") / "export"
     export_checkpoint(student, byte_tokenizer(), path, plan=plan, gate=False)
     return path
 
 
 @pytest.fixture(scope="module")
-def copies(exported, tmp_path_factory) -> dict[str, Path]:
+def copy(exported, tmp_path_factory) -> Path:
     pytest.importorskip("torchao")
-    out = tmp_path_factory.mktemp("copies")
-    for to in ("int8", "fp8"):
-        assert "reloaded = exported model, logits" in quantise(exported, out / to, to)
-    return {to: out / to for to in ("int8", "fp8")}
+    out = tmp_path_factory.mktemp("copy") / "int8"
+    assert "reloaded = exported model, logits" in quantize(exported, out)
+    return out
 
 
-def test_without_torchao_it_says_what_to_install(exported, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_done_is_refused(exported, tmp_path, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="--tolerance is 5"):
+        quantize(exported, tmp_path / "out", tolerance=5)
+    with pytest.raises(ValueError, match="exists; pass a new folder"):
+        quantize(exported, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install torchao"):
-        quantise(exported, tmp_path / "out")
+        quantize(exported, tmp_path / "out")
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_only_linear_projections_are_in_eight_bits(exported, copies, to) -> None:
-    small, tokenizer = load_student(copies[to])
+def test_only_linear_projections_are_in_eight_bits(exported, copy) -> None:
+    small, tokenizer = load_student(copy)
     student, _ = load_student(exported)
     assert tokenizer is not None and fingerprint(small) != fingerprint(student)
     plain = student.state_dict()
@@ -59,30 +63,31 @@ def test_only_linear_projections_are_in_eight_bits(exported, copies, to) -> None
             assert type(tensor.data) is torch.Tensor and torch.equal(tensor, plain[name]), name
         else:
             assert name.endswith("_proj.weight") and type(tensor.data) is not torch.Tensor, name
-    with pytest.raises(ValueError, match="exists; pass a new folder"):
-        quantise(exported, copies[to], to)
 
 
 @pytest.mark.launched
-def test_a_copy_in_eight_bits_can_be_published_until_it_is_no_copy_any_more(copies, tmp_path) -> None:
-    assert "and `torchao`" in (copies["int8"] / "README.md").read_text()
-    assert "would go to us/student" in publish(copies["int8"], "us/student", dry_run=True)
+def test_a_quantized_copy_can_be_published_until_it_is_changed(copy, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert "and `torchao`" in (copy / "README.md").read_text()
+    assert "would go to us/student" in publish(copy, "us/student", dry_run=True)
+    with pytest.raises(ValueError, match="is quantized; pass the unquantized export"):
+        quantize(copy, tmp_path / "again")
 
-    shutil.copytree(copies["int8"], tmp_path / "int8")
+    shutil.copytree(copy, tmp_path / "int8")
     weights = tmp_path / "int8/model.safetensors"
     with safe_open(weights, framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     tensors[next(name for name in tensors if name.endswith("_weight_scale"))] *= 2
     save_file(tensors, weights, metadata=metadata)
-    failed = [check.name for check in verify_export(tmp_path / "int8").checks if not check.ok]
+    failed = [check.name for check in run_checks(tmp_path / "int8", tmp_path / "int8/gate") if not check.ok]
     assert failed[:2] == [f"{len(tensors)} tensors on disk: wrong", "reloaded = exported model, logits"]
 
 
 @pytest.mark.launched
-def test_what_is_too_far_from_the_student_is_not_left_behind(exported, tmp_path) -> None:
+def test_fp8_too_far_from_the_student_is_not_left_behind(exported, tmp_path) -> None:
     pytest.importorskip("torchao")
-    with pytest.raises(ExportError, match=r"FAILED +reloaded = exported model, logits"):
-        quantise(exported, tmp_path / "fp8", "fp8", tolerance=1e-6)
+    with pytest.raises(ExportError, match=r"FAILED +reloaded = exported model, logits") as failure:
+        quantize(exported, tmp_path / "fp8", "fp8", tolerance=1e-6)
+    for held in ("tensors on disk: wrong", "tensors after loading: wrong", "cached decode = full forward"):
+        assert re.search(rf"\nok .* {held}|\nok +{held}", str(failure.value)), held
     assert not (tmp_path / "fp8").exists()
-    with pytest.raises(ValueError, match="--tolerance is 5"):
-        quantise(exported, tmp_path / "fp8", "fp8", tolerance=5)

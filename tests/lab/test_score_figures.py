@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from head_tables import whole_scores
 
-from hybrid_distill.lab import plots
+from hybrid_distill.lab.reporting.heads import score_bars, score_map
 from hybrid_distill.scoring.head_scores import INTERVALS
 
 
@@ -17,8 +17,8 @@ def test_pictures(tmp_path: Path, change: dict[str, Any]) -> None:
     """The bars name the heads of the ranking, best first, and no head beyond."""
     scores = dataclasses.replace(whole_scores(), **change)
     bars, heat_map = tmp_path / "bars.svg", tmp_path / "map.svg"
-    plots.score_bars(scores, bars, top=6, k=3)
-    plots.score_map(scores, heat_map, kept=scores.ranking()[:3])
+    score_bars(scores, bars, top=6, k=3)
+    score_map(scores, heat_map, kept=scores.ranking()[:3])
     comments = re.findall(r"<!-- (.*?) -->", bars.read_text())
     assert [text for text in comments if re.fullmatch(r"L\dH\d", text)] == list(map(str, scores.ranking()[:6]))
     assert comments.count("Accuracy lost") == 1

@@ -22,7 +22,7 @@ from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Parameters of a layer in vLLM 0.33's Falcon-H1, listed from the class itself, and what fills them.
 VLLM_LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),

@@ -1,0 +1,249 @@
+"""The border: a checkpoint folder from anywhere is read and checked before anything in it is loaded.
+
+Weights are safetensors with finite numbers; their names, shapes and dtypes are those that config.json asks for. Code in
+the folder is never run here, and a student's is unchanged since it was exported (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .io import Record, parse_json, read_json
+from .model.configuration_hybrid import LARGEST, HybridConfig, check_sizes
+from .model.modeling_hybrid import HybridForCausalLM
+from .plan import HeadPlan
+
+INDEX = "model.safetensors.index.json"
+MARK = Path("gate") / "reference.json"  # tells an export from other folders
+MODEL_CODE = Path(__file__).parent / "model"
+CODE = ("configuration_hybrid.py", "layout.py", "mixer.py", "modeling_hybrid.py", "ssd.py")  # earlier versions' too
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+RECORDS = "config generation_config tokenizer_config special_tokens_map plan head_scores evaluation".split()
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
+FILE_NAME = r"[^/\\:.][^/\\:]*"  # without a way to another folder
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors, in torch
+ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # others are fetched
+
+
+class Entry(NamedTuple):
+    """A tensor as its file's header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, Entry]:
+    """Return the tensors of a local Hugging Face folder by name. Raises ValueError for anything wrong with it.
+
+    Runs nothing in the folder and builds no model in memory; ``numbers`` also reads every tensor, for NaN. Any
+    checkpoint: links and names that lead out of the folder, damaged JSON, damaged safetensors, absurd sizes. A student
+    besides: pickles, changed or foreign code, a config that describes no model, tensors that are not exactly its own.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; pass the folder of a checkpoint.")
+    check_no_run(folder)
+    inside = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # the hub's cache links to its own blobs
+        inside.append(folder.resolve().parents[1] / "blobs")
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in inside):
+            raise ValueError(f"{path} is a link out of the folder; put the file itself there.")
+    config = read_json(folder / "config.json")
+    is_hybrid = config.get("model_type") == HybridConfig.model_type
+    if strict := is_hybrid or (folder / MARK).exists():
+        _check_student_files(folder)
+    else:
+        _check_largest(folder, config)
+    tensors = _read_weights(folder, strict, numbers)
+    if is_hybrid:
+        _check_model(folder, config, tensors)
+    return tensors
+
+
+def load_student(
+    folder: str | Path, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None
+) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
+    """Load an exported student and its tokenizer with this package's own code; the code in the folder is never run.
+
+    In eval mode, on the CPU, in the stored ``dtype`` unless another is given. Raises as `check_checkpoint` does.
+    """
+    folder = Path(folder)
+    check_checkpoint(folder)
+    config = read_json(folder / "config.json")
+    if config["model_type"] != HybridConfig.model_type:
+        raise ValueError(f"{folder} holds {config['model_type']!r}; pass an export as remote-code or safetensors.")
+    options = {"dtype": dtype or getattr(torch, config["dtype"]), "attn_implementation": attn_implementation}
+    student = HybridForCausalLM.from_pretrained(folder, **options, use_safetensors=True, local_files_only=True).eval()
+    if not (folder / "tokenizer_config.json").exists():
+        return student, None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise ValueError(f"the tokenizer of {folder} cannot be read ({_reason(error)}); copy it again.") from error
+    if len(tokenizer) > (size := student.config.vocab_size):
+        raise ValueError(f"the tokenizer of {folder} has {len(tokenizer)} tokens, the model {size}; copy it again.")
+    return student, tokenizer
+
+
+def check_no_run(folder: Path) -> None:
+    """Raise ValueError for the folder of a run, or of several, which is easily taken for the export in it."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if (folder / "export" / "config.json").is_file():
+        raise ValueError(f"{folder} is a run; pass its export, {folder / 'export'}.")
+    if below := sorted(folder.glob("*/export/config.json")):
+        raise ValueError(f"{folder} contains several runs; pass the export of one, such as {below[0].parent}.")
+
+
+def is_bin_only(folder: Path) -> bool:
+    """Return whether a folder has its weights as a pickle and not as safetensors."""
+    return not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin"))
+
+
+def foreign_code(folder: Path) -> list[str]:
+    """List the Python files beside a checkpoint's weights that are not this package's own."""
+    own = {path.name: digest(path) for path in MODEL_CODE.glob("*.py")}
+    return [path.name for path in sorted(folder.glob("*.py")) if own.get(path.name) != digest(path)]
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _check_largest(folder: Path, config: Record) -> None:
+    """Raise ValueError for a size beyond any model; families differ in their fields, but none has larger ones."""
+    for fields in filter(lambda part: isinstance(part, dict), (config, config.get("text_config") or {})):
+        for name, largest in LARGEST.items():
+            if isinstance(value := fields.get(name), int | float) and value > largest:
+                raise ValueError(f"{folder / 'config.json'} has {name} {value}; it must be at most {largest}.")
+
+
+def _check_student_files(folder: Path) -> None:
+    """Check what lies beside a student's weights: no pickles, no adapters, known code, records that point nowhere."""
+    if pickles := sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICKLES):
+        raise ValueError(f"{pickles[0]} may be a pickle, and reading one can run any program; remove it.")
+    if (path := folder / "adapter_config.json").exists():
+        raise ValueError(f"{path} makes transformers load another model; a student has no adapters: remove it.")
+    paths = {name: folder / f"{name}.json" for name in RECORDS}
+    records = {name: read_json(path) for name, path in paths.items() if path.exists()}
+    recorded = read_json(folder / MARK).get("code") if (folder / MARK).exists() else None
+    for name in foreign_code(folder):
+        if name not in CODE and not (MODEL_CODE / name).is_file():
+            raise ValueError(f"{folder / name} is not a file that a student has; read it, then remove it.")
+        if isinstance(recorded, dict) and recorded.get(name) != digest(folder / name):
+            raise ValueError(f"{folder / name} is not the file that was exported; export the student again.")
+    if "tokenizer_config" in records and not any((folder / name).is_file() for name in VOCABULARIES):
+        raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")
+    for name in ("config", "tokenizer_config"):
+        _check_references(paths[name], records.get(name, {}))
+
+
+def _check_references(path: Path, record: Record) -> None:
+    """Raise ValueError where a record points at code or files elsewhere."""
+    auto_map = record.get("auto_map") or {}
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    for entry in [entry for value in values for entry in (value if isinstance(value, list) else [value])]:
+        file = re.fullmatch(r"(\w+)\.\w+", str(entry))
+        if file is None or not path.with_name(f"{file[1]}.py").is_file():
+            raise ValueError(f"{path} has the auto_map entry {entry!r}; it must be FILE.CLASS of a file beside it.")
+    for name, value in record.items():
+        if name.endswith("_file") and value is not None and not re.fullmatch(FILE_NAME, str(value)):
+            raise ValueError(f"{path} has {name} {value!r}; it must be a plain file name in the same folder.")
+    for fields in (record, record.get("backbone")):
+        for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+            value = fields.get(name) if isinstance(fields, dict) else None
+            if not isinstance(value, str | None) or value not in ATTENTIONS:
+                raise ValueError(f"{path} has {name} {value!r}, which may be a program from the hub; remove that line.")
+
+
+def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]:
+    """Read the files that the index names, or model.safetensors; if ``strict``, there are no others."""
+    listed: Record = {}
+    if (index := folder / INDEX).exists():
+        listed = read_json(index).get("weight_map") or {}
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError(f"{index} has no weight_map of tensors to files; copy it again.")
+        if other := [file for file in listed.values() if not re.fullmatch(FILE_NAME + r"\.safetensors", str(file))]:
+            raise ValueError(f"{index} names {other[0]!r}; it must be a plain file name that ends in .safetensors.")
+    files = [folder / name for name in sorted(set(listed.values()) or {"model.safetensors"})]
+    if strict and (unknown := sorted(set(folder.glob("*.safetensors")) - set(files))):
+        raise ValueError(f"{unknown[0]} does not belong to the weights of {folder} ({INDEX} names them); remove it.")
+    tensors: dict[str, Entry] = {}
+    for path in files:
+        own = _read_file(path, numbers)
+        if twice := sorted(tensors.keys() & own.keys()):
+            raise ValueError(f"the tensor {twice[0]} is in {tensors[twice[0]].file.name} and in {path}; remove one.")
+        tensors |= own
+    if listed and (differ := sorted(listed.items() ^ {name: tensors[name].file.name for name in tensors}.items())):
+        raise ValueError(f"{index} and the files do not agree on the tensor {differ[0][0]}; copy both again.")
+    return tensors
+
+
+def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
+    """Read a safetensors file's header, and the tensors if ``numbers``; safetensors checks all but what stands here."""
+    try:
+        with safe_open(path, framework="pt") as weights, path.open("rb") as file:
+            header = parse_json(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path}")
+            metadata = header.pop("__metadata__", {})
+            if metadata and metadata.get("format") not in ("pt", "mlx"):
+                raise ValueError(f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it again.")
+            for name, fields in header.items():
+                if set(fields) != {"dtype", "shape", "data_offsets"}:
+                    raise ValueError(f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it again.")
+                if not numbers or fields["dtype"] not in FLOATS or 0 in fields["shape"]:
+                    continue
+                if not torch.stack(torch.aminmax(weights.get_tensor(name))).isfinite().all():
+                    raise ValueError(f"the tensor {name} of {path} holds NaN or infinity; export the model again.")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({_reason(error)}); copy it again.") from error
+    return {name: Entry(fields["dtype"], tuple(fields["shape"]), path) for name, fields in header.items()}
+
+
+def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> None:
+    """Compare the tensors and plan.json with the model that the config describes."""
+    where = folder / "config.json"
+    try:
+        if isinstance(backbone := record.get("backbone"), dict):
+            check_sizes(backbone)  # as it stands: the config mends some fields
+        config = HybridConfig.from_dict(dict(record))
+        with torch.device("meta"):
+            model = HybridForCausalLM(config)
+    except Exception as error:  # transformers and torch raise whatever a field leads to
+        raise ValueError(f"{where} does not describe a student ({_reason(error)}); copy it again.") from error
+    if (settings := record.get("quantization_config")) is not None:  # the tensors are torchao's
+        if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
+            raise ValueError(f"{where} has a quantization_config that is not torchao's; quantize the student again.")
+        return
+    if (dtype := record.get("dtype")) not in FLOATS.values():
+        raise ValueError(f"{where} has dtype {dtype!r}; it must be one of {', '.join(FLOATS.values())}.")
+    tied = model._tied_weights_keys or {} if config.tie_word_embeddings else {}
+    expected = {name: (dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied}
+    found = {name: (FLOATS.get(entry.dtype, entry.dtype), entry.shape) for name, entry in tensors.items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"the tensor {name} of {tensors[name].file if name in tensors else folder} is "
+                f"{found.get(name, 'missing')}, its config.json asks for {expected.get(name, 'no such tensor')}; "
+                "copy the whole folder again."
+            )
+    if (path := folder / "plan.json").exists():
+        plan = HeadPlan.load(path)
+        shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+        kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
+        if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != shape or kept != config.kept:
+            raise ValueError(f"{path} and {where} keep other heads; copy both again, from one export.")
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
