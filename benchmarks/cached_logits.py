@@ -25,7 +25,16 @@ from provenance import device_name
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
 from hybrid_distill.config import RunConfig
-from hybrid_distill.data import Batch, DataConfig, LogitHeader, PackedRows, Rows, TaughtRows, open_logits, open_rows
+from hybrid_distill.data import (
+    Batch,
+    CachedLogitsDataset,
+    DataConfig,
+    LogitHeader,
+    PackedRows,
+    Rows,
+    open_logits,
+    open_rows,
+)
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -101,8 +110,8 @@ def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         header: LogitHeader = logits.header
         found[f"top {k}, live"] = contender(LiveTopK(run, rows, k), cached)
         found[f"top {k}, from disk"] = {
-            **contender(TaughtRows(rows, logits), cached),
-            "bytes_a_token": header.bytes_a_token,
+            **contender(CachedLogitsDataset(rows, logits), cached),
+            "bytes_a_token": header.bytes_per_token,
             "written_tokens_per_cpu_second": round(header.rows * header.seq_len / seconds, 1),
             "measured": header.measured,
         }

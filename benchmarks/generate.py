@@ -30,7 +30,7 @@ from provenance import versions
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hybrid_distill.lab.plots import canvas, end_labels, look
+from hybrid_distill.lab.reporting import figure, look
 from hybrid_distill.model import HybridCache, HybridForCausalLM
 from hybrid_distill.plan import HeadPlan, cache_bytes
 from hybrid_distill.student.build import build_student
@@ -206,19 +206,18 @@ def draw(record: dict[str, Any], path: Path) -> None:
         ("Milliseconds of CPU a token", lambda row: row["ms_per_token"]),
         ("Cache, MB", lambda row: sum(row["cache_bytes"].values()) / 1e6),
     )
-    with canvas(1, 2, (10.5, 3.9), path) as grid:
+    with figure(path, 1, 2, size=(10.5, 3.9)) as grid:
         for axes, (title, value) in zip(grid[0], panels):
-            ends = []
             for name, label in labels.items():
                 y = [value(row[name]) for row in rows.values()]
-                colour, marker = look(LOOKS[name])
-                axes.plot([int(context) for context in rows], y, color=colour, marker=marker)
-                ends.append((y[-1], label, colour))
+                color, marker, dash = look(LOOKS[name])
+                x = [int(context) for context in rows]
+                axes.plot(x, y, color=color, marker=marker, linestyle=dash, label=label)
             axes.set_ylim(0, None)
-            end_labels(axes, ends, low=0, high=axes.get_ylim()[1])
             axes.set_xticks([int(context) for context in rows], [f"{int(c):,}" for c in rows], rotation=45)
             axes.set_xlabel("tokens in the cache")
             axes.set_title(title)
+        grid[0, 1].legend(labelcolor="linecolor")
 
 
 def main() -> None:

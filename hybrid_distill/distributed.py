@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .locking import InUse, locked
 
@@ -33,9 +33,15 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
 """Values of accelerate's DistributedType."""
 
+T = TypeVar("T")
+
 
 class WorldError(RuntimeError):
     """The processes that run are not the ones that were asked for."""
+
+
+class OtherProcessError(RuntimeError):
+    """Another process of this launch has failed; its own message says how."""
 
 
 def make_accelerator(
@@ -161,6 +167,48 @@ def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Ite
         if refusal[0] is not None:
             raise refusal[0]
         yield
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and the number of processes: 0 and 1 if none are connected."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def own_share(items: Sequence[T]) -> list[T]:
+    """Return this process's part of a job: every n-th item, n being the number of processes."""
+    rank, world = rank_and_world()
+    return list(items[rank::world])
+
+
+def compute_everywhere(compute: Callable[[], T]) -> list[T]:
+    """Run ``compute`` on every process and return all results, in order of rank, on each; every process has to call it.
+
+    An error in one process is raised there, and as `OtherProcessError` in the others, none of which keeps waiting.
+    """
+    import torch.distributed as dist
+
+    _, world = rank_and_world()
+    if world == 1:
+        return [compute()]
+    mine: list[T] = []
+    error: Exception | None = None
+    try:
+        mine = [compute()]
+    except Exception as raised:
+        error = raised
+    outcomes: list[tuple[list[T], str | None]] = [([], None)] * world
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(outcomes, (mine, message))
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            raise OtherProcessError(f"process {rank} of {world} has failed ({message})")
+    return [result for results, _ in outcomes for result in results]
 
 
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> int:

@@ -39,7 +39,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, record: Mapping[str, Any], *, indent: int | None = 2) -> None:
+def write_json(path: Path, record: Mapping[str, object], *, indent: int | None = 2) -> None:
     """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(record, indent=indent) + "\n")
 

@@ -18,12 +18,14 @@ class Limits:
     whole: bool = False
     without_ends: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Raise ValueError unless ``value`` is one of them."""
-        is_number = isinstance(value, int if self.whole else int | float) and math.isfinite(value)
-        ends = () if self.without_ends else (self.least, self.most)
-        if not is_number or not (self.least < value < self.most or value in ends):
+        if not isinstance(value, int if self.whole else (int, float)) or not self._has(value):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
+
+    def _has(self, value: float) -> bool:
+        inside = self.least < value < self.most if self.without_ends else self.least <= value <= self.most
+        return inside and math.isfinite(value)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"

@@ -107,7 +107,7 @@ class HeadPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every head stays: the student then is the teacher."""
+        """True if every head stays: the student then is the teacher."""
         return self.k == self.n_layers * self.n_heads
 
     def kept_in(self, layer: int) -> tuple[int, ...]:

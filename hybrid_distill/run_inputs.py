@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import PlanConfig, RunConfig
-from .data import Rows, TaughtRows, check_same_vocabulary, check_sources, open_logits, open_rows, read_held_out
+from .data import CachedLogitsDataset, Rows, check_same_vocabulary, check_sources, open_logits, open_rows, read_held_out
 from .distributed import check_trackers, connect
 from .plan import HeadPlan
 from .probes.knowledge import Knowledge
@@ -75,7 +75,7 @@ class RunInputs:
             places=stage.rows_read,
             temperature=stage.temperature,
         )
-        return TaughtRows(rows, logits)
+        return CachedLogitsDataset(rows, logits)
 
     def held_out_texts(self, n: int) -> list[str]:
         return read_held_out(self.config.evaluation.texts, n, self.config.data.text_column)

@@ -26,9 +26,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_distill.plan import HeadId, HeadPlan
-from hybrid_distill.probes.kv_retrieval import QUESTION
+from hybrid_distill.probes.kv_retrieval import QUESTION, probe_document
 from hybrid_distill.probes.nouns import NOUNS
-from hybrid_distill.probes.probe_documents import probe_document
 from hybrid_distill.teacher import ablate_heads
 
 # (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.

@@ -34,7 +34,7 @@ VALUE_KEY, ASKED_KEY = slice(54, 86), slice(86, 118)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a planted Llama; ``vocabulary`` None is as large as its tokenizer's."""
+    """Sizes of a planted Llama; ``vocabulary`` None is as large as its tokenizer's."""
 
     n_layers: int = N_LAYERS
     n_heads: int = N_HEADS

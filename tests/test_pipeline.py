@@ -19,7 +19,7 @@ from training import small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, TeacherConfig
-from hybrid_distill.lab.compare import compare, entrants
+from hybrid_distill.lab.compare import compare, variants
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
@@ -58,7 +58,7 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> Non
 
 def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> None:
     base = small_run(tmp_path / "compare")
-    students = [e for e in entrants(3, restoration=True) if e.name in ("none", "restoration")]
+    students = [v for v in variants(3, restoration=True) if v.name in ("none", "restoration")]
     out = compare(base, students)
     assert list(weights(out)) == ["aligned/stages/1-align", "none/stages/1-distill", "restoration/stages/1-distill"]
     record = json.loads((out / "compare.json").read_text())["students"]

@@ -1,4 +1,4 @@
-"""`hybrid-distill cache-logits`: write down what the teacher says of a run's rows, once, to distil from it without one.
+"""`hybrid-distill cache-logits`: precompute the teacher's top-k logits, to distill without a teacher in memory.
 
 Shapes: B rows, L tokens of a row, K stored tokens, V vocabulary, M tokens of a chunk.
 """
@@ -8,46 +8,36 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 import tyro
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..config import RunConfig, config_of
 from ..data import (
     Batch,
+    CachedLogitsDataset,
     LogitFolder,
     LogitHeader,
     PackedRows,
-    TaughtRows,
+    TaughtBatch,
     on_device,
     open_rows,
     tokenizer_fingerprint,
 )
-from ..data.logits import (
-    FORMAT,
-    HEADER,
-    SHARD_TOKENS,
-    finish_folder,
-    missing_shards,
-    numbered,
-    pack,
-    record_dtype,
-    row_ids_of,
-    shard_path,
-    start_folder,
-    write_whole,
-)
+from ..data.logits import HEADER, PARTIAL, ROW_IDS, SHARD_TOKENS, numbered, pack, row_ids_of, shard_path
 from ..distributed import alone_in, connect, is_launched_main, on_main_process
+from ..io import replacing
+from ..limits import COUNT, check_fields
 from ..pipeline import Run, finished_run
+from ..provenance import now
 from ..teacher import fingerprint
 from ..train.config import DistillConfig
 from ..train.end_to_end import OutputEmbedding, teacher_hidden
@@ -61,66 +51,85 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheJob:
-    """Which teacher and rows, and how much of them. Raises ValueError for a number out of range."""
+    """Precompute the teacher's top-k logits for the rows of a run. Raises ValueError for a number out of range."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     """The run that will train from the logits."""
     stage: Literal["distill", "long", "post"] = "distill"
-    """The stage whose rows they are of; its ``teacher_logits`` is where they go."""
+    """The stage whose rows are read; its ``teacher_logits`` is the folder to write."""
     top_k: int = 64
-    """Tokens stored for each token, the likeliest ones; about 4 bytes each. All others are one sum."""
+    """Likeliest tokens stored for each token, about 4 bytes each. All others are one sum."""
     shard_tokens: int = SHARD_TOKENS
-    """Begin a new file after this many tokens. What a stopped command has to do again is at most one file."""
+    """Tokens after which a new file begins. A stopped command repeats at most one file."""
     check_rows: int = 8
     """Rows that are read back at the end and compared with the teacher."""
     student_run: Path | None = None
-    """Directory of a run with a finished stage, whose student's loss is compared: to these logits, to the teacher."""
+    """Directory of a run with a finished stage; its student's loss to these logits is compared to that to the teacher.
+    """
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "shard_tokens", "check_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give at least 1.")
+        check_fields(self, "--", top_k=COUNT, shard_tokens=COUNT, check_rows=COUNT)
 
     @property
     def config(self) -> DistillConfig:
-        """The stage's."""
+        """Config of the stage."""
         return getattr(self.run, self.stage)
 
     @property
     def folder(self) -> Path:
-        """Where the logits go. Raises ValueError when the run names no folder."""
+        """Folder to write. Raises ValueError when the run names none."""
         if self.config.teacher_logits is None:
-            raise ValueError(f"there is no folder to write to; name one with --{self.stage}.teacher-logits DIR.")
+            raise ValueError(f"there is no folder to write to; pass one with --{self.stage}.teacher-logits DIR.")
         return self.config.teacher_logits.expanduser()
 
 
-class Known(NamedTuple):
-    """What is stored of a teacher's next-token distribution."""
+class TopK(NamedTuple):
+    """Stored part of a teacher's next-token distribution."""
 
     ids_BLK: Tensor
     log_probs_BLK: Tensor
     log_tail_BL: Tensor
-    """Of all other tokens together."""
+    """Log-probability of all other tokens together."""
 
 
 def cache_logits(job: CacheJob) -> str:
-    """Do the job, or what is left of it, on as many processes as were launched; what was made, in one line.
+    """Do the job, or the rest of it, on as many processes as were launched; return a summary of one line.
 
     Raises ValueError for a teacher or data that cannot be had, a ``top_k`` above the vocabulary, a disk without room,
     and a folder that holds other logits or that another command writes to.
     """
     run, state, folder = Run(job.run), connect(), job.folder
     teacher, tokenizer = run.stage_teacher(job.config), run.stage_tokenizer(job.config)
+    named = job.config.teacher_within(job.run.teacher)
     rows = numbered(open_rows(job.config.data_within(job.run.data), tokenizer))
-    header, row_ids = _plan(job, teacher, tokenizer, len(run.tokenizer), rows)
-    on_main_process(lambda: log.info(_estimate(folder, header)))
+    row_ids = row_ids_of(rows, job.config.rows_read)
+    if job.top_k > (n_words := len(run.tokenizer)):
+        raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; pass at most {n_words}.")
+    header = LogitHeader(
+        format=LogitHeader.FORMAT,
+        teacher=named.path,
+        teacher_fingerprint=fingerprint(teacher),
+        dtype=named.dtype,
+        precision=job.config.precision,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        vocabulary_size=n_words,
+        temperature=job.config.temperature,
+        top_k=job.top_k,
+        seq_len=rows.seq_len,
+        text_fingerprint=rows.text_fingerprint,
+        order=rows.fingerprint,
+        places=job.config.rows_read,
+        rows=len(row_ids),
+        shard_rows=max(1, job.shard_tokens // rows.seq_len),
+    )
+    on_main_process(lambda: log.info("%s: %s; %.3f GB are free", folder, _size(header), _free(folder) / 1e9))
     if job.run.dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
     with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
         if not (folder / HEADER).exists():
-            teacher.to(cast(Any, state.device))
+            torch.nn.Module.to(teacher, state.device)
             _write_shards(job, header, teacher, rows, row_ids)
             state.wait_for_everyone()
             on_main_process(lambda: _finish(job, header, run, teacher, rows))
@@ -129,23 +138,23 @@ def cache_logits(job: CacheJob) -> str:
 
 def top_k_of(
     teacher: PreTrainedModel, batch: Batch, k: int, *, vocab_size: int, temperature: float = 1.0, bf16: bool = False
-) -> Known:
-    """The teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
+) -> TopK:
+    """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
 
-    The forward is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
+    The forward pass is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
     """
     parts = []
     for log_probs_MV in _log_probs(teacher, batch, vocab_size, temperature, bf16):
         log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
         parts.append((ids_MK, log_probs_MK, log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)))
-    return Known(*(torch.cat(part).unflatten(0, batch["input_ids"].shape) for part in zip(*parts)))
+    return TopK(*(torch.cat(part).unflatten(0, batch["input_ids"].shape) for part in zip(*parts)))
 
 
 @torch.no_grad()
 def _log_probs(
     teacher: PreTrainedModel, batch: Batch, vocab_size: int, temperature: float, bf16: bool
 ) -> Iterator[Tensor]:
-    """Log-probabilities of the real vocabulary, [M, V] float32, for `_chunk` tokens after the other."""
+    """Yield log-probabilities of the real vocabulary, [M, V] float32, for one chunk of tokens after the other."""
     with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=bf16):
         hidden_BLE, embedding = teacher_hidden(teacher, batch), OutputEmbedding.of(teacher)
     for hidden_ME in hidden_BLE.flatten(0, 1).split(_chunk(vocab_size)):
@@ -159,11 +168,10 @@ def _chunk(vocab_size: int) -> int:
 
 
 def summary(header: LogitHeader, folder: Path, seconds: float) -> str:
-    """What a folder holds and how good it is, in one line."""
+    """Return the content and the quality of a folder in one line."""
     found = header.measured
     line = (
-        f"{folder}: top {header.top_k} of {header.rows:,} rows x {header.seq_len:,} tokens "
-        f"({header.bytes_a_token:.0f} bytes a token, {_gigabytes(header)}), {seconds:,.1f} s; they cover "
+        f"{folder}: top {header.top_k}, {_size(header)}, {seconds:,.1f} s; they cover "
         f"{found['covered']:.2%} of the teacher's probability (lowest 1 % of tokens: {found['covered_p01']:.2%})"
     )
     if student := found.get("student"):
@@ -174,115 +182,91 @@ def summary(header: LogitHeader, folder: Path, seconds: float) -> str:
     return line
 
 
-def _plan(
-    job: CacheJob, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_words: int, rows: PackedRows
-) -> tuple[LogitHeader, np.ndarray]:
-    """What the folder will be, and the numbers of its rows."""
-    stage, named = job.config, job.config.teacher_within(job.run.teacher)
-    if job.top_k > n_words:
-        raise ValueError(f"--top-k is {job.top_k}, but the vocabulary has {n_words} tokens; give at most {n_words}.")
-    row_ids = row_ids_of(rows, stage.rows_read)
-    header = LogitHeader(
-        format=FORMAT,
-        teacher=named.path,
-        teacher_fingerprint=fingerprint(teacher),
-        dtype=named.dtype,
-        precision=stage.precision,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        vocabulary_size=n_words,
-        temperature=stage.temperature,
-        top_k=job.top_k,
-        seq_len=rows.seq_len,
-        text_fingerprint=rows.text_fingerprint,
-        order=rows.fingerprint,
-        places=stage.rows_read,
-        rows=len(row_ids),
-        shard_rows=max(1, job.shard_tokens // rows.seq_len),
+def _size(header: LogitHeader) -> str:
+    gigabytes = header.rows * header.seq_len * header.bytes_per_token / 1e9
+    return (
+        f"{header.rows:,} rows x {header.seq_len:,} tokens x {header.bytes_per_token:.0f} bytes = {gigabytes:,.3f} GB"
     )
-    return header, row_ids
-
-
-def _gigabytes(header: LogitHeader) -> str:
-    return f"{header.rows * header.seq_len * header.bytes_a_token / 1e9:,.3f} GB"
 
 
 def _free(folder: Path) -> int:
-    """Bytes on the disk where a folder is or will be."""
+    """Return the bytes free on the disk where a folder is or will be."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
-def _estimate(folder: Path, header: LogitHeader) -> str:
-    return (
-        f"{folder}: {header.rows:,} rows x {header.seq_len:,} tokens x {header.bytes_a_token:.0f} bytes = "
-        f"{_gigabytes(header)}; {_free(folder) / 1e9:,.3f} GB are free"
-    )
-
-
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
-    """Make the folder, or check that it holds a part of these logits. Raises ValueError when they cannot fit."""
-    start_folder(folder, header, row_ids)
-    missing, n_shards = missing_shards(folder, header), len(header.shard_sizes)
-    needed = sum(header.shard_sizes[number] for number in missing) * record_dtype(header).itemsize
+    """Make the folder. Raises ValueError when it holds other logits, or when these cannot fit."""
+    for name in (HEADER, PARTIAL):
+        if (folder / name).exists():
+            LogitHeader.load(folder / name).check_same_work(header, folder)
+    for left in folder.glob(".*.tmp"):  # of a writer that was killed
+        left.unlink()
+    if (folder / HEADER).exists():
+        return
+    with replacing(folder / ROW_IDS) as path:
+        row_ids.tofile(path)
+    header.save(folder / PARTIAL)
+    sizes, missing = header.sizes(folder), header.missing_shards(folder)
+    needed = sum(sizes[shard_path(folder, number)] for number in missing)
     if needed > (free := _free(folder)):
         raise ValueError(
             f"{folder} has {free / 1e9:,.3f} GB free and the logits need {needed / 1e9:,.3f} GB more; make room, "
-            "name a folder on another disk, or store less with --top-k or --distill.steps."
+            "pass a folder on another disk, or store less with --top-k or --distill.steps."
         )
-    if 0 < len(missing) < n_shards:
-        log.info("%d of %d files are there already", n_shards - len(missing), n_shards)
+    log.info("%d of %d files are written already", len(header.shard_sizes) - len(missing), len(header.shard_sizes))
 
 
 def _write_shards(
     job: CacheJob, header: LogitHeader, teacher: PreTrainedModel, rows: PackedRows, row_ids: np.ndarray
 ) -> None:
-    """Every n-th shard for n processes, where it is missing: the same bytes for any n."""
-    state, sizes = connect(), header.shard_sizes
-    missing = set(missing_shards(job.folder, header))
-    mine = [number for number in range(state.process_index, len(sizes), state.num_processes) if number in missing]
-    n_tokens = sum(sizes[number] for number in mine) * header.seq_len
+    """Write every n-th shard for n processes, where it is missing: the same bytes for any n."""
+    state, missing = connect(), set(header.missing_shards(job.folder))
+    mine = [n for n in range(state.process_index, len(header.shard_sizes), state.num_processes) if n in missing]
+    n_tokens = sum(header.shard_sizes[number] for number in mine) * header.seq_len
     hidden = None if state.is_main_process else True  # None: shown on a terminal
     with tqdm(total=n_tokens, unit="tok", unit_scale=True, desc="logits", disable=hidden) as bar:
         for number in mine:
             first = number * header.shard_rows
-            records = _records(job, header, teacher, rows, row_ids[first : first + sizes[number]], bar)
-            write_whole(shard_path(job.folder, number), records)
-
-
-def _records(
-    job: CacheJob, header: LogitHeader, teacher: PreTrainedModel, rows: PackedRows, row_ids: np.ndarray, bar: Any
-) -> Iterator[bytes]:
-    """Rows as they are on disk, a micro-batch of the stage at a time."""
-    size = job.config.micro_batch_size
-    options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
-    for first in range(0, len(row_ids), size):
-        batch = on_device(rows.read(row_ids[first : first + size]), teacher.device)
-        known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)
-        yield pack(*known, batch["mask"], header).tobytes()
-        bar.update(batch["mask"].numel())
+            ids = row_ids[first : first + header.shard_rows]
+            with replacing(shard_path(job.folder, number)) as path, path.open("wb") as file:
+                for begin in range(0, len(ids), job.config.micro_batch_size):
+                    batch = on_device(rows.read(ids[begin : begin + job.config.micro_batch_size]), teacher.device)
+                    known = top_k_of(
+                        teacher,
+                        batch,
+                        header.top_k,
+                        vocab_size=header.vocabulary_size,
+                        temperature=header.temperature,
+                        bf16=header.precision == "bf16",
+                    )
+                    file.write(pack(*known, batch["mask"], header).tobytes())
+                    bar.update(batch["mask"].numel())
 
 
 def _finish(job: CacheJob, header: LogitHeader, run: Run, teacher: PreTrainedModel, rows: PackedRows) -> None:
     """Read some rows back, measure them against the teacher, and write the header."""
-    taught = TaughtRows(rows, LogitFolder(job.folder, header))
+    cached = CachedLogitsDataset(rows, LogitFolder(job.folder, header))
     n_rows = min(job.check_rows, header.places)
-    batches = [on_device(taught.batch(place, 1), teacher.device) for place in range(n_rows)]
+    batches = [on_device(cached.batch(place, 1), teacher.device) for place in range(n_rows)]
     header.measured = {"rows": n_rows, **_coverage(teacher, batches, header)}
     if job.student_run is not None:
-        header.measured["student"] = _loss_difference(job, run, teacher, batches)
-    header.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    finish_folder(job.folder, header)
+        header.measured["student"] = _loss_difference(job, job.student_run, run, teacher, batches)
+    header.created = now()
+    header.save(job.folder / HEADER)
+    (job.folder / PARTIAL).unlink(missing_ok=True)
 
 
-def _coverage(teacher: PreTrainedModel, batches: list[Any], header: LogitHeader) -> dict[str, float]:
-    """The probability that the stored tokens have, mean and lowest percentile of tokens; and their distance from what
-    the teacher says now, ``sum p |log p - stored|``, mean of tokens: rounding, and nothing else.
+def _coverage(teacher: PreTrainedModel, batches: Sequence[TaughtBatch], header: LogitHeader) -> dict[str, float]:
+    """Measure the probability that the stored tokens have, and the rounding of what is stored.
+
+    ``covered`` is the mean over tokens and ``covered_p01`` the lowest percentile; ``rounding`` is the mean over tokens
+    of ``sum p |log p - stored|``.
     """
     covered, distances = [], []
     for batch in batches:
-        ids_MK, stored_MK, mask_M = (
-            batch[name].flatten(0, 1) for name in ("teacher_ids_BLK", "teacher_log_probs_BLK", "mask")
-        )
+        ids_MK, stored_MK = batch["teacher_ids_BLK"].flatten(0, 1), batch["teacher_log_probs_BLK"].flatten(0, 1)
+        mask_M = batch["mask"].flatten()
         chunks = _log_probs(teacher, batch, header.vocabulary_size, header.temperature, header.precision == "bf16")
         now_MK = torch.cat([c.gather(1, i) for c, i in zip(chunks, ids_MK.split(_chunk(header.vocabulary_size)))])
         covered.append(stored_MK.exp().sum(-1)[mask_M])
@@ -297,11 +281,11 @@ def _coverage(teacher: PreTrainedModel, batches: list[Any], header: LogitHeader)
 
 
 @torch.no_grad()
-def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches: list[Any]) -> dict[str, Any]:
-    """Losses of a finished run's student: to the stored logits, to the whole teacher."""
-    assert job.student_run is not None
-    other = finished_run(job.student_run, run.teacher_and_tokenizer)
-    student, _ = other.trained_student()
+def _loss_difference(
+    job: CacheJob, student_run: Path, run: Run, teacher: PreTrainedModel, batches: Sequence[TaughtBatch]
+) -> dict[str, str | float]:
+    """Compare losses of a finished run's student: to the stored logits, to the whole teacher."""
+    student, _ = finished_run(student_run, run.teacher_and_tokenizer).trained_student()
 
     def loss(config: DistillConfig) -> float:
         stage = make_stage(config, student, teacher, vocab_size=len(run.tokenizer)).eval()
@@ -310,14 +294,14 @@ def _loss_difference(job: CacheJob, run: Run, teacher: PreTrainedModel, batches:
         return sum(float(stage(batch, totals).total) for batch in batches)
 
     top_k, whole = loss(job.config), loss(replace(job.config, teacher_logits=None))
-    return {"run": str(job.student_run), "top_k_loss": top_k, "teacher_loss": whole, "difference": top_k - whole}
+    return {"run": str(student_run), "top_k_loss": top_k, "teacher_loss": whole, "difference": top_k - whole}
 
 
 def main(words: list[str]) -> None:
     """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no teacher in memory.
 
     Takes the flags of the run, of which --distill.teacher-logits names the folder, and a few of its own; --help after
-    the recipe lists them. Goes on where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` shares
+    the recipe lists them. Resumes where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` shares
     the rows between processes.
     """
     if words and words[0] in ("-h", "--help"):

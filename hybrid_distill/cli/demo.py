@@ -33,7 +33,7 @@ def command(
     if k is not None:
         COUNT_OR_NONE.check("--k", k)
     base = replace(config_of(load_recipe(recipe)), out=out)
-    students = comparison.entrants(
+    students = comparison.variants(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like
     )
     folder = comparison.compare(base, students)

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import tyro
 
@@ -24,7 +24,7 @@ def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Pa
     """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError for bad flags."""
 
     @functools.wraps(command)
-    def bound(*args: Any, **options: Any) -> Parsed:
+    def bound(*args: object, **options: object) -> Parsed:
         return functools.partial(command, *args, **options)
 
     return _in_one_line(lambda: tyro.cli(bound, args=words, prog=prog), words)
@@ -35,12 +35,12 @@ def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | Non
     return _in_one_line(lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words)
 
 
-def flags_of(kind: Any, **options: Any) -> argparse.ArgumentParser:
+def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.ArgumentParser:
     """List the flags of a function or a dataclass, as a parser that is only looked at."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser: Any = tyro.extras.get_parser(kind, **options)
-    return parser
+        parser = tyro.extras.get_parser(kind) if default is None else tyro.extras.get_parser(kind, default=default)
+    return cast(argparse.ArgumentParser, parser)  # tyro's own copy of that class
 
 
 def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None) -> str:

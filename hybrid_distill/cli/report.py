@@ -6,8 +6,9 @@ from pathlib import Path
 
 import tyro
 
-from ..lab.report import write_report
-from ..lab.sweep_report import CONTEXT, is_sweep, write_sweep_report
+from ..lab.reporting.run import write_report
+from ..lab.reporting.sweep import write_sweep_report
+from ..lab.reporting.sweep_results import CONTEXT, is_sweep
 from ..limits import COUNT
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..config import RunConfig, checked_config, config_of
 from ..distributed import is_launched_main
-from ..lab.report import write_report
+from ..lab.reporting.run import write_report
 from ..pipeline import run
 from .dry_run import describe, problems
 from .recipes import load_recipe, on_asked_teacher, override, recipe_of

@@ -1,35 +1,34 @@
-"""`hybrid-distill score`: rank a model's heads, say how sure that is, draw it; compare two rankings."""
+"""`hybrid-distill score`: rank a model's heads, print how sure the ranking is, draw it."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
-from ..lab.analysis.figures import can_draw
-from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers, words
+from ..lab.reporting import can_draw
+from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers
 from ..plan import HeadId
-from ..probes import Probe, duplicates
+from ..probes import Probe
 from ..probes.checks import check_answerable
 from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
-from ..scoring import HeadScores, score_heads
+from ..scoring import HeadScores, compare_files, score_heads
 from ..scoring.attention import attention_to_answer, copy_score
 from ..scoring.attribution import attribution_scores, measured_recall, prefilter
-from ..scoring.combine import combine_scores, shares
-from ..scoring.comparison import compare_rankings
-from ..scoring.head_scores import Reading
-from ..scoring.importers import load_ranking
+from ..scoring.head_scores import Record
 from ..teacher import TINY, load_teacher, text_config
+
+__all__ = ["ScoreJob", "compare_files", "run_score", "table"]
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +49,12 @@ PREFILTER_EXAMPLES, RECALL_EXAMPLES = 64, 16
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """What to score, on what, and how. Several probes, separated by commas, make one combined ranking."""
+    """Model, probe and method of a scoring."""
 
     model: str = TINY
-    """A local folder, a hub id, or ``tiny`` for the embedded teacher."""
+    """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, growing, letters, needle, copy or two_hop; several as ``kv,needle``."""
+    """kv, letters, needle, copy or two_hop."""
     pairs: str = "16"
     """Dictionary sizes of kv and two_hop; ``10,25,50`` takes them in turn."""
     lengths: str = "100,200,400,800"
@@ -70,30 +69,28 @@ class ScoreJob:
     k: int = 20
     """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
     prefilter: int | None = None
-    """Score only the heads that attribution puts first, so many of them; what that misses is measured and recorded."""
+    """Number of heads to score: those that attribution puts first. The recall of that choice is recorded."""
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
-    combine: Literal["mean_rank", "max_drop", "weighted"] = "mean_rank"
-    """How the scores of several probes become one (docs/scores.md): by the mean place in their rankings, by the largest
-    drop, or by the mean of the drops with --weights."""
-    weights: str | None = None
-    """With ``--combine weighted``: a number for each probe, in their order, as ``2,1``."""
     control_texts: str = TINY
     """Plain text, ``tiny`` or a file, on which heads that matter for everything show."""
     n_control_texts: int = 16
     min_accuracy: float | None = None
-    """A model below this accuracy on the probe is refused: its heads cannot be ranked by a task that it fails. By
+    """Accuracy on the probe below which a model is refused: its heads cannot be ranked by a task that it fails. By
     default half way from guessing to always right."""
     batch_size: int | None = None
     """Rows at a time; by default as many as are fast and fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """By default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
-    """Take weights that are a pickle (``*.bin``) too."""
+    """Load weights that are a pickle (``*.bin``) too."""
     seed: int = 0
+    combine: str | None = None
+    """Removed: a ranking is by one probe."""
+    weights: str | None = None
+    """Removed with --combine."""
     out: Path = Path("scores.json")
-    """Where the scores go; figures stand beside it, those of each of several probes (``scores.kv.json``), and what an
-    interrupted run had scored."""
+    """File for the scores; figures, and the measurements of an interrupted run, stand beside it."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -103,46 +100,43 @@ class ScoreJob:
             n_control_texts=COUNT_OR_NONE,
             min_accuracy=SHARE,
         )
+        for flag, value in (("combine", self.combine), ("weights", self.weights)):
+            if value is not None:
+                raise ValueError(f"--{flag} is {value!r}: rankings are not combined any more; pass one --probe alone.")
+        if "," in self.probe:
+            raise ValueError(f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for each.")
+        if self.out.is_dir():
+            raise ValueError(f"--out is {self.out}, a folder; pass a file, such as {self.out / 'scores.json'}.")
 
 
 def run_score(job: ScoreJob) -> HeadScores:
-    """Score as the job says; writes ``out``, and figures where matplotlib is installed.
+    """Score as the job says; write ``out``, and figures if matplotlib is installed.
 
-    Under ``accelerate launch`` processes share the work; all of them return the scores. All that can be refused without
-    scoring is refused before any probe is scored. Of several probes, each leaves its scores in a file of its own; what
-    they measured (``*.partial.json``) goes when the last has ended, so that the same call goes on from there.
+    Under ``accelerate launch`` processes share the work; all of them return the scores. Everything that can be refused
+    without scoring is refused first. A stopped run leaves its measurements (``*.partial.json``), from which the same
+    call continues.
     """
-    probes = _probes(job)
-    weights = _weights(job, len(probes))
-    if job.out.is_dir():
-        raise ValueError(f"--out is {job.out}, which is a folder; name a file, such as {job.out / 'scores.json'}.")
+    given: dict[str, object] = {
+        "pairs": tuple(numbers("pairs", job.pairs, least=1)),
+        "lengths": tuple(numbers("lengths", job.lengths, least=1)),
+        "facts": job.facts,
+        "seed": job.seed,
+    }
+    probe = probe_with(job.probe, given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
+    partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
-        return _run_score(job, probes, weights, controls)
-
-
-def _run_score(
-    job: ScoreJob, probes: dict[str, Probe], weights: list[float] | None, controls: list[str]
-) -> HeadScores:
-    device: Any = connect().device
-    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
-    model.to(device)
-    limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
-    for name, probe in probes.items():
-        check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=_shorter(name))
-    text_rows(tokenizer, controls, max_tokens=2)
-    several = len(probes) > 1
-    files = [job.out.with_suffix(f".{name}.json") if several else job.out for name in probes]
-    parts = []
-    for probe, file in zip(probes.values(), files, strict=True):
-        scores = _score(job, (model, tokenizer, probe), controls, _partial(file))
-        on_main_process(partial(scores.save, file))
-        parts.append(scores)
-    if several:
-        scores = combine_scores(parts, job.combine, weights)
+        device: Any = connect().device
+        dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
+        model.to(device)
+        limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
+        ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
+        check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
+        text_rows(tokenizer, controls, max_tokens=2)
+        scores = _score(job, (model, tokenizer, probe), controls, partial_path)
         on_main_process(partial(scores.save, job.out))
-    on_main_process(lambda: (_draw(scores, job), _drop_partial(files)))
+        on_main_process(lambda: (_draw(scores, job), partial_path.unlink(missing_ok=True)))
     return scores
 
 
@@ -152,10 +146,9 @@ def _score(
     controls: list[str],
     resume_path: Path,
 ) -> HeadScores:
-    """The scores by one probe."""
     if job.method in ESTIMATES:
         return ESTIMATES[job.method](*asked, n_examples=job.examples)
-    heads, found = _prefiltered(job, asked) if job.prefilter else (None, {})
+    heads, found = (None, {}) if job.prefilter is None else _prefiltered(job, asked, job.prefilter)
     scores = score_heads(
         *asked,
         n_examples=job.examples,
@@ -170,20 +163,10 @@ def _score(
     return replace(scores, provenance={**scores.provenance, **found})
 
 
-def _partial(own: Path) -> Path:
-    return own.with_suffix(".partial.json")
-
-
-def _drop_partial(files: Iterable[Path]) -> None:
-    for own in files:
-        _partial(own).unlink(missing_ok=True)
-
-
 def _prefiltered(
-    job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe]
-) -> tuple[set[HeadId], dict[str, Any]]:
-    """The heads to score, and for the record how many of the first k a small exact sample finds among them."""
-    width = cast(int, job.prefilter)
+    job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe], width: int
+) -> tuple[set[HeadId], Record]:
+    """Return the heads to score, and for the record the share of the first k of a small exact sample among them."""
     estimate = attribution_scores(*asked, n_examples=min(job.examples, PREFILTER_EXAMPLES))
     recall = measured_recall(*asked, estimate, k=min(job.k, width), widths=[width], n_examples=RECALL_EXAMPLES)
     found = {"width": width, "k": min(job.k, width), "recall": recall[width], "examples": RECALL_EXAMPLES}
@@ -191,101 +174,39 @@ def _prefiltered(
     return prefilter(estimate, width), {"prefilter": found}
 
 
-def _probes(job: ScoreJob) -> dict[str, Probe]:
-    """The probes by name, in the order given. Raises ValueError for one named twice: their files would be one."""
-    names = words(job.probe)
-    if repeated := duplicates(names):
-        raise ValueError(f"--probe is {job.probe!r}, which names {repeated[0]!r} twice; name each probe once.")
-    pairs = tuple(numbers("pairs", job.pairs, least=1))
-    lengths = tuple(numbers("lengths", job.lengths, least=1))
-    given: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "facts": job.facts, "seed": job.seed}
-    return {name: probe_with(name, given) for name in names}
-
-
-def _shorter(name: str) -> str:
-    """What to take where a probe's questions are too long: only what this command has a flag for."""
-    ways = [advice for option, advice in SHORTER.items() if option in options_of(name)]
-    return ways[0] if ways else "another probe"
-
-
-def _weights(job: ScoreJob, n_probes: int) -> list[float] | None:
-    """A weight for each probe, None unless ``combine`` is weighted. Raises ValueError where the two do not fit."""
-    if job.combine != "weighted":
-        if job.weights is not None:
-            raise ValueError(f"--weights is {job.weights!r}, --combine is {job.combine!r}; add --combine weighted.")
-        return None
-    wanted = f"{n_probes} numbers, one for each probe in order" if n_probes > 1 else "one number for the one probe"
-    if job.weights is None:
-        raise ValueError(f"--combine weighted has no --weights; give {wanted}, such as --weights 2,1.")
-    weights = numbers("weights", job.weights, number=float)
-    if len(weights) != n_probes:
-        raise ValueError(f"--weights is {job.weights!r}, --probe is {job.probe!r}; give {wanted}.")
-    shares(job.combine, weights, n_probes)
-    return weights
-
-
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
     if not can_draw():
         return
-    from ..lab.plots import score_bars, score_map
+    from ..lab.reporting.heads import score_bars, score_map
 
     score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
     score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)
 
 
 def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
-    """The first heads with what is lost without them, and how sure the order is."""
-    reading, n_heads = scores.reading, len(scores.ranking())
+    """List the first heads with the loss without each, and how sure the order is."""
+    n_heads = len(scores.ranking())
     lines = [f"{scores.provenance.get('method', '')}; changes without the head:"]
-    column = "mean rank" if reading.is_rank else "accuracy"
-    lines.append(f"{'':>4}{'head':<9}{column:>12}{'log-probability':>18}{'plain text':>14}")
+    lines.append(f"{'':>4}{'head':<9}{'accuracy':>12}{'log-probability':>18}{'plain text':>14}")
     for place, head in enumerate(scores.ranking()[:shown], start=1):
         control = "" if scores.control_drop_LH is None else f"{scores.control_drop_LH[head].item():+.4f}"
-        value, logprob = reading(scores.accuracy_drop_LH[head].item()), 0.0 - scores.logprob_drop_LH[head].item()
-        accuracy = f"{value:>12.1f}" if reading.is_rank else f"{0.0 - value:>+10.1f} p"
-        lines.append(f"{place:>3} {head!s:<9}{accuracy}{logprob:>+18.3f}{control:>14}")
+        accuracy, logprob = 0.0 - scores.accuracy_drop_LH[head].item(), 0.0 - scores.logprob_drop_LH[head].item()
+        lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
         if place == k < min(shown, n_heads):
             lines.append(f"    {f' cut after k = {k} ':-^53}")
-    lines.append(_legend(reading))
+    lines.append("accuracy in points, the others in nats: of an answer, of a token. An estimate is shown as a loss.")
     if scores.agreement:
         shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
-        lines.append(f"halves of the prompts agree: {', '.join(shares)}")
+        lines.append(f"split-half overlap: {', '.join(shares)}")
     if warning := scores.tie_warning(min(k, n_heads)):
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
 
 
-def _legend(reading: Reading) -> str:
-    """The units of `table`."""
-    nats = "in nats: of an answer, of a token. An estimate is shown as a loss."
-    if reading.is_rank:
-        return f"{reading.label} (1: first in each); the others {nats}"
-    return f"accuracy in points{f' ({reading.label})' if reading.probes else ''}, the others {nats}"
-
-
-def compare_files(a: Path, b: Path) -> str:
-    """How two files of scores agree; one may be a published ranking (`scoring.importers`)."""
-    rankings: list[HeadScores | Path] = []
-    shape: HeadScores | None = None
-    for path in (a, b):
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; pass two files, scores.json or published rankings.")
-        try:
-            shape = HeadScores.load(path)
-            rankings.append(shape)
-        except ValueError:
-            rankings.append(path)
-    if shape is None:
-        raise ValueError(f"neither {a} nor {b} holds head scores; a published ranking is compared with scores.json.")
-    first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
-    return compare_rankings(first, second).table()
-
-
-
 def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
     """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and figures.
 
-    Goes on where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
+    Continues where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
     """
     scores = run_score(job)
     if connect().is_main_process:

@@ -19,82 +19,87 @@ COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Messages = list[dict[str, Any]]
+Record = dict[str, Any]
+"""One JSON object."""
+Span = tuple[int, int]
+"""Beginning and end in a text, in characters."""
 
 
-def conversation_of(record: Any, place: str) -> str:
-    """The messages of a record as JSON; "" where the assistant says nothing. Raises ValueError where there are none."""
-    columns = record if isinstance(record, dict) else {}
-    messages: Messages | None = None
+def conversation_of(record: object, place: str) -> str:
+    """Return a record's messages as JSON; "" where the assistant is silent. Raises ValueError where there are none."""
+    columns: Record = record if isinstance(record, dict) else {}
+    messages: list[Record] | None = None
+    for question, answer in PAIRS:
+        if isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
+            messages = [
+                {"role": "user", "content": columns[question]},
+                {"role": "assistant", "content": columns[answer]},
+            ]
+            break
     for name in MESSAGES:
         if isinstance(columns.get(name), (list, tuple)):
             messages = [_message(message, place) for message in columns[name]]
             break
-    for question, answer in PAIRS:
-        if messages is None and isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
-            messages = [{"role": "user", "content": columns[question]}]
-            messages.append({"role": "assistant", "content": columns[answer]})
     if messages is None:
-        names = ", ".join(columns) or "none"
         raise ValueError(
-            f"{place} holds no conversation; its columns are {names}: give it a list `messages` of role and content, "
-            "or `prompt` and `completion`."
+            f"{place} holds no conversation; its columns are {', '.join(columns) or 'none'}: give it a list `messages` "
+            "of role and content, or `prompt` and `completion`."
         )
     return json.dumps(messages) if any(message["role"] == "assistant" for message in messages) else ""
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
-    fields = message if isinstance(message, dict) else {}
+def _message(message: object, place: str) -> Record:
+    fields: Record = message if isinstance(message, dict) else {}
     role, content = (fields.get(name, fields.get(other)) for name, other in (("role", "from"), ("content", "value")))
     if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(f"{place} holds the message {message!r}; a message has a role and a content, both text.")
+        raise ValueError(f"{place} holds the message {message!r}; give it a role and a content, both text.")
     return {**fields, "role": _ROLES.get(role, role), "content": content}
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a tokenizer without a chat template, or one that cannot say where a token comes from."""
+    """Raise ValueError for a tokenizer without a chat template, or one that cannot locate its tokens in a text."""
     name = tokenizer.name_or_path or "unnamed"
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer {name} has no chat template, and conversations need one; put a chat_template.jinja (Jinja "
-            "over `messages`, docs/data.md has one) into its folder, or use the instruct model's: name it as the "
+            "over `messages`, docs/data.md has one) into its folder, or use the instruct model's: pass it as the "
             "stage's teacher (--post.teacher), or prepare the text with "
             "`hybrid-distill prepare-data --chat --tokenizer INSTRUCT`."
         )
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer {name} is a slow one, which does not tell its tokens' places; use a fast one.")
+        raise ValueError(f"the tokenizer {name} is slow and gives no offsets of its tokens; use a fast one.")
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the chat template. Raises ValueError where there is none."""
+    """Hash the chat template. Raises ValueError where there is none."""
     check_template(tokenizer)
     return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
 
 
 def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """(token ids, is the *next* token the assistant's?) of messages as JSON.
+    """Tokenize messages in JSON; return (ids, whether the *next* token is the assistant's).
 
-    What the assistant wrote is what the template marks with ``{% generation %}``; in a template without the mark, what
+    The assistant's part is what the template marks with ``{% generation %}``; in a template without the mark, what
     an answer adds to the conversation before it, its end-of-turn token included. Nothing is added to the template.
     Raises ValueError for a template that renders the beginning of a conversation otherwise once it goes on.
     """
     text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
-    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     own = [any(first <= start < end for first, end in spans) for start, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], [*own[1:], False]
 
 
-def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text, and where in it, in characters, each answer begins and ends.
+def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """Return the conversation as text, and where in it, in characters, each answer begins and ends.
 
-    Not by ``apply_chat_template(return_assistant_tokens_mask=True)``: where a mark begins or ends on a blank that the
-    tokenizer drops, it loses the answer or takes in what the user says next (transformers issue 47325).
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: where a mark begins or ends on a blank that
+    the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     """
     template = tokenizer.get_chat_template()
     if not _MARK.search(template):
         text = _rendered(messages, tokenizer)
         return text, list(_answers(messages, text, tokenizer))
-    special: dict[str, Any] = tokenizer.special_tokens_map
+    special: Record = tokenizer.special_tokens_map
     rendered: Any = render_jinja_template(
         [messages], chat_template=template, return_assistant_tokens_mask=True, **special
     )
@@ -102,8 +107,8 @@ def _rendered_with_answers(messages: Messages, tokenizer: PreTrainedTokenizerBas
     return text, spans
 
 
-def _answers(messages: Messages, text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
-    """Where each answer is, from the conversation with and without it."""
+def _answers(messages: list[Record], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
+    """Locate each answer by rendering the conversation with and without it."""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -118,5 +123,5 @@ def _answers(messages: Messages, text: str, tokenizer: PreTrainedTokenizerBase) 
         yield len(before), len(through)
 
 
-def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+def _rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""

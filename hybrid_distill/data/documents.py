@@ -1,4 +1,4 @@
-"""The texts of a source, in a fixed order, which can be read on from any place."""
+"""Texts of a data source in a fixed order, readable from any place."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-from ..probes.probe_documents import write_probe_documents
+from ..assets import corpus_documents
+from ..probes.kv_retrieval import write_probe_documents
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
-from .chat import conversation_of
+from .chat import Record, conversation_of
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
 HUB = "hf:"
 PROBE_LIKE = "tiny:probe_like"
-"""A control, no part of the corpus: dictionaries with questions in the probe's own wording."""
+"""Control that is not part of the corpus: dictionaries with questions in the probe's own wording."""
 PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
-SHOWN_FILES = 3
 _BATCH_DOCUMENTS = 1000
 _TXT_CHARACTERS = 1_000_000
+_SHOWN_FILES = 3
 
 log = logging.getLogger(__name__)
 
 Place = Any
-"""Where to read on, as JSON: what `document_batches` hands out and takes back."""
+"""JSON value that says where to resume reading: see `document_batches`."""
 
 
 class DataUnavailable(ValueError):
@@ -40,29 +44,28 @@ class DataUnavailable(ValueError):
 
 
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
-    """Texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong.
+    """Read the texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong.
 
     Without a ``text_column``, here and below, records are conversations, and a text is one of them as JSON.
     """
-    for read in _parts(source, text_column):
-        yield from read()
+    return (text for text, _ in _local_documents(source, text_column, None))
 
 
 def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
-    """The first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on.
+    """Read the first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on.
 
-    Raises ValueError, as `read_documents` does and where there is no text in them.
+    Raises ValueError as `read_documents` does, and where there is no text in them.
     """
     texts = list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
     if n and not any(text.strip() for text in texts):
-        raise ValueError(f"{source} holds no text; name a file that does, or tiny.")
+        raise ValueError(f"{source} holds no text; pass a file that does, or tiny.")
     return texts
 
 
 def document_batches(
     source: str, text_column: str | None, place: Place = None, max_characters: int = BATCH_CHARACTERS
 ) -> Iterator[tuple[list[str], Place]]:
-    """The texts of a source in batches, each with the place behind it, from ``place`` or the beginning.
+    """Read texts in batches, each with the place behind it, from ``place`` or the beginning.
 
     Files that were read to their end are not opened again. Raises ValueError naming what is wrong.
     """
@@ -80,26 +83,31 @@ def document_batches(
 
 
 def source_files(source: str) -> list[Path]:
-    """Files of a local source, sorted. Raises ValueError when there are none."""
+    """Return the files of a local source, sorted. Raises ValueError when there are none."""
     path = Path(source).expanduser()
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
-        raise ValueError(f"data source {source!r} holds the splits {splits}; name the folder of one.")
-    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    files = [p for p in found if p.name.endswith((".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES)]
+        raise ValueError(f"data source {source!r} holds the splits {splits}; pass the folder of one.")
+    suffixes = (".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES
+    files = [p for p in _files_in(path) if p.name.endswith(suffixes)]
     if not path.exists() or not files:
         problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise ValueError(
-            f"data source {source!r} {problem}; name files or folders of {', '.join(SUFFIXES)}, folders that "
+            f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
             "`hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
         )
     return files
 
 
+def _files_in(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
 def source_fingerprint(source: str) -> str:
-    """Hash that changes when the source does: names, sizes and times of its files, the revision of a hub's data set."""
-    if source.split(":")[0] == "tiny":
-        content: Any = list(read_documents(source))
+    """Hash a source: texts of the embedded corpus, revision of a hub data set, or names, sizes and times of files."""
+    content: list[object]
+    if is_embedded(source):
+        content = list(read_documents(source))
     elif source.startswith(HUB):
         content = [source, _hub_revision(source)]
     else:
@@ -108,49 +116,32 @@ def source_fingerprint(source: str) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def text_of(record: Any, text_column: str | None, place: str) -> str:
-    """The text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
+def is_embedded(source: str) -> bool:
+    """Tell whether a source is a part of the embedded corpus."""
+    return source.split(":")[0] == "tiny"
+
+
+def text_of(record: object, text_column: str | None, place: str) -> str:
+    """Return the text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
     if text_column is None:
         return conversation_of(record, place)
     text = record.get(text_column, False) if isinstance(record, dict) else False
     if text is not None and not isinstance(text, str):
-        raise _no_column(place, text_column, record if isinstance(record, dict) else ())
+        names = ", ".join(record) if isinstance(record, dict) else ""
+        raise ValueError(
+            f"{place} has no text in column {text_column!r}; its columns are {names or 'none'}: "
+            "choose one with --data.text-column, or --text-column of prepare-data."
+        )
     return text or ""
 
 
 # Local sources
 
 
-def _parts(source: str, text_column: str | None) -> list[Callable[[], Iterator[str]]]:
-    """What reads each file of a local source."""
-    if source.split(":")[0] == "tiny":
-        _check_kind(source, text_column)
-        from ..assets import corpus_documents
-
-        if source == PROBE_LIKE:
-            return [lambda: iter(write_probe_documents(PROBE_LIKE_DOCUMENTS, "probe-like documents"))]
-        return [lambda: iter(corpus_documents(cast(Any, source.partition(":")[2] or "train")))]
-    path = Path(source).expanduser()
-    files = source_files(source)
-    if _is_saved_dataset(path):
-        return [partial(_read_saved_dataset, path, text_column)]
-    _say_what_is_left_out(path, files)
-    return [partial(_read_file, file, text_column) for file in files]
-
-
-def _say_what_is_left_out(path: Path, files: Sequence[Path]) -> None:
-    """One log line on the files of a folder that are of no kind that is read; hidden ones are not spoken of."""
-    others = sorted(p for p in path.rglob("*") if p.is_file() and p not in files and not p.name.startswith("."))
-    if others:
-        shown = ", ".join(str(p.relative_to(path)) for p in others[:SHOWN_FILES])
-        more = f" and {len(others) - SHOWN_FILES} more" if len(others) > SHOWN_FILES else ""
-        log.info("%s: %s%s left out; only %s are read", path, shown, more, ", ".join(SUFFIXES))
-
-
 def _local_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
-    """Texts with their place: the number of the file, and of documents read from it."""
+    """Read texts with their place: the number of the file, and of documents read from it."""
     first, skip = place or (0, 0)
-    for number, read in enumerate(_parts(source, text_column)):
+    for number, read in enumerate(_readers(source, text_column)):
         if number < first:
             continue
         for count, text in enumerate(islice(read(), skip, None), skip + 1):
@@ -158,24 +149,43 @@ def _local_documents(source: str, text_column: str | None, place: Place) -> Iter
         skip = 0
 
 
+def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable[str]]]:
+    """Return a reader for each file of a local source."""
+    if is_embedded(source):
+        if text_column is None:
+            raise no_conversations(source)
+        if source == PROBE_LIKE:
+            return [partial(write_probe_documents, PROBE_LIKE_DOCUMENTS, "probe-like documents")]
+        split: Any = source.partition(":")[2] or "train"
+        return [partial(corpus_documents, split)]
+    path = Path(source).expanduser()
+    files = source_files(source)
+    if _is_saved_dataset(path):
+        return [partial(_read_saved_dataset, path, text_column)]
+    others = [p for p in _files_in(path) if p not in files and not p.name.startswith(".")]
+    if others:
+        shown = ", ".join(str(p.relative_to(path)) for p in others[:_SHOWN_FILES])
+        more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
+        log.info("%s: %s%s left out; only %s are read", path, shown, more, ", ".join(SUFFIXES))
+    return [partial(_read_file, file, text_column) for file in files]
+
+
 def _is_saved_dataset(path: Path) -> bool:
-    """Whether `datasets.Dataset.save_to_disk` wrote it."""
+    """Tell whether `datasets.Dataset.save_to_disk` wrote it."""
     return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
-    if path.suffix == ".txt":
-        _check_kind(str(path), text_column)
-        return _named(path, _read_txt(path))
-    return _named(path, (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column))
-
-
-def _named(path: Path, texts: Iterator[str]) -> Iterator[str]:
-    """The texts of a file. Raises ValueError, naming the file, where it is not what its name says, or ends early."""
+    """Read the texts of a file. Raises ValueError where it is not what its name says, or ends early."""
     from pyarrow import ArrowException
 
     try:
-        yield from texts
+        if path.suffix == ".txt":
+            if text_column is None:
+                raise no_conversations(str(path))
+            yield from _read_txt(path)
+        else:
+            yield from (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, ArrowException) as error:
         raise ValueError(
             f"{path} cannot be read ({error}); text is expected in UTF-8, whole files of {', '.join(SUFFIXES)}."
@@ -183,9 +193,9 @@ def _named(path: Path, texts: Iterator[str]) -> Iterator[str]:
 
 
 def _read_txt(path: Path) -> Iterator[str]:
-    """A .txt file is one document, or several between lines that hold ``<|endoftext|>``.
+    """Read one document, or several between lines that hold ``<|endoftext|>``.
 
-    What is longer than a million characters ends at a line's end, so that no file is held in memory.
+    A document of more than a million characters is cut at a line's end, so that no file is held in memory.
     """
     lines: list[str] = []
     characters = 0
@@ -203,6 +213,7 @@ def _read_txt(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
+    """Read line by line; the reader of `datasets` would fill in missing keys and could not name a bad line."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -218,62 +229,46 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
-    columns = _columns(str(path), text_column, file.schema_arrow.names)
+    columns = _columns(text_column, file.schema_arrow.names)
     for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns):
         for record in batch.to_pylist():
             yield text_of(record, text_column, str(path))
 
 
 def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
-    from datasets import load_from_disk
+    from datasets import Dataset
 
-    dataset = cast(Any, load_from_disk(str(path)))
-    columns = _columns(str(path), text_column, dataset.column_names)
+    dataset: Any = Dataset.load_from_disk(str(path))
+    columns = _columns(text_column, dataset.column_names)
     for batch in dataset.select_columns(columns).iter(_BATCH_DOCUMENTS):
         for values in zip(*(batch[name] for name in columns)):
             yield text_of(dict(zip(columns, values)), text_column, str(path))
 
 
-def _columns(place: str, text_column: str | None, present: Sequence[str]) -> list[str]:
-    """What to read of a table. Raises ValueError where it has no such column."""
-    if text_column is None:
-        return [name for name in present if name in CHAT_COLUMNS] or list(present[:1])
-    if text_column not in present:
-        raise _no_column(place, text_column, present)
-    return [text_column]
-
-
-def _check_kind(place: str, text_column: str | None) -> None:
-    if text_column is None:
-        raise no_conversations(place)
+def _columns(text_column: str | None, present: list[str]) -> list[str]:
+    """Return the columns to read of a table: all, for `text_of` to name, where none is the right one."""
+    wanted = CHAT_COLUMNS if text_column is None else (text_column,)
+    return [name for name in present if name in wanted] or present
 
 
 def no_conversations(place: str) -> ValueError:
-    """What to say when plain text is named where conversations are to be."""
+    """Return the error for plain text where conversations are expected."""
     return ValueError(
-        f"{place} is plain text and holds no conversations; name .jsonl or .parquet files whose records have "
-        "`messages`, or `prompt` and `completion` (of the post stage: with --post.data.sources)."
-    )
-
-
-def _no_column(place: str, text_column: str, columns: Iterable[str]) -> ValueError:
-    names = ", ".join(columns) or "none"
-    return ValueError(
-        f"{place} has no text in column {text_column!r}; its columns are {names}: "
-        "choose one with --data.text-column, or --text-column of prepare-data."
+        f"{place} is plain text and holds no conversations; pass .jsonl or .parquet files whose records have "
+        "`messages`, or `prompt` and `completion` (for the post stage: with --post.data.sources)."
     )
 
 
 # The hub
 
 
-def open_hub(source: str, revision: str | None = None) -> Any:
-    """A streamed data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
+def open_hub(source: str, revision: str | None = None) -> IterableDataset:
+    """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
     from datasets import load_dataset
 
     repo, config, split = _hub_name(source)
     try:
-        if not Path(repo).exists() and (reason := hub_error()):  # a folder here needs no hub
+        if not Path(repo).exists() and (reason := hub_error()):  # a local folder needs no hub
             raise ConnectionError(reason)
         return load_dataset(repo, config, split=split, streaming=True, revision=revision)
     except Exception as error:
@@ -281,7 +276,7 @@ def open_hub(source: str, revision: str | None = None) -> Any:
 
 
 def unreachable(source: str, error: Exception) -> DataUnavailable:
-    """What to say when a hub's data set cannot be read."""
+    """Return the error for a data set that cannot be read."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return DataUnavailable(
         f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
@@ -293,6 +288,12 @@ def _hub_documents(source: str, text_column: str | None, place: Place) -> Iterat
     dataset = open_hub(source, _hub_revision(source))
     if place is not None:
         dataset.load_state_dict(place)
+    for record in records_of(dataset, source):
+        yield text_of(record, text_column, source), dataset.state_dict
+
+
+def records_of(dataset: IterableDataset, source: str) -> Iterator[Record]:
+    """Read records to the end of the data. Raises DataUnavailable where the hub stops answering."""
     records = iter(dataset)
     while True:
         try:
@@ -301,7 +302,7 @@ def _hub_documents(source: str, text_column: str | None, place: Place) -> Iterat
             raise unreachable(source, error) from error
         if record is None:
             return
-        yield text_of(record, text_column, source), dataset.state_dict
+        yield record
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:
@@ -310,10 +311,7 @@ def _hub_name(source: str) -> tuple[str, str | None, str]:
 
 
 def _hub_revision(source: str) -> str | None:
-    """The commit of a hub's data set, so that a preparation goes on with the data that it began with.
-
-    None for a local folder of files, which `datasets` streams as well.
-    """
+    """Return the commit of a hub data set, which pins it for a resumed preparation; None for a local folder."""
     from huggingface_hub import dataset_info
 
     repo = _hub_name(source)[0]

@@ -1,7 +1,7 @@
-"""Token folders: tokenised text in memory-mapped shards, under a header that says what made them.
+"""Token folders: tokenized text in memory-mapped shards, under a header that says what made them.
 
-The header is written last, so a folder is whole or has none. What an interrupted preparation had finished is in
-``tokens.partial.json``, and the next one goes on from there. docs/data.md describes the format.
+The header is written last, so a folder is complete or has none. ``tokens.partial.json`` lists what an interrupted
+preparation had finished; the next one resumes there. docs/data.md describes the format.
 """
 
 from __future__ import annotations
@@ -11,101 +11,99 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from filelock import FileLock
+from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..io import write_json
+from ..provenance import now
 from .chat import template_hash
 from .documents import BATCH_CHARACTERS, Place, document_batches, source_fingerprint
-from .tokens import Shard, Tokens, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
-from .workers import encoder
+from .header import FolderHeader
+from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
 
 log = logging.getLogger(__name__)
 
-FORMAT = "hybrid-distill/tokens/2"
 HEADER = "tokens.json"
 PARTIAL = "tokens.partial.json"
 SHARD_TOKENS = 2**30
-_MADE_FROM = ("format", "tokenizer_fingerprint", "text_column", "chat_template", "max_tokens", "shard_tokens")
+_READ_BYTES = 2**24
+
+SourcePlace = tuple[int, Place]
+"""Number of a source, and where to resume in it."""
 
 
 @dataclass
-class TokenHeader:
-    """What a token folder holds. ``tokens.json`` is this, field by field."""
+class TokenHeader(FolderHeader):
+    """Entries of ``tokens.json``."""
 
-    format: str
+    FORMAT = "hybrid-distill/tokens/2"
+    CONTENT = "tokens"
+    REMAKE = "prepare the text again with `hybrid-distill prepare-data`"
+    RESULTS = (
+        "tokenizer", "vocabulary_size", "eos_id", "dtype", "sources", "tokens", "documents", "shards", "sha256",
+        "created",
+    )  # fmt: skip
+
     tokenizer: str
-    """Its name or path when the folder was made; the fingerprint is what counts."""
+    """Name or path when the folder was made; only the fingerprint is compared."""
     tokenizer_fingerprint: str
     vocabulary_size: int
     eos_id: int
     dtype: str
-    """Of the ids: uint16 or uint32, little-endian."""
+    """Type of the ids: uint16 or uint32, little-endian."""
     text_column: str
     shard_tokens: int
     max_tokens: int | None
     sources: list[dict[str, Any]]
-    """For each one its ``name``, ``fingerprint``, ``tokens`` and ``documents``, in the order they were read."""
+    """``name``, ``fingerprint``, ``tokens`` and ``documents`` of each source, in the order they were read."""
     tokens: int = 0
     documents: int = 0
     shards: list[dict[str, int]] = field(default_factory=list)
-    """``tokens`` and ``documents`` of each."""
+    """``tokens`` and ``documents`` of each shard."""
     sha256: str = ""
-    """Of the ids of all shards, one after the other."""
+    """Hash of the ids of all shards, one after the other."""
     created: str = ""
     chat_template: str = ""
-    """Hash of the template, of conversations; headers of plain text may be without this entry."""
+    """Hash of the chat template; empty for plain text."""
 
     @property
     def chat(self) -> bool:
-        """Whether the folder holds conversations."""
+        """True for a folder of conversations."""
         return bool(self.chat_template)
 
-    @classmethod
-    def load(cls, path: Path) -> TokenHeader:
-        """Raises ValueError for a file that is no header, or one of another format."""
-        try:
-            record = json.loads(path.read_text())
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
-            record.setdefault("chat_template", "")
-            header = cls(**{entry.name: record[entry.name] for entry in fields(cls)})
-            counted = sum(shard["tokens"] for shard in header.shards)
-            if header.dtype not in ("uint16", "uint32") or counted != header.tokens:
-                raise ValueError(f"{counted} tokens in shards are not {header.tokens}, or {header.dtype!r} is no type")
-            return header
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not the header of a token folder ({error}); prepare the text again with "
-                "`hybrid-distill prepare-data`."
-            ) from error
+    def check(self) -> None:
+        counted = sum(shard["tokens"] for shard in self.shards)
+        if self.dtype not in ("uint16", "uint32") or counted != self.tokens:
+            raise ValueError(f"{counted} tokens in shards are not {self.tokens}, or {self.dtype!r} is not a type")
 
-    def save(self, path: Path, **more: Any) -> None:
-        """Replace the file at once."""
-        write_json(path, {**asdict(self), **more})
+    def identity(self) -> dict[str, object]:
+        prints = [source["fingerprint"] for source in self.sources]
+        return {**super().identity(), "sources (or a file of theirs has changed)": prints}
 
-    def check_same_work(self, other: TokenHeader, folder: Path) -> None:
-        """Raises ValueError where ``other`` is not made from the same text in the same way."""
-        differ = [name for name in _MADE_FROM if getattr(self, name) != getattr(other, name)]
-        read = [[source["fingerprint"] for source in header.sources] for header in (self, other)]
-        if read[0] != read[1]:
-            differ.append("sources (or a file of theirs has changed)")
-        if differ:
-            raise ValueError(
-                f"{folder} holds tokens made with another {', '.join(differ)}; name another folder, or delete this one."
-            )
+    def shard_paths(self, folder: Path, number: int) -> tuple[Path, ...]:
+        """Return the files of a shard, in the order of the fields of `Shard`."""
+        names = ("ids", "starts", "learned") if self.chat else ("ids", "starts")
+        return tuple(folder / f"{name}-{number:05d}.bin" for name in names)
+
+    def sizes(self, folder: Path) -> dict[Path, int]:
+        found: dict[Path, int] = {}
+        for number, shard in enumerate(self.shards):
+            sizes = (shard["tokens"] * np.dtype(self.dtype).itemsize, shard["documents"] * 8, shard["tokens"])
+            found.update(zip(self.shard_paths(folder, number), sizes))
+        return found
 
 
 def is_token_folder(source: str | Path) -> bool:
-    """Whether ``source`` is a token folder. Raises ValueError for one whose preparation was not finished."""
+    """Tell whether ``source`` is a token folder. Raises ValueError for an unfinished one."""
     folder = Path(source).expanduser()
     if not (folder / HEADER).is_file() and (folder / PARTIAL).is_file():
         raise ValueError(
@@ -115,15 +113,14 @@ def is_token_folder(source: str | Path) -> bool:
 
 
 def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens of a folder, memory-mapped. Raises ValueError for another tokenizer's, and where bytes are missing."""
+    """Memory-map the tokens of a folder. Raises ValueError for another tokenizer's, and where bytes are missing."""
     folder = Path(folder).expanduser()
     header = TokenHeader.load(folder / HEADER)
     check_tokenizer({folder: header}, tokenizer)
-    _check_sizes(folder, header)
-    ids_dtype = np.dtype(header.dtype).newbyteorder("<")
-    types = (ids_dtype, np.dtype("<i8"), np.dtype(bool))
+    header.check_files(folder)
+    types = (np.dtype(header.dtype).newbyteorder("<"), np.dtype("<i8"), np.dtype(bool))
     shards = tuple(
-        Shard(*(np.memmap(path, dtype, "r") for path, dtype in zip(_shard_paths(folder, number, header.chat), types)))
+        Shard(*(np.memmap(path, dtype, "r") for path, dtype in zip(header.shard_paths(folder, number), types)))
         for number in range(len(header.shards))
     )
     content = [header.sha256, header.chat_template] if header.chat else [header.sha256]
@@ -131,32 +128,29 @@ def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Token
 
 
 def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError, naming the tokenizers, unless ``tokenizer`` made all of these folders."""
+    """Raise ValueError, naming the tokenizers, unless ``tokenizer`` made all of these folders."""
     own, name = tokenizer_fingerprint(tokenizer), tokenizer.name_or_path or "unnamed"
-    same = {tokenizer_fingerprint(tokenizer, chat=True): own}  # what a folder of conversations holds
+    same = {tokenizer_fingerprint(tokenizer, chat=True): own}  # the fingerprint in folders of conversations
     made_with = {same.get(header.tokenizer_fingerprint, header.tokenizer_fingerprint) for header in headers.values()}
+    if not made_with - {own}:
+        return
     listed = ", ".join(
         f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})" for folder, header in headers.items()
     )
-    fix = f"prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`"
-    if len(made_with) > 1:
-        raise ValueError(
-            f"data.sources mixes tokens of different tokenizers: {listed}; the run's is {name} ({own[:12]}): {fix}."
-        )
-    if made_with - {own}:
-        raise ValueError(
-            f"data.sources names tokens of another tokenizer than the run's, {name} ({own[:12]}): {listed}; "
-            f"{fix}, or name a teacher with that tokenizer."
-        )
+    raise ValueError(
+        f"data.sources {'mixes' if len(made_with) > 1 else 'has'} tokens of another tokenizer than the run's, {name} "
+        f"({own[:12]}): {listed}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, or "
+        "pass a teacher with that tokenizer."
+    )
 
 
 def cached_tokens(source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None) -> Tokens:
-    """Tokens of a local source, memory-mapped from the cache; tokenised first when they are not there.
+    """Memory-map the tokens of a local source from the cache, after tokenizing them if they are not there.
 
     Safe when several processes begin together: one writes, the others wait.
     """
     how = template_hash(tokenizer) if text_column is None else text_column
-    key = hash_of([FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how])
+    key = hash_of([TokenHeader.FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how])
     folder = root / "tokens" / key[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not (folder / HEADER).exists():
@@ -180,16 +174,16 @@ def write_tokens(
     shard_tokens: int = SHARD_TOKENS,
     workers: int = 1,
 ) -> TokenHeader:
-    """Tokenise sources, one after the other, into a folder; only one process may.
+    """Tokenize sources, one after the other, into a folder; only one process may.
 
     Without a ``text_column``, records are conversations. A shard ends with the batch of documents in which it reaches
-    ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A folder that is whole is left as it
-    is, an unfinished one is gone on with from its last whole shard: the bytes are the same as in one go.
+    ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A finished folder is left alone; an
+    unfinished one is resumed after its last complete shard, with the same bytes as in one go.
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens.
     """
     chat = text_column is None
     header = TokenHeader(
-        format=FORMAT,
+        format=TokenHeader.FORMAT,
         tokenizer=name or tokenizer.name_or_path,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer, chat),
         vocabulary_size=vocabulary_size(tokenizer),
@@ -205,28 +199,31 @@ def write_tokens(
         ],
     )
     if (folder / HEADER).exists():
-        whole = TokenHeader.load(folder / HEADER)
-        whole.check_same_work(header, folder)
-        _check_sizes(folder, whole)
-        return whole
+        finished = TokenHeader.load(folder / HEADER)
+        finished.check_same_work(header, folder)
+        finished.check_files(folder)
+        return finished
     writer = _Writer(folder, header)
     batches = _batches(sources, text_column, writer.place, min(BATCH_CHARACTERS, 4 * shard_tokens))
     start = writer.header.tokens
-    with (
-        encoder(tokenizer, id_dtype(tokenizer), workers, chat) as encoded,
-        tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar,
-    ):
-        for shard, place in encoded(batches):
-            bar.update(writer.add(shard, place))
-            if writer.full:
-                break
+    try:
+        with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
+            for shard, place in _encoded(batches, tokenizer, chat, workers):
+                bar.update(writer.add(shard, place))
+                if writer.full:
+                    break
+    except Exception as error:  # raised by a signal handler, so at any place
+        if "DataLoader worker" not in str(error):
+            raise
+        raise OSError(
+            f"one of {workers} worker processes died, perhaps for want of memory; run again with fewer --workers."
+        ) from error
     return writer.finish()
 
 
 def _batches(
-    sources: Sequence[str], text_column: str | None, place: tuple[int, Place], max_characters: int
-) -> Iterator[tuple[list[str], tuple[int, Place]]]:
-    """Batches of all sources; a place is the number of the source and the place in it."""
+    sources: Sequence[str], text_column: str | None, place: SourcePlace, max_characters: int
+) -> Iterator[tuple[list[str], SourcePlace]]:
     first, inside = place
     for number in range(first, len(sources)):
         for batch, here in document_batches(sources[number], text_column, inside, max_characters):
@@ -234,61 +231,102 @@ def _batches(
         inside = None
 
 
+class _Encoder(Dataset[tuple["Shard | ValueError", SourcePlace]]):
+    """Tokenizer of batches of text; a `DataLoader` passes it the batches in place of indices."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
+        self.tokenizer, self.dtype, self.chat = tokenizer, id_dtype(tokenizer), chat
+
+    def __getitem__(self, index: tuple[list[str], SourcePlace]) -> tuple[Shard | ValueError, SourcePlace]:
+        texts, place = index
+        try:
+            return encode(texts, self.tokenizer, self.dtype, self.chat), place
+        except ValueError as error:  # a DataLoader would put the worker's traceback into its message
+            return error, place
+
+
+def _encoded(
+    batches: Iterable[tuple[list[str], SourcePlace]], tokenizer: PreTrainedTokenizerBase, chat: bool, workers: int
+) -> Iterator[tuple[Shard, SourcePlace]]:
+    """Tokenize batches in order, in this process or in several."""
+    several = workers > 1
+    loader = DataLoader(
+        _Encoder(tokenizer, chat),
+        sampler=batches,
+        batch_size=None,
+        collate_fn=tuple,  # arrays stay arrays
+        num_workers=workers if several else 0,
+        multiprocessing_context="fork" if several else None,  # copies no tokenizer, imports nothing again
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # the global one is the training's
+    )
+    for shard, place in loader:
+        if isinstance(shard, ValueError):
+            raise shard
+        yield shard, place
+
+
+def _start_worker(number: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class _Writer:
-    """Appends documents to the shards of a folder; ``header`` counts what it has taken, in whole shards at first."""
+    """Appends documents to the shards of a folder. ``header`` counts them; ``place`` is where to read on."""
 
     def __init__(self, folder: Path, header: TokenHeader) -> None:
         self.folder, self.header = folder, header
-        self.place: tuple[int, Place] = (0, None)
+        self.place: SourcePlace = (0, None)
         self.full = False
         self._digest = hashlib.sha256()
         self._files: tuple[BinaryIO, ...] = ()
-        self._dtype = np.dtype(header.dtype).newbyteorder("<")
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / PARTIAL).exists():
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         path = self.folder / PARTIAL
-        before, place = TokenHeader.load(path), json.loads(path.read_text())["place"]
-        before.check_same_work(self.header, self.folder)
-        _check_sizes(self.folder, before)
-        for number in range(len(before.shards)):
-            with _shard_paths(self.folder, number)[0].open("rb") as file:
-                while content := file.read(2**24):
+        finished, (number, inside) = TokenHeader.load(path), json.loads(path.read_text())["place"]
+        finished.check_same_work(self.header, self.folder)
+        finished.check_files(self.folder)
+        for shard in range(len(finished.shards)):
+            with finished.shard_paths(self.folder, shard)[0].open("rb") as file:
+                while content := file.read(_READ_BYTES):
                     self._digest.update(content)
-        self.header, self.place = before, (place[0], place[1])
-        log.info("going on after %s tokens, in shards 0 to %d", f"{before.tokens:,}", len(before.shards) - 1)
+        self.header, self.place = finished, (number, inside)
+        log.info("resuming after %s tokens, in shards 0 to %d", f"{finished.tokens:,}", len(finished.shards) - 1)
 
-    def add(self, documents: Shard, place: tuple[int, Place]) -> int:
-        """Append a batch that ends at ``place``, or what ``max_tokens`` leaves room for; the number of its tokens."""
-        if self.header.max_tokens is not None:
-            documents = self._fitting(documents, self.header.max_tokens - self.header.tokens)
+    def add(self, documents: Shard, place: SourcePlace) -> int:
+        """Append a batch that ends at ``place``, as far as ``max_tokens`` allows; return the number of its tokens."""
+        header = self.header
+        if header.max_tokens is not None:
+            documents = self._fitting(documents, header.max_tokens - header.tokens)
         if not len(documents.ids):
             return 0
         if not self._files:
-            paths = _shard_paths(self.folder, len(self.header.shards), self.header.chat)
+            paths = header.shard_paths(self.folder, len(header.shards))
             self._files = tuple(path.open("wb") for path in paths)
-            self.header.shards.append({"tokens": 0, "documents": 0})
-        shard, source = self.header.shards[-1], self.header.sources[place[0]]
-        content = documents.ids.astype(self._dtype, copy=False).tobytes()
-        self._digest.update(content)
-        self._files[0].write(content)
-        self._files[1].write((documents.starts + shard["tokens"]).astype("<i8").tobytes())
-        if documents.learned is not None:
-            self._files[2].write(documents.learned.tobytes())
+            header.shards.append({"tokens": 0, "documents": 0})
+        shard, source = header.shards[-1], header.sources[place[0]]
+        ids = documents.ids.astype(np.dtype(header.dtype).newbyteorder("<"), copy=False)
+        starts = (documents.starts + shard["tokens"]).astype("<i8")
+        self._digest.update(ids.tobytes())
+        for file, array in zip(self._files, (ids, starts, documents.learned)):
+            if array is not None:
+                file.write(array.tobytes())
         for count in (shard, source):
-            count["tokens"] += len(documents.ids)
-            count["documents"] += len(documents.starts)
-        self.header.tokens += len(documents.ids)
-        self.header.documents += len(documents.starts)
-        if shard["tokens"] >= self.header.shard_tokens and not self.full:
+            count["tokens"] += len(ids)
+            count["documents"] += len(starts)
+        header.tokens += len(ids)
+        header.documents += len(starts)
+        if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
-            self.header.save(self.folder / PARTIAL, place=place)
-        return len(documents.ids)
+            header.save(self.folder / PARTIAL, place=place)
+        return len(ids)
 
     def _fitting(self, documents: Shard, room: int) -> Shard:
-        """The documents that end within ``room`` tokens."""
+        """Return the documents that end within ``room`` tokens."""
         ends = np.append(documents.starts[1:], len(documents.ids))
         n = int(np.searchsorted(ends, room, side="right"))
         self.full = n < len(ends)
@@ -315,29 +353,11 @@ class _Writer:
         for source in read:
             if not source["tokens"]:
                 raise ValueError(
-                    f"data source {source['name']!r} holds no text; name one that does, or --data.sources tiny."
+                    f"data source {source['name']!r} holds no text; pass one that does, or --data.sources tiny."
                 )
         self._close_shard()
         self.header.sha256 = self._digest.hexdigest()
-        self.header.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.header.created = now()
         self.header.save(self.folder / HEADER)
         (self.folder / PARTIAL).unlink(missing_ok=True)
         return self.header
-
-
-def _shard_paths(folder: Path, number: int, chat: bool = False) -> tuple[Path, ...]:
-    """Files of a shard, in the order of the fields of `Shard`."""
-    return tuple(folder / f"{name}-{number:05d}.bin" for name in ("ids", "starts", *(["learned"] if chat else [])))
-
-
-def _check_sizes(folder: Path, header: TokenHeader) -> None:
-    """Raises ValueError naming the file that is missing, truncated or too long."""
-    for number, shard in enumerate(header.shards):
-        expected = (shard["tokens"] * np.dtype(header.dtype).itemsize, shard["documents"] * 8, shard["tokens"])
-        for path, size in zip(_shard_paths(folder, number, header.chat), expected):
-            found = path.stat().st_size if path.exists() else 0
-            if found != size:
-                raise ValueError(
-                    f"{path} has {found} bytes where the header says {size}; copy the folder again, or delete it "
-                    "and prepare it again."
-                )

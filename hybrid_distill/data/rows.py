@@ -1,13 +1,13 @@
-"""Rows of tokenised sources in a seeded order, which any process reads at any step.
+"""Rows of tokenized sources in a seeded order, which any process reads at any step.
 
-Shapes: B rows, L tokens of a row.
+Shapes: B rows, L tokens of a row, K stored tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -19,33 +19,24 @@ from .tokens import Tokens, hash_of, tokens_of
 ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
 
+State = dict[str, Any]
+"""JSON of where a process stands in its rows."""
+
 
 class Batch(TypedDict):
-    """Rows of one optimiser step, or a part of them."""
+    """Rows of one optimizer step, or a part of them."""
 
     input_ids: Tensor
     """[B, L] int64."""
     seq_idx: Tensor
     """[B, L] int64: which document of its row a token belongs to, from 0, never decreasing."""
     mask: Tensor
-    """[B, L] bool: whether the loss counts what is predicted here. False at padding, which only the last row of a
+    """[B, L] bool: whether the loss counts the prediction made here. False at padding, which only the last row of a
     source has, and in conversations where the next token is not the assistant's."""
 
 
-def pick_rows(batch: Batch, rows: slice | list[int]) -> Batch:
-    """Some rows of a batch, with everything that it holds of them."""
-    tensors = cast(dict[str, Tensor], batch)
-    return cast(Batch, {name: tensor[rows] for name, tensor in tensors.items()})
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a device, if it is not there."""
-    tensors = cast(dict[str, Tensor], batch)
-    return cast(Batch, {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
-
-
 class TaughtBatch(Batch):
-    """A batch that brings along what the teacher says of it, read from disk (`logits`)."""
+    """Batch with the teacher's cached top-k logits (`CachedLogitsDataset`)."""
 
     teacher_ids_BLK: Tensor
     """int64: the teacher's K likeliest next tokens, ascending."""
@@ -53,22 +44,46 @@ class TaughtBatch(Batch):
     """float32."""
 
 
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def pick_rows(batch: AnyBatch, rows: slice | list[int]) -> AnyBatch:
+    """Return some rows of a batch, with all of its entries."""
+    return _changed(batch, lambda tensor: tensor[rows])
+
+
+def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    """Copy a batch to a device, if it is not there."""
+    return _changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
+    tensors: Any = batch
+    return {name: change(tensor) for name, tensor in tensors.items()}  # type: ignore[return-value]
+
+
+def batch_of(rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+    """Stack rows of (input_ids, seq_idx, mask), each [L]."""
+    input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
+    return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
+
+
 class Rows(Protocol):
-    """Where a training loop takes its batches from."""
+    """Source of a training loop's batches."""
 
     fingerprint: str
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
-        """The share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
+        """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 class PackedRows:
-    """Rows of tokenised sources: every ``seq_len`` tokens of a source are one, whatever documents they hold.
+    """Rows of tokenized sources: every ``seq_len`` tokens of a source are one, whatever documents they hold.
 
     An epoch holds each source whole, once. With ``weights`` it has the same number of rows, shared out by
     weight; a source then goes on in the next epoch where it stopped in this one. Rows are equally long, so
@@ -80,63 +95,46 @@ class PackedRows:
     ) -> None:
         self.sources, self.seq_len, self.seed = list(sources), seq_len, seed
         self._n_rows = [-(-len(tokens) // seq_len) for tokens in self.sources]
-        total = sum(self._n_rows)
-        self._shares = [max(1, round(total * w / sum(weights))) for w in weights] or self._n_rows
-        self._ends = np.cumsum(self._shares)
-        self._row_ends = np.cumsum(self._n_rows)
+        self.n_rows = sum(self._n_rows)
+        self._shares = [max(1, round(self.n_rows * w / sum(weights))) for w in weights] or self._n_rows
+        self.rows_per_epoch = sum(self._shares)
+        self._ends, self._row_ends = np.cumsum(self._shares), np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
-        """Whether an epoch holds every row once."""
+        """True if an epoch holds every row once."""
         prints = [tokens.fingerprint for tokens in self.sources]
         self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
         self.text_fingerprint = hash_of(prints)
-        """Of the tokens alone, whatever the length and the order of rows."""
+        """Hash of the tokens alone, whatever the length and the order of rows."""
 
     @classmethod
     def from_texts(
         cls, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, seed: int = 0
     ) -> PackedRows:
-        """Rows of texts that are already in memory."""
+        """Cut texts in memory into rows."""
         return cls([tokens_of(texts, tokenizer)], seq_len=seq_len, seed=seed)
 
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows read before the first one comes again."""
-        return int(self._ends[-1])
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of all sources."""
-        return int(self._row_ends[-1])
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all sources."""
-        return sum(len(tokens) for tokens in self.sources)
-
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
-        """Rows ``step * batch_size ...`` of the endless row of epochs; each process takes an equal part.
+        """Return rows ``step * batch_size ...`` of the endless row of epochs; each process takes an equal part.
 
         Raises ValueError for a ``batch_size`` that ``world`` does not divide.
         """
         return self.read(self.step_row_ids(step, batch_size, rank, world))
 
     def step_row_ids(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """The numbers of the rows that `batch` returns."""
+        """Return the numbers of the rows that `batch` returns."""
         share = rows_of_each(batch_size, world)
         return self.row_ids(step * batch_size + rank * share, share)
 
     def row_ids(self, first: int, n: int) -> np.ndarray:
-        """Which rows come at places ``first ... first + n - 1``, [n] int64: numbers from 0 over all sources.
+        """Return which rows come at places ``first ... first + n - 1``, [n] int64, numbered over all sources.
 
         A row's number depends on the sources and ``seq_len`` alone, not on seed or weights.
         """
         return np.array([self._row_id(place) for place in range(first, first + n)], dtype=np.int64)
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
-        """The rows of these numbers."""
-        columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
-        input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
-        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
+        """Read rows by number."""
+        return batch_of(self._row(int(row_id)) for row_id in row_ids)
 
     def _row_id(self, index: int) -> int:
         epoch, place = divmod(index, self.rows_per_epoch)
@@ -153,16 +151,16 @@ class PackedRows:
         row = row_id - (int(self._row_ends[number]) - self._n_rows[number])
         return self.sources[number].row(row, self.seq_len)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the step says where the rows are."""
+    def state_dict(self) -> State:
+        """Return nothing: the step says where the rows are."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+    def load_state_dict(self, state: State) -> None:
+        """Do nothing, as `state_dict` holds nothing."""
 
 
 def rows_of_each(batch_size: int, world: int) -> int:
-    """Rows of a step for each process. Raises ValueError when they cannot be equally many."""
+    """Return the rows of a step for each process. Raises ValueError when they cannot be equally many."""
     if batch_size % world:
         raise ValueError(
             f"a batch of {batch_size} rows cannot be shared by {world} processes; use a multiple of {world}."
@@ -171,7 +169,7 @@ def rows_of_each(batch_size: int, world: int) -> int:
 
 
 def shuffled(place: int, n: int, *key: int) -> int:
-    """Where ``place`` comes to when 0 ... n - 1 are shuffled; every ``key`` is another shuffle.
+    """Index of ``place`` under a seeded permutation of 0 ... n - 1; every ``key`` is another permutation.
 
     A Feistel network permutes the numbers below a power of four, and a number above n - 1 goes through it again until
     it is below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). There is no table: any place

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,23 +18,22 @@ from transformers import PreTrainedTokenizerBase
 from .chat import encode_conversation
 
 _SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")
-_TEXTS_AT_ONCE = 1000
 
 
 class Shard(NamedTuple):
-    """Whole documents, one after the other."""
+    """Complete documents, one after the other."""
 
     ids: np.ndarray
     """[tokens] unsigned integers."""
     starts: np.ndarray
     """[documents] int64: where each document begins; 0 first."""
     learned: np.ndarray | None = None
-    """[tokens] bool, of conversations: is the token after it the assistant's? None where every token counts."""
+    """[tokens] bool, for conversations: whether the next token is the assistant's. None where every token counts."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One tokenised source. Its shards follow one another without a gap: rows run across their ends."""
+    """One tokenized source. Its shards follow one another without a gap: rows run across their ends."""
 
     shards: tuple[Shard, ...]
     pad_id: int
@@ -46,11 +45,11 @@ class Tokens:
         return np.cumsum([len(shard.ids) for shard in self.shards])
 
     def __len__(self) -> int:
-        """Tokens of all shards."""
+        """Count the tokens of all shards."""
         return int(self._ends[-1])
 
     def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(input_ids, seq_idx, mask), each [L], of the row that begins at token ``index * seq_len``."""
+        """Return (input_ids, seq_idx, mask), each [L], of the row that begins at token ``index * seq_len``."""
         begin, filled = index * seq_len, 0
         input_ids = np.full(seq_len, self.pad_id, dtype=np.int64)
         boundary = np.zeros(seq_len, dtype=np.int64)
@@ -74,20 +73,15 @@ class Tokens:
 
 
 def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokens of texts in memory. Raises ValueError when there is no text."""
-    texts, digest = list(texts), hashlib.sha256()
-    batches = (texts[first : first + _TEXTS_AT_ONCE] for first in range(0, len(texts), _TEXTS_AT_ONCE))
-    dtype = id_dtype(tokenizer)
-    shards = tuple(shard for shard in (encode(batch, tokenizer, dtype) for batch in batches) if len(shard.ids))
-    if not shards:
-        raise ValueError("there is no text to tokenise: every document is empty.")
-    for shard in shards:
-        digest.update(shard.ids.tobytes())
-    return Tokens(shards, eos_id(tokenizer), hash_of([digest.hexdigest()]))
+    """Tokenize texts in memory. Raises ValueError when there is no text."""
+    shard = encode(list(texts), tokenizer, id_dtype(tokenizer))
+    if not len(shard.ids):
+        raise ValueError("there is no text to tokenize: every document is empty; pass one that is not.")
+    return Tokens((shard,), eos_id(tokenizer), hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()]))
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:
-    """The documents that are not blank, as arrays; with ``chat`` they are conversations (`encode_conversation`)."""
+    """Tokenize the documents that are not blank; with ``chat`` they are conversations (`encode_conversation`)."""
     if chat:
         both = [encode_conversation(text, tokenizer) for text in texts if text]
         documents, learned = [ids for ids, _ in both], _joined([own for _, own in both], np.dtype(bool))
@@ -103,7 +97,7 @@ def _joined(parts: Sequence[Sequence[int]], dtype: np.dtype) -> np.ndarray:
 
 
 def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each document that is not blank, closed by the tokenizer's EOS token."""
+    """Tokenize each document that is not blank, closed by the tokenizer's EOS token."""
     eos = eos_id(tokenizer)
     written = [text for text in texts if text.strip()]
     if not written:
@@ -113,7 +107,7 @@ def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that closes a document. Raises ValueError when the tokenizer has none."""
+    """Return the token that closes a document. Raises ValueError when the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise ValueError(f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token.")
@@ -121,43 +115,42 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the highest id; ``len(tokenizer)`` is less where ids have gaps."""
+    """Return one more than the highest id; ``len(tokenizer)`` is less where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """The smallest unsigned integers that hold every id."""
+    """Return the smallest unsigned type that holds every id."""
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False) -> str:
-    """Hash of what decides how the tokenizer splits a text and closes a document.
+    """Hash everything that decides how the tokenizer splits a text and closes a document.
 
     The class, padding and decoding do not count: versions of transformers differ in them for the same tokenizer.
-    With ``chat``, neither does what is put around a text, for the template does that: a base model and its instruct
-    model may then have the same.
+    With ``chat``, neither do the tokens around a text, which the template sets: a base model and its instruct model
+    may then have the same.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        content: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
-    else:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         parts = json.loads(backend.to_str())
         content = [parts[name] for name in _SPLITS_A_TEXT if not (chat and name == "post_processor")]
+    else:
+        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
     return hash_of([content] if chat else [content, tokenizer.eos_token_id])
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError, naming both, unless every id is the same token: a teacher's logits mean nothing otherwise."""
+    """Raise ValueError, naming both, unless every id is the same token: a teacher's logits mean nothing otherwise."""
     ours, theirs = own.get_vocab(), other.get_vocab()
     if ours != theirs:
         odd = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
         names = (f"{t.name_or_path or 'unnamed'} ({hash_of(t.get_vocab())[:12]})" for t in (own, other))
         raise ValueError(
             f"mixed tokenizers: the run's is {' and the other teacher has '.join(names)}; they differ from token "
-            f"{odd[1]} ({odd[0]!r}) on: a teacher must have the student's vocabulary, name one of the same family."
+            f"{odd[1]} ({odd[0]!r}) on; pass a teacher of the student's family, which has its vocabulary."
         )
 
 
-def hash_of(content: Any) -> str:
-    """SHA-256 of JSON values, in hexadecimal."""
+def hash_of(content: object) -> str:
+    """Return the SHA-256 of JSON values, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

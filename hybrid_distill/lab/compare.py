@@ -1,7 +1,7 @@
 """Students that differ in the heads they keep, side by side: the method's claim in one table.
 
-Heads are scored once and recurrent heads are aligned once, against the teacher's own heads one by one, so that every
-student starts from the same recurrent heads and differs in its plan alone::
+A sweep over one axis: heads are scored once and recurrent heads are aligned once, so that every student starts from the
+same recurrent heads and differs in its plan alone::
 
     scores.json  teacher/  aligned/  <student>/...  compare.json  report.md
 """
@@ -17,14 +17,15 @@ from ..data.documents import PROBE_LIKE
 from ..distributed import alone_in, on_main_process
 from ..io import write_json
 from ..pipeline import Run, run_beside
-from .report import write_report
+from .reporting.run import write_report
+from .sweep.cells import restored_plan, variant_config
 
 EXPORTED = "top"
 """The student that a comparison exports."""
 
 
 @dataclass(frozen=True)
-class Entrant:
+class Variant:
     """One student of a comparison."""
 
     name: str
@@ -34,28 +35,28 @@ class Entrant:
     """Distil on the probe's own questions too: a control, not the method."""
 
 
-def entrants(
+def variants(
     k: int, *, random_seeds: Sequence[int] = (0,), restoration: bool = False, probe_like: bool = False
-) -> list[Entrant]:
-    """No head, k random heads for each seed, the top k by ablation and, if asked for, by restoration.
+) -> list[Variant]:
+    """Return no head, k random heads for each seed, the top k by ablation and, if asked for, by restoration.
 
     With ``probe_like`` each of them once more, on other data.
     """
-    plain = [Entrant("none", "0 heads", PlanConfig("none", k=0))]
-    plain += [
-        Entrant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
-        for seed in random_seeds
+    plain = [
+        Variant("none", "0 heads", PlanConfig("none", k=0)),
+        *(
+            Variant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
+            for seed in random_seeds
+        ),
+        Variant("top", f"top {k} by ablation", PlanConfig("top", k=k)),
     ]
-    plain.append(Entrant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
     if restoration:
-        plain.append(Entrant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
-    if not probe_like:
-        return plain
-    mixed = [replace(e, name=f"{e.name}-probe", probe_like=True) for e in plain]
-    return plain + mixed
+        plain.append(Variant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
+    mixed = [replace(variant, name=f"{variant.name}-probe", probe_like=True) for variant in plain]
+    return plain + mixed if probe_like else plain
 
 
-def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
+def compare(base: RunConfig, students: Sequence[Variant]) -> Path:
     """Run every student in a folder of its own below ``base.out`` and write the report; finished work is kept.
 
     Raises what `pipeline.run` raises.
@@ -74,14 +75,14 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
         record = {
             "students": [
                 {
-                    "name": s.name,
-                    "label": s.label,
-                    "dir": s.name,
-                    "selection": s.plan.selection,
-                    "k": s.plan.k,
-                    **({"data": "probe questions mixed in"} if s.probe_like else {}),
+                    "name": student.name,
+                    "label": student.label,
+                    "dir": student.name,
+                    "selection": student.plan.selection,
+                    "k": student.plan.k,
+                    **({"data": "probe questions mixed in"} if student.probe_like else {}),
                 }
-                for s in students
+                for student in students
             ],
             "teacher": "teacher/evaluation.json",
             "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
@@ -90,19 +91,14 @@ def compare(base: RunConfig, students: Sequence[Entrant]) -> Path:
     return out
 
 
-def _run_student(shared: Run, student: Entrant, aligned: Path) -> None:
+def _run_student(shared: Run, student: Variant, aligned: Path) -> None:
     base, plan, data = shared.config, student.plan, shared.config.data
     if plan.selection == "restoration":
-        shared.restoration_plan(plan.k)
-        plan = replace(plan, selection="file", file=shared.restoration_path(plan.k))
+        plan = restored_plan(shared, plan.k)
     if student.probe_like:
         data = replace(data, sources=(*data.sources, PROBE_LIKE))
     config = replace(
-        base,
-        name=student.name,
-        out=shared.out / student.name,
-        plan=plan,
-        scoring=replace(base.scoring, file=shared.out / "scores.json"),
+        variant_config(base, student.name, shared.out / student.name, plan),
         student=replace(base.student, aligned=aligned),
         stages=("distill",),
         data=data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One question: ``prompt + answer`` is the text a model that knows would write.
+    """One question: a model that knows the answer would write ``prompt + answer``.
 
     ``answer`` is one of ``choices``; each carries its own leading space.
     """
@@ -38,12 +39,24 @@ class Probe(Protocol):
         ...
 
     def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples: the same ones at every call."""
+        """Return the first ``n`` examples: the same ones at every call."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """Everything the examples follow from, for the provenance of a result (JSON values only)."""
+        """Return everything the examples follow from, for the provenance of a result (JSON values only)."""
         ...
+
+
+class SeededProbe(ABC):
+    """A probe whose example i is the same whatever number of examples is asked for."""
+
+    def examples(self, n: int) -> list[Example]:
+        """Return the first ``n`` examples. Choices begin with the space that follows the prompt."""
+        check_counts(n=n)
+        return [self._example(index) for index in range(n)]
+
+    @abstractmethod
+    def _example(self, index: int) -> Example: ...
 
 
 def check_counts(**counts: int) -> None:
@@ -54,7 +67,7 @@ def check_counts(**counts: int) -> None:
 
 
 def duplicates(words: Iterable[str]) -> list[str]:
-    """Words that occur more than once, sorted."""
+    """Return words that occur more than once, sorted."""
     return sorted(word for word, count in Counter(words).items() if count > 1)
 
 
@@ -70,7 +83,7 @@ def check_words(name: str, words: Iterable[str], at_least: int) -> None:
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """A sequence as a tuple; one number or word counts as a sequence of one. Raises ValueError for an empty one."""
+    """Return a sequence as a tuple; one number or word counts as a sequence of one. Raises ValueError if empty."""
     if isinstance(value, str | int | float):
         return (value,)
     if not isinstance(value, Iterable) or not (values := tuple(value)):
@@ -79,5 +92,5 @@ def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def digest(words: Iterable[str]) -> str:
-    """Short hash that tells two word lists apart."""
+    """Return a short hash that tells two word lists apart."""
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]

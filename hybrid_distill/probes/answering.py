@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import eval_mode
 from . import Example, check_counts
@@ -23,9 +23,16 @@ from . import Example, check_counts
 Tokens = tuple[int, ...]
 
 
+class Output(Protocol):
+    """Output of a causal language model."""
+
+    logits: Tensor
+    past_key_values: Cache
+
+
 @dataclass(frozen=True)
 class ChoiceResult:
-    """What a model makes of E examples.
+    """Answers of a model to E examples.
 
     ``logprob_EC`` holds one list per example (their numbers of choices may differ): the log-probability,
     in nats, of each choice as a whole. ``answer_logprob_E`` is the answer's, ``correct_E`` whether it is
@@ -59,17 +66,17 @@ class EncodedExample:
     answer: int
 
     def contexts(self) -> list[Tokens]:
-        """Beginnings of choices, longer than the shared one, after which a token has to be predicted."""
+        """Return beginnings of choices, longer than the shared one, after which a token has to be predicted."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     def reads(self) -> list[tuple[Tokens, int]]:
-        """(tokens after the prompt, next token) of every log-probability that the choices are made of."""
+        """Return (tokens after the prompt, next token) of every log-probability that the choices are made of."""
         needed = {(choice[:t], token) for choice in self.choices for t, token in enumerate(choice)}
         needed |= {(choice, token) for choice, stop in zip(self.choices, self.stops) for token in stop}
         return sorted(needed)
 
     def choice_logprobs(self, logprob: Callable[[Tokens, int], float]) -> list[float]:
-        """Log-probability of each choice: summed over tokens, less the chance of going on to a longer one."""
+        """Return log-probabilities of the choices: summed over tokens, less the chance of going on to a longer one."""
         totals = []
         for choice, stop in zip(self.choices, self.stops):
             total = sum(logprob(choice[:t], token) for t, token in enumerate(choice))
@@ -79,7 +86,7 @@ class EncodedExample:
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> EncodedExample:
-    """Tokenise ``prompt + choice`` as the model would read it, for every choice at once.
+    """Tokenize ``prompt + choice`` as the model would read it, for every choice at once.
 
     Raises ValueError when two choices have the same tokens: this tokenizer cannot tell them apart.
     """
@@ -103,11 +110,10 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokens of each text, after the tokenizer's beginning-of-text token if it sets one; no end-of-text."""
+    """Tokenize each text, after the tokenizer's beginning-of-text token if it sets one; no end-of-text."""
     rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-    bos: Any = tokenizer.bos_token_id
-    begins = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-    start: list[Any] = [bos] if begins else []
+    first: Any = tokenizer("a")["input_ids"]
+    start = first[:1] if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id] else []
     return [(*start, *row) for row in rows]
 
 
@@ -127,7 +133,7 @@ Address = tuple[int, int, int]  # row, position, token in a tensor of logits
 class ChoiceBatch:
     """Examples that are answered together; everything but the model is worked out once.
 
-    One forward over the prompts reads what follows the shared beginning of each example's choices. Where
+    One forward pass over the prompts reads the tokens after the shared beginning of each example's choices. Where
     that does not tell them apart, the prompts' cache is extended by each context (`EncodedExample.contexts`).
     """
 
@@ -137,35 +143,22 @@ class ChoiceBatch:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
         self.n_logits = 1 + max(e.n_shared for e in self.encoded)
         self.contexts = [(example, path) for example, e in enumerate(self.encoded) for path in e.contexts()]
-        self._locate()
-
-    def _locate(self) -> None:
-        """Find where each log-probability stands: counted from a prompt's end, or from a context's start."""
         row_of = {
-            (example, path[:t]): row
-            for row, (example, path) in enumerate(self.contexts)
-            for t in range(len(path) + 1)
+            (example, path[:t]): row for row, (example, path) in enumerate(self.contexts) for t in range(len(path) + 1)
         }
-        self.in_prompts: dict[Read, Address] = {}
-        self.in_contexts: dict[Read, Address] = {}
+        # Where each log-probability stands: counted from a prompt's end, or from a context's start.
+        self._in_prompts: dict[Read, Address] = {}
+        self._in_contexts: dict[Read, Address] = {}
         for example, e in enumerate(self.encoded):
             for path, token in e.reads():
                 beyond = len(path) - e.n_shared
                 if beyond <= 0:
-                    self.in_prompts[example, path, token] = (example, beyond - 1, token)
+                    self._in_prompts[example, path, token] = (example, beyond - 1, token)
                 else:
-                    self.in_contexts[example, path, token] = (row_of[example, path], beyond - 1, token)
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    @property
-    def needs_cache(self) -> bool:
-        """Whether some choices differ only in their second token after the shared ones, or later."""
-        return bool(self.contexts)
+                    self._in_contexts[example, path, token] = (row_of[example, path], beyond - 1, token)
 
     def logprobs(self, model: PreTrainedModel) -> list[list[float]]:
-        """Log-probability of every choice of every example; each prompt runs through the model once."""
+        """Return the log-probability of every choice of every example; each prompt runs through the model once."""
         found = self.reads(model)
         return [
             e.choice_logprobs(lambda path, token, example=example: found[example, path, token])
@@ -173,17 +166,16 @@ class ChoiceBatch:
         ]
 
     def reads(self, model: PreTrainedModel) -> dict[Read, float]:
-        """All log-probabilities that the choices' are made of."""
-        output = forward(
-            model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=self.needs_cache
-        )
-        found = _logprobs_at(output.logits, self.in_prompts)
-        if self.needs_cache:
-            found |= _logprobs_at(self._context_logits(model, output.past_key_values), self.in_contexts)
+        """Return all log-probabilities that those of the choices are made of."""
+        uses_cache = bool(self.contexts)
+        output = forward(model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=uses_cache)
+        found = _logprobs_at(output.logits, self._in_prompts)
+        if uses_cache:
+            found |= _logprobs_at(self._context_logits(model, output.past_key_values), self._in_contexts)
         return found
 
-    def _context_logits(self, model: PreTrainedModel, cache: Any) -> Tensor:
-        """logits_RTV after each context, from the prompts' cache."""
+    def _context_logits(self, model: PreTrainedModel, cache: Cache) -> Tensor:
+        """Return logits_RTV after each context, from the prompts' cache."""
         device = self.mask_BL.device
         example_R = torch.tensor([example for example, _ in self.contexts], device=device)
         tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
@@ -196,21 +188,11 @@ class ChoiceBatch:
 
 
 def _logprobs_at(logits_BSV: Tensor, wanted: dict[Read, Address]) -> dict[Read, float]:
-    """Log-probabilities at the wanted addresses, in float32 whatever the model computes in."""
+    """Return log-probabilities at the wanted addresses, in float32 whatever the model computes in."""
     row, position, token = torch.tensor(list(wanted.values()), device=logits_BSV.device).unbind(1)
-    normaliser_BS = logits_BSV.float().logsumexp(-1)
-    values = logits_BSV[row, position, token].float() - normaliser_BS[row, position]
+    normalizer_BS = logits_BSV.float().logsumexp(-1)
+    values = logits_BSV[row, position, token].float() - normalizer_BS[row, position]
     return dict(zip(wanted, values.tolist(), strict=True))
-
-
-def choice_batches(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, batch_size: int, device: torch.device
-) -> Iterator[ChoiceBatch]:
-    """The examples as batches, in order."""
-    check_counts(batch_size=batch_size)
-    for start in range(0, len(examples), batch_size):
-        part = examples[start : start + batch_size]
-        yield ChoiceBatch([encode_example(tokenizer, example) for example in part], device)
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
@@ -231,7 +213,7 @@ def answer_choices(
     batch_size: int = 32,
     progress: bool = False,
 ) -> ChoiceResult:
-    """Which choice the model finds likeliest, by the summed log-probability of the choice's tokens.
+    """Find the choice that the model finds likeliest, by the summed log-probability of the choice's tokens.
 
     Where one choice's tokens begin another's, it counts only as far as the model would stop there. A
     prompt is computed once; choices of more than one distinguishing token extend its cache. Works for any
@@ -239,11 +221,11 @@ def answer_choices(
     """
     logprob_EC: list[list[float]] = []
     answers: list[int] = []
-    with eval_mode(model), tqdm(total=len(examples), desc="choices", disable=not progress) as bar:
-        for batch in choice_batches(tokenizer, examples, batch_size=batch_size, device=model.device):
+    with eval_mode(model):
+        for part in _parts(examples, batch_size, "choices", progress):
+            batch = ChoiceBatch([encode_example(tokenizer, example) for example in part], model.device)
             logprob_EC += batch.logprobs(model)
             answers += [example.answer for example in batch.encoded]
-            bar.update(len(batch))
     return choice_result(logprob_EC, answers)
 
 
@@ -255,22 +237,29 @@ def answer_generation(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Tensor:
-    """correct_E: whether the greedily generated text begins with the answer as a whole word or number."""
-    check_counts(batch_size=batch_size)
+    """Return correct_E: whether the greedily generated text begins with the answer as a whole word or number."""
     correct: list[bool] = []
-    with eval_mode(model), tqdm(total=len(examples), desc="generation", disable=not progress) as bar:
-        for start in range(0, len(examples), batch_size):
-            part = examples[start : start + batch_size]
+    with eval_mode(model):
+        for part in _parts(examples, batch_size, "generation", progress):
             texts = generate_greedily(model, tokenizer, part)
             correct += [begins_with(text, example.answer) for text, example in zip(texts, part, strict=True)]
-            bar.update(len(part))
     return torch.tensor(correct)
+
+
+def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
+    """Split examples into batches, behind a progress bar."""
+    check_counts(batch_size=size)
+    with tqdm(total=len(examples), desc=name, disable=not progress) as bar:
+        for start in range(0, len(examples), size):
+            part = examples[start : start + size]
+            yield part
+            bar.update(len(part))
 
 
 def generate_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> list[str]:
-    """The text each prompt is continued with, just long enough to see whether it is the answer."""
+    """Continue each prompt, just long enough to see whether the text is the answer."""
     prompts = tokenize(tokenizer, [example.prompt for example in examples])
     answers = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
     longest = max(len(answer) - len(prompt) for prompt, answer in zip(prompts, answers, strict=True))
@@ -294,22 +283,21 @@ def generate_greedily(
 
 
 def begins_with(text: str, answer: str) -> bool:
-    """Whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
+    """Tell whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
     answer = answer.strip()
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
 
 
 def _pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token to fill rows with after their end: any will do, as pads are masked."""
-    eos: Any = model.generation_config.eos_token_id
-    first_eos = eos[0] if isinstance(eos, list) else eos
-    candidates: list[Any] = [tokenizer.pad_token_id, first_eos, tokenizer.eos_token_id]
-    return next((token for token in candidates if token is not None), 0)
+    """Return a token to fill rows with after their end: any special one will do, as pads are masked."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    candidates = (tokenizer.pad_token_id, eos[0] if isinstance(eos, list) else eos, tokenizer.eos_token_id)
+    return next((token for token in candidates if isinstance(token, int)), 0)
 
 
 def left_pad(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(input_ids_BL, mask_BL) with every row ending at the right edge; the mask is 0 at pads."""
+    """Return (input_ids_BL, mask_BL) with every row ending at the right edge; the mask is 0 at pads."""
     longest = max(map(len, rows))
     ids = torch.tensor([(0,) * (longest - len(row)) + tuple(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -323,9 +311,9 @@ def forward(
     *,
     logits_to_keep: int = 0,
     use_cache: bool = False,
-    past_key_values: Any = None,
-) -> Any:
-    """The model's output on tokens that end where the mask ends; positions do not count pads.
+    past_key_values: Cache | None = None,
+) -> Output:
+    """Run the model on tokens that end where the mask ends; positions do not count pads.
 
     Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where
     the model can do so.
@@ -348,5 +336,5 @@ def forward(
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the model's forward names this argument."""
+    """Tell whether the model's forward method names this argument."""
     return argument in inspect.signature(model.forward).parameters

@@ -1,11 +1,10 @@
-"""Can a model's tokenizer and context hold these questions at all? Asked before hours of scoring, not after."""
+"""Checks that a model's tokenizer and context can hold questions, made before hours of scoring."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,71 +25,63 @@ def check_answerable(
     """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
 
     ``max_length`` is the model's context in tokens (``max_position_embeddings`` of its config); the prompt and its
-    longest choice must fit together. ``shorter`` is what the error advises to take where they do not.
+    longest choice must fit together. ``shorter`` is the advice of the error where they do not.
     """
-    if missing := missing_words(tokenizer, _texts(examples)):
+    texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
+    if missing := missing_words(tokenizer, texts):
         named = ", ".join(repr(word) for word in missing[:NAMED])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         raise ValueError(
             f"this tokenizer has no token for {named}{more}, so the model cannot tell such words apart; "
             "give the probe words that it knows (keys, words, facts or filler), or take another probe."
         )
-    too_long = [(index, n) for index, n in enumerate(_lengths(tokenizer, examples)) if n > max_length]
-    if too_long:
-        index, n_tokens = max(too_long, key=lambda found: found[1])
+    lengths = _lengths(tokenizer, examples)
+    if (longest := max(lengths, default=0)) > max_length:
         raise ValueError(
-            f"{len(too_long)} of {len(examples)} examples are longer than the model's context of {max_length} tokens; "
-            f"example {index} is the longest, with {n_tokens}: take {shorter}."
+            f"{sum(n > max_length for n in lengths)} of {len(examples)} examples are longer than the model's context "
+            f"of {max_length} tokens; example {lengths.index(longest)} is the longest, with {longest}: take {shorter}."
         )
 
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
-    """Words that become the unknown token, wholly or in part, or that vanish; each once, in order of appearance."""
+    """Return words that become the unknown token, in part or wholly, or that vanish; in order of appearance."""
     find = _vanishing if tokenizer.unk_token_id is None else _unknown
     return list(dict.fromkeys(word for text in texts for word in find(tokenizer, text)))
 
 
-def _texts(examples: Iterable[Example]) -> list[str]:
-    """Prompts and choices, each once."""
-    return list(dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices)))
-
-
 def _unknown(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """Words of a text that hold the unknown token."""
-    if tokenizer.unk_token_id not in tokenizer(text, add_special_tokens=False)["input_ids"]:
+    """Yield words of a text that hold the unknown token."""
+    unknown = tokenizer.unk_token_id
+    if unknown not in _ids(tokenizer, text):
         return
     if not tokenizer.is_fast:
-        words = WORD.findall(text)
-        found = [word for word in words if tokenizer.unk_token_id in _ids(tokenizer, word)]
-        yield from found or [text.strip()]
+        yield from [word for word in WORD.findall(text) if unknown in _ids(tokenizer, word)] or [text.strip()]
         return
-    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    unknown = [span for token, span in spans if token == tokenizer.unk_token_id]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans = [span for token, span in zip(encoded["input_ids"], encoded["offset_mapping"]) if token == unknown]
     for word in WORD.finditer(text):
-        if any(start < word.end() and word.start() < end for start, end in unknown):
+        if any(start < word.end() and word.start() < end for start, end in spans):
             yield word.group()
 
 
 def _vanishing(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """Words that do not come back: what a tokenizer without an unknown token does not know it leaves out."""
+    """Yield words that do not come back: a tokenizer without an unknown token leaves out the words it lacks."""
     for word in dict.fromkeys(WORD.findall(text)):
         if _plain(word) not in _plain(str(tokenizer.decode(_ids(tokenizer, word)))):
             yield word
 
 
 def _plain(text: str) -> str:
-    """Without what tokenizers change on purpose: case, ways of writing a letter, spaces between tokens."""
+    """Remove differences that tokenizers make on purpose: case, ways of writing a letter, spaces between tokens."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _lengths(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
-    """Tokens of each prompt with the choice that has most tokens."""
+    """Count the tokens of each prompt with the choice that has most tokens."""
     choices = list(dict.fromkeys(choice for example in examples for choice in example.choices))
     n_tokens = dict(zip(choices, map(len, tokenize(tokenizer, choices)), strict=True))
     texts = [example.prompt + max(example.choices, key=n_tokens.__getitem__) for example in examples]

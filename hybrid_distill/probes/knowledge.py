@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+from ..assets import facts_path
 from . import Example, check_counts
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -27,39 +32,42 @@ class Knowledge:
         return sum(1 / len(example.choices) for example in examples) / len(examples)
 
     def examples(self, n: int | None = None) -> list[Example]:
-        """The first ``n`` questions in the file's order; all of them by default."""
+        """Return the first ``n`` questions in the file's order; all of them by default."""
         if n is not None:
             check_counts(n=n)
-        lines = self._text().splitlines()
-        return [self._example(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:n]
+        return read_json_lines(self._file, _as_example, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
 
-    def _example(self, number: int, line: str) -> Example:
-        try:
-            record = json.loads(line)
-            return Example(record["prompt"], record["answer"], tuple(record["choices"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"line {number} of {self._file()} is no question ({error}); "
-                'expected {"prompt": ..., "answer": ..., "choices": [...]} with the answer among the choices.'
-            ) from error
-
+    @property
     def _file(self) -> Path:
-        if self.path is not None:
-            return Path(self.path)
-        from ..assets import facts_path
-
-        return facts_path()
-
-    def _text(self) -> str:
-        try:
-            text = self._file().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the questions {self._file()} cannot be read ({error}).") from error
-        if not text.strip():
-            raise ValueError(f"{self._file()} holds no questions.")
-        return text
+        return facts_path() if self.path is None else Path(self.path)
 
     def describe(self) -> dict[str, object]:
-        """The file by name and hash."""
-        digest = hashlib.sha256(self._text().encode()).hexdigest()[:16]
-        return {"name": "knowledge", "file": self._file().name, "sha256": digest}
+        """Return the file's name and hash."""
+        digest = hashlib.sha256(_text(self._file).encode()).hexdigest()[:16]
+        return {"name": "knowledge", "file": self._file.name, "sha256": digest}
+
+
+def _as_example(record: dict[str, Any]) -> Example:
+    return Example(record["prompt"], record["answer"], tuple(record["choices"]))
+
+
+def read_json_lines(file: Path, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
+    """Read the questions of a file, one a line. Raises ValueError naming the first bad line and what is expected."""
+    found = []
+    for number, line in enumerate(_text(file).splitlines(), start=1):
+        try:
+            if line.strip():
+                found.append(read(json.loads(line)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number} of {file} is not a question ({error}); write {expected}.") from error
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
+    if not text.strip():
+        raise ValueError(f"{file} holds no questions; write one a line.")
+    return text

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from . import Example, check_counts, duplicates
+from . import Example, SeededProbe, as_tuple, check_counts, digest, duplicates
 from .nouns import NOUNS
 
 HEADER = "Memorize the following dictionary:"
 QUESTION = "The value of the key '{key}' is"
 N_VALUES = 100
 
-KVExample = Example
-
 
 class Wording(NamedTuple):
-    """How a dictionary is put: its first line ("" for none), an entry, the question."""
+    """Wording of a dictionary: its first line ("" for none), an entry, the question."""
 
     header: str = HEADER
     entry: str = "{key}:{value}"
@@ -31,65 +28,86 @@ DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of t
 
 
 @dataclass(frozen=True)
-class KVRetrieval:
-    """Dictionaries of ``n_pairs`` distinct nouns with distinct values 0 to 99.
+class KVRetrieval(SeededProbe):
+    """Dictionaries of ``n_pairs`` distinct nouns with distinct values 0 to 99, which are the choices.
 
-    Keys, values, their order and the key asked for all follow from ``seed``; example i is the same whatever
-    number of examples is asked for. ``keys`` replaces the default nouns, for a model that knows few words, ``wording``
-    the words around them.
+    Of several ``n_pairs``, examples take one after the other, in turn. Keys, values, their order and the key asked for
+    all follow from ``seed``. ``keys`` replaces the default nouns, for a model that knows few words, ``wording`` the
+    words around them.
 
     Raises ValueError when ``n_pairs`` is not in 1..100 (values are distinct), for repeated or too few keys.
     """
 
-    n_pairs: int
+    n_pairs: int | tuple[int, ...]
     seed: int = 0
     keys: tuple[str, ...] | None = field(default=None, repr=False)
     wording: Wording = DICTIONARY
 
     def __post_init__(self) -> None:
-        check_counts(n_pairs=self.n_pairs)
-        if self.n_pairs > N_VALUES:
-            raise ValueError(
-                f"n_pairs is {self.n_pairs}, but only {N_VALUES} values (0 to {N_VALUES - 1}) are distinct; "
-                f"ask for at most {N_VALUES} pairs."
-            )
+        for n_pairs in self._sizes:
+            check_counts(n_pairs=n_pairs)
+            if n_pairs > N_VALUES:
+                raise ValueError(
+                    f"n_pairs is {n_pairs}, but only {N_VALUES} values (0 to {N_VALUES - 1}) are distinct; "
+                    f"ask for at most {N_VALUES} pairs."
+                )
+        if repeated := duplicates(map(str, self._sizes)):
+            raise ValueError(f"n_pairs is {self.n_pairs}: {repeated[0]} is there twice; pass each size once.")
         if self.keys is not None:
             object.__setattr__(self, "keys", tuple(self.keys))
         if repeated := duplicates(self.nouns):
             raise ValueError(f"keys named twice: {', '.join(repeated)}; a dictionary needs distinct keys.")
-        if len(self.nouns) < self.n_pairs:
+        if len(self.nouns) < max(self._sizes):
             raise ValueError(
-                f"{len(self.nouns)} keys cannot fill a dictionary of {self.n_pairs} pairs; "
+                f"{len(self.nouns)} keys cannot fill a dictionary of {max(self._sizes)} pairs; "
                 "give more keys or ask for fewer pairs."
             )
 
     @property
+    def _sizes(self) -> tuple[int, ...]:
+        return as_tuple("n_pairs", self.n_pairs)
+
+    @property
     def nouns(self) -> tuple[str, ...]:
-        """The keys that dictionaries are drawn from."""
+        """Keys that dictionaries are drawn from."""
         return NOUNS if self.keys is None else self.keys
 
     @property
     def chance(self) -> float:
-        """Accuracy of naming any value of the dictionary."""
-        return 1 / self.n_pairs
-
-    def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples. Answers and choices begin with the space that follows the prompt."""
-        check_counts(n=n)
-        return [self._example(index) for index in range(n)]
+        """Accuracy of naming any value of the dictionary, mean over sizes."""
+        return sum(1 / n_pairs for n_pairs in self._sizes) / len(self._sizes)
 
     def _example(self, index: int) -> Example:
-        rng = random.Random(f"kv-retrieval {self.seed} {self.n_pairs} {index}")
-        keys = rng.sample(self.nouns, self.n_pairs)
-        values = rng.sample(range(N_VALUES), self.n_pairs)
-        asked = rng.randrange(self.n_pairs)
+        index, place = divmod(index, len(self._sizes))
+        n_pairs = self._sizes[place]
+        rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {index}")
+        keys = rng.sample(self.nouns, n_pairs)
+        values = rng.sample(range(N_VALUES), n_pairs)
+        asked = rng.randrange(n_pairs)
         header, entry, question = self.wording
         pairs = [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
         prompt = "\n".join([*([header] if header else []), *pairs, question.format(key=keys[asked])])
         return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
-        """The settings every prompt follows from; the keys as a hash."""
-        keys = hashlib.sha256("\n".join(self.nouns).encode()).hexdigest()[:16]
-        described = {"name": "kv_retrieval", "n_pairs": self.n_pairs, "seed": self.seed, "keys_sha256": keys}
+        """Return the settings every prompt follows from; the keys as a hash."""
+        n_pairs = list(self.n_pairs) if isinstance(self.n_pairs, tuple) else self.n_pairs
+        described = {"name": "kv_retrieval", "n_pairs": n_pairs, "seed": self.seed, "keys_sha256": digest(self.nouns)}
         return described if self.wording == DICTIONARY else {**described, "wording": list(self.wording)}
+
+
+def probe_document(
+    rng: random.Random, n_pairs: int, n_questions: int, entry: str = "{key}:{value}", question: str = QUESTION + " "
+) -> str:
+    """Write a dictionary with several questions to it; by default all of it in the probe's wording."""
+    pairs = list(zip(rng.sample(NOUNS, n_pairs), rng.sample(range(N_VALUES), n_pairs), strict=True))
+    lines = [HEADER, *(entry.format(key=key, value=value) for key, value in pairs)]
+    for key, value in rng.choices(pairs, k=n_questions):
+        lines.append(f"{question.format(key=key)}{value}")
+    return "\n".join(lines)
+
+
+def write_probe_documents(n: int, seed: str) -> list[str]:
+    """Write ``n`` dictionaries of 4 to 32 pairs with a few questions each, in the probe's wording."""
+    rng = random.Random(seed)
+    return [probe_document(rng, rng.randint(4, 32), rng.randint(1, 4)) for _ in range(n)]

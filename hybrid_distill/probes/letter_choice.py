@@ -13,7 +13,9 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple, get_args
 
-from . import Example, as_tuple, check_counts, digest
+from ..assets import facts_path
+from . import Example, SeededProbe, as_tuple, check_counts, digest
+from .knowledge import read_json_lines
 
 ANSWER = "Answer:"
 Form = Literal["letter", "text", "completion"]
@@ -32,14 +34,14 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LetterChoice:
+class LetterChoice(SeededProbe):
     """Facts as questions with ``n_options`` lettered options; the choices are the letters.
 
     With the ``form`` "text" the choices are the options themselves, with "completion" the question stands alone and
     they continue it: the same questions with the same options. Facts are asked in an order that follows from ``seed``,
     and again with other options when all have been asked. ``facts`` are `Fact` or tuples of its fields. Raises
-    ValueError when ``n_options`` is not in 2..26, for an unknown form, for something that is no fact, and for a fact
-    without enough wrong answers.
+    ValueError when ``n_options`` is not in 2..26, for an unknown form, for a malformed fact, and for a fact without
+    enough wrong answers.
     """
 
     facts: tuple[Fact, ...] = field(repr=False)
@@ -51,12 +53,14 @@ class LetterChoice:
     def from_file(
         cls, path: str | Path | None = None, n_options: int = 4, seed: int = 0, form: Form = "letter"
     ) -> LetterChoice:
-        """Facts of a JSON-lines file, by default those that the embedded teacher was taught.
+        """Read the facts of a JSON-lines file, by default those that the embedded teacher was taught.
 
-        A line is ``{"prompt", "answer"}``, and if it likes ``"choices"`` (whatever is not the answer is a distractor)
+        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (those that are not the answer are distractors)
         and ``"kind"``. Raises ValueError for a file that cannot be read as such, naming the line.
         """
-        return cls(tuple(read_facts(path)), n_options, seed, form)
+        expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
+        file = facts_path() if path is None else Path(path)
+        return cls(tuple(read_json_lines(file, _read_fact, expected)), n_options, seed, form)
 
     def __post_init__(self) -> None:
         check_counts(n_options=self.n_options)
@@ -64,8 +68,7 @@ class LetterChoice:
             raise ValueError(f"n_options is {self.n_options}; there are 2 to {len(ascii_uppercase)} letters to choose.")
         if self.form not in get_args(Form):
             raise ValueError(f"form is {self.form!r}; use one of {', '.join(get_args(Form))}.")
-        facts = as_tuple("facts", self.facts)
-        object.__setattr__(self, "facts", tuple(_as_fact(number, fact) for number, fact in enumerate(facts, start=1)))
+        object.__setattr__(self, "facts", tuple(_as_fact(fact) for fact in as_tuple("facts", self.facts)))
         for fact in self.facts:
             n_wrong = len(fact.distractors) + len(self._others(fact))
             if n_wrong < self.n_options - 1:
@@ -83,7 +86,7 @@ class LetterChoice:
         return {kind: list(found) for kind, found in answers.items()}
 
     def _others(self, fact: Fact) -> list[str]:
-        """Answers of facts of the same kind that are neither the answer nor one of the fact's own distractors."""
+        """Return answers of facts of the same kind that are not the fact's answer or one of its distractors."""
         return [answer for answer in self._answers[fact.kind] if answer not in (fact.answer, *fact.distractors)]
 
     @property
@@ -91,13 +94,12 @@ class LetterChoice:
         """Accuracy of naming any letter."""
         return 1 / self.n_options
 
-    def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples; each choice begins with the space that follows the prompt."""
-        check_counts(n=n)
-        order = random.Random(f"letter-choice {self.seed}").sample(self.facts, len(self.facts))
-        return [self._example(order[index % len(order)], index) for index in range(n)]
+    @cached_property
+    def _order(self) -> list[Fact]:
+        return random.Random(f"letter-choice {self.seed}").sample(self.facts, len(self.facts))
 
-    def _example(self, fact: Fact, index: int) -> Example:
+    def _example(self, index: int) -> Example:
+        fact = self._order[index % len(self._order)]
         rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
         n_wrong = self.n_options - 1
         n_own = min(n_wrong, len(fact.distractors))
@@ -112,20 +114,19 @@ class LetterChoice:
         return Example(prompt, choices[options.index(fact.answer)], choices)
 
     def describe(self) -> dict[str, object]:
-        """The settings every prompt follows from; the facts as a hash."""
-        facts = digest(json.dumps(fact) for fact in self.facts)
+        """Return the settings every prompt follows from; the facts as a hash."""
         return {
             "name": "letter_choice",
             "n_options": self.n_options,
             "seed": self.seed,
             "n_facts": len(self.facts),
-            "facts_sha256": facts,
+            "facts_sha256": digest(json.dumps(fact) for fact in self.facts),
             **({} if self.form == "letter" else {"form": self.form}),
         }
 
 
-def _as_fact(number: int, fields: Any) -> Fact:
-    """A fact from its fields, without spaces around them. Raises ValueError for what is no fact."""
+def _as_fact(fields: Any) -> Fact:
+    """Make a fact of its fields, without spaces around them. Raises ValueError for a malformed one."""
     try:
         if isinstance(fields, str):
             raise TypeError("a text alone")
@@ -134,41 +135,15 @@ def _as_fact(number: int, fields: Any) -> Fact:
         fact = Fact(question.strip(), answer.strip(), tuple(text.strip() for text in wrong), kind.strip())
     except (AttributeError, TypeError) as error:
         raise ValueError(
-            f"fact {number} is {fields!r} ({error}); expected texts: question, answer, and if wanted "
+            f"the fact {fields!r} is malformed ({error}); give texts: question, answer, and if wanted "
             "a sequence of distractors and a kind."
         ) from error
     answers = [fact.answer, *fact.distractors]
     if not fact.question or not all(answers) or len(set(answers)) < len(answers):
-        raise ValueError(f"fact {number} is {fields!r}; nothing in it may be empty, and its answers must differ.")
+        raise ValueError(f"the fact {fields!r} is malformed; nothing in it may be empty, and its answers must differ.")
     return fact
 
 
-def read_facts(path: str | Path | None = None) -> list[Fact]:
-    """Facts of a JSON-lines file: see `LetterChoice.from_file`."""
-    file = _embedded() if path is None else Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the facts {file} cannot be read ({error}).") from error
-    facts = [_read_fact(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not facts:
-        raise ValueError(f"{file} holds no facts.")
-    return facts
-
-
-def _read_fact(file: Path, number: int, line: str) -> Fact:
-    try:
-        record = json.loads(line)
-        wrong = [choice for choice in record.get("choices", ()) if choice.strip() != record["answer"].strip()]
-        return _as_fact(number, (record["prompt"], record["answer"], wrong, record.get("kind", "")))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"line {number} of {file} is no fact ({error}); "
-            'expected {"prompt": ..., "answer": ...}, and if wanted "choices": [...] and "kind": ....'
-        ) from error
-
-
-def _embedded() -> Path:
-    from ..assets import facts_path
-
-    return facts_path()
+def _read_fact(record: dict[str, Any]) -> Fact:
+    wrong = [choice for choice in record.get("choices", ()) if choice.strip() != record["answer"].strip()]
+    return _as_fact((record["prompt"], record["answer"], wrong, record.get("kind", "")))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
 
-from . import Example, as_tuple, check_counts, check_words, digest, duplicates
+from . import Example, SeededProbe, as_tuple, check_counts, check_words, digest, duplicates
 from .kv_retrieval import N_VALUES
 from .nouns import NOUNS
 
@@ -24,20 +24,20 @@ good meal|because there was time|as they often did""".replace("\n", " ").split("
 
 
 def default_filler() -> str:
-    """About 4,500 words of plain sentences, in an order that never changes, without numbers."""
+    """Return about 4,500 words of plain sentences, in an order that never changes, without numbers."""
     sentences = [" ".join(parts) + "." for parts in product(SUBJECTS, ACTIONS, TIMES)]
     random.Random("needle filler").shuffle(sentences)
     return " ".join(sentences)
 
 
 @dataclass(frozen=True)
-class Needle:
+class Needle(SeededProbe):
     """``NEEDLE`` between the sentences of a passage, at every pair of ``lengths`` and ``depths`` in turn.
 
     A passage is as many whole sentences as it takes to reach ``length`` words, from a random sentence of the filler
     on, beginning again at the filler's end. Depth 0 is before the first sentence, 1 after the last. ``filler`` is a
     text or several; its line breaks become spaces. The answer is one of ``n_choices`` numbers; neither they nor the
-    fact's key (one of ``keys``, default: common nouns) occur in the filler.
+    fact's key (one of ``keys``) occur in the filler.
 
     Raises ValueError for a filler without words, a depth outside 0..1, settings named twice, and when the filler holds
     too many of the numbers or all keys.
@@ -79,12 +79,12 @@ class Needle:
 
     @cached_property
     def _used(self) -> set[str]:
-        """The filler's words and numbers."""
+        """Words and numbers of the filler."""
         return {word for sentence in self._sentences for word in re.findall(r"\d+|[^\W\d]+", sentence.lower())}
 
     @cached_property
     def _keys(self) -> list[str]:
-        return [key for key in (NOUNS if self.keys is None else self.keys) if key.lower() not in self._used]
+        return [key for key in self.keys or NOUNS if key.lower() not in self._used]
 
     @cached_property
     def _values(self) -> list[int]:
@@ -95,13 +95,10 @@ class Needle:
         """Accuracy of naming any of the choices."""
         return 1 / self.n_choices
 
-    def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples. Lengths change from example to example, depths after each round of lengths."""
-        check_counts(n=n)
+    def _example(self, index: int) -> Example:
+        """Make an example. Lengths change from example to example, depths after each round of lengths."""
         settings = list(product(self.depths, self.lengths))
-        return [self._example(index, *settings[index % len(settings)]) for index in range(n)]
-
-    def _example(self, index: int, depth: float, length: int) -> Example:
+        depth, length = settings[index % len(settings)]
         rng = random.Random(f"needle {self.seed} {length} {depth} {index}")
         key, values = rng.choice(self._keys), rng.sample(self._values, self.n_choices)
         answer = rng.choice(values)
@@ -113,7 +110,7 @@ class Needle:
         return Example(prompt, answer=f" {answer}", choices=tuple(f" {value}" for value in values))
 
     def _passage(self, start: int, length: int) -> list[str]:
-        """Sentences from number ``start`` on, until they hold ``length`` words."""
+        """Return sentences from number ``start`` on, until they hold ``length`` words."""
         text, n_words = [], 0
         while n_words < length:
             sentence = self._sentences[(start + len(text)) % len(self._sentences)]
@@ -122,7 +119,7 @@ class Needle:
         return text
 
     def describe(self) -> dict[str, object]:
-        """The settings every prompt follows from; filler and keys as hashes."""
+        """Return the settings every prompt follows from; filler and keys as hashes."""
         return {
             "name": "needle",
             "lengths": list(self.lengths),

@@ -1,5 +1,11 @@
 """Common English nouns, the keys of synthetic dictionaries. The order is part of every seeded prompt: append only."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import as_tuple, check_words
+
 NOUNS: tuple[str, ...] = tuple(
     """
     apple anchor arrow basket bell bench blanket boat bottle bowl box branch bread bridge brush bucket button cabin
@@ -21,3 +27,10 @@ NOUNS: tuple[str, ...] = tuple(
     group guest hair hall hand harp hawk hay heart hen hotel hour ice iron ivory jar judge juice jungle
     """.split()
 )
+
+
+def words_or_nouns(name: str, words: Sequence[str] | None, at_least: int) -> tuple[str, ...]:
+    """Return the words that a probe draws from, `NOUNS` for None. Raises ValueError for repeated or too few words."""
+    found = NOUNS if words is None else as_tuple(name, words)
+    check_words(name, found, at_least)
+    return found

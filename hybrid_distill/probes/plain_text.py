@@ -15,34 +15,29 @@ from ..teacher import text_config
 from . import check_counts
 from .answering import Tokens, forward, left_pad, tokenize
 
-# At most this many logits at a time: half a gigabyte in float32.
 LOGITS_AT_ONCE = 2**27
+"""Most logits in memory at a time: half a gigabyte in float32."""
 
 
 class TextBatch:
-    """Some texts, left-padded. ``counts_BT`` marks the tokens to predict: all but each text's first."""
-
-    needs_cache = False
+    """Left-padded texts. ``counts_BT`` marks the tokens to predict: all but each text's first."""
 
     def __init__(self, rows: Sequence[Tokens], device: torch.device) -> None:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
         self.counts_BT = (self.mask_BL[:, 1:] * self.mask_BL[:, :-1]).bool()
 
-    def __len__(self) -> int:
-        return len(self.input_ids_BL)
-
     def logits(self, model: PreTrainedModel) -> Tensor:
-        """logits_BTV: what the model expects in place of each token but the first, in float32."""
+        """Return logits_BTV of each token but the first, in float32."""
         return forward(model, self.input_ids_BL, self.mask_BL).logits[:, :-1].float()
 
     def token_losses(self, logits_BTV: Tensor) -> Tensor:
-        """loss_BT in nats; 0 at pads."""
+        """Return loss_BT in nats; 0 at pads."""
         targets_BT = self.input_ids_BL[:, 1:]
         picked_BT = logits_BTV.gather(-1, targets_BT[..., None])[..., 0]
         return (logits_BTV.logsumexp(-1) - picked_BT) * self.counts_BT
 
     def text_losses(self, model: PreTrainedModel) -> Tensor:
-        """loss_B: each text's mean next-token loss in nats."""
+        """Return loss_B: each text's mean next-token loss in nats."""
         loss_BT = self.token_losses(self.logits(model))
         return loss_BT.double().sum(1) / self.counts_BT.sum(1)
 
@@ -55,10 +50,7 @@ def text_batches(
     max_tokens: int,
     batch_size: int,
 ) -> Iterator[TextBatch]:
-    """The first ``max_tokens`` tokens of each text, in batches small enough for their logits to fit.
-
-    Texts of a single token predict nothing and are left out. Raises ValueError when that leaves none of them.
-    """
+    """Yield the rows of `text_rows` in batches small enough for their logits to fit."""
     check_counts(batch_size=batch_size)
     rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
     n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
@@ -67,15 +59,12 @@ def text_batches(
 
 
 def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int) -> list[Tokens]:
-    """The first ``max_tokens`` tokens of each text; those of a single token predict nothing and are left out.
+    """Return the first ``max_tokens`` tokens of each text; those of a single token predict nothing and are left out.
 
     Raises ValueError when that leaves none of them.
     """
     check_counts(max_tokens=max_tokens)
-    cut = [row[:max_tokens] for row in tokenize(tokenizer, texts)]
-    rows = [row for row in cut if len(row) > 1]
+    rows = [row[:max_tokens] for row in tokenize(tokenizer, texts) if len(row[:max_tokens]) > 1]
     if texts and not rows:
-        raise ValueError(
-            f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
-        )
+        raise ValueError(f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict.")
     return rows

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from . import Probe, as_tuple
 from .copying import Copying
-from .growing import GrowingKV
 from .kv_retrieval import KVRetrieval
 from .letter_choice import Fact, LetterChoice
 from .needle import Needle
+from .nouns import NOUNS
 from .two_hop import TwoHop
 
 
 def make_probe(name: str, **options: object) -> Probe:
-    """The probe called ``name``, one of ``PROBES``, with its options.
+    """Make the probe called ``name``, one of ``PROBES``, with its options.
 
     Raises ValueError for an unknown name, an option that this probe does not have, and what the probe refuses.
     """
@@ -26,40 +26,38 @@ def make_probe(name: str, **options: object) -> Probe:
 
 
 def probe_with(name: str, given: Mapping[str, object]) -> Probe:
-    """The probe called ``name`` with those of the given options that it has. Raises ValueError as `make_probe` does."""
+    """Make the probe called ``name`` with those of the given options that it has. Raises as `make_probe` does."""
     return make_probe(name, **{option: given[option] for option in options_of(name) if option in given})
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of the options that `make_probe` takes for a probe. Raises ValueError for an unknown name."""
+    """Return the names of a probe's options. Raises ValueError for an unknown name."""
     if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}; there are {', '.join(PROBES)}.")
+        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(PROBES)}.")
     return tuple(inspect.signature(PROBES[name]).parameters)
 
 
-def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] | None = None) -> KVRetrieval | GrowingKV:
-    """Dictionaries of one size; of each size in turn where several are given."""
+def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] | None = None) -> KVRetrieval:
     sizes = as_tuple("pairs", pairs)
-    return KVRetrieval(*sizes, seed, keys) if len(sizes) == 1 else GrowingKV(sizes, seed, keys)
+    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, keys)
 
 
 def _letters(facts: str | Path | Sequence[Fact] | None = None, n_options: int = 4, seed: int = 0) -> LetterChoice:
-    """Facts from a file, by default the embedded teacher's, or given as they are."""
+    """Ask facts of a file, by default the embedded teacher's, or facts in memory."""
     if facts is None or isinstance(facts, str | Path):
         return LetterChoice.from_file(facts, n_options, seed)
     return LetterChoice(tuple(facts), n_options, seed)
 
 
-def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] | None = None) -> TwoHop:
+def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> TwoHop:
     sizes = as_tuple("pairs", pairs)
     if len(sizes) != 1:
-        raise ValueError(f"pairs are {sizes}; two-hop dictionaries have one size: give one number.")
+        raise ValueError(f"pairs are {sizes}; two-hop dictionaries have one size: pass one number.")
     return TwoHop(*sizes, seed, keys)
 
 
 PROBES: dict[str, Callable[..., Probe]] = {
     "kv": _kv,
-    "growing": GrowingKV,
     "letters": _letters,
     "needle": Needle,
     "copy": Copying,

@@ -5,26 +5,26 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from . import Example, as_tuple, check_counts, check_words, digest
+from . import Example, SeededProbe, check_counts, digest
 from .kv_retrieval import N_VALUES
-from .nouns import NOUNS
+from .nouns import NOUNS, words_or_nouns
 
 HEADER = "In this list a word stands for a number, or for another word of the list:"
 QUESTION = "Followed to its end, '{key}' stands for the number"
 
 
 @dataclass(frozen=True)
-class TwoHop:
+class TwoHop(SeededProbe):
     """Dictionaries of ``n_pairs`` entries in any order: half of them lead to another key, the rest to a number.
 
-    Every leading key has an end of its own, so each chain but the one asked for is a distractor. ``keys`` replaces
-    the default nouns, for a model that knows few words. Raises ValueError when ``n_pairs`` is below 4 (two chains)
-    or asks for more than 100 numbers, and for repeated or too few keys.
+    Every leading key has an end of its own, so each chain but the one asked for is a distractor. Choices are the
+    numbers. Raises ValueError when ``n_pairs`` is below 4 (two chains) or asks for more than 100 numbers, and for
+    repeated or too few ``keys``.
     """
 
     n_pairs: int = 8
     seed: int = 0
-    keys: tuple[str, ...] | None = field(default=None, repr=False)
+    keys: tuple[str, ...] = field(default=NOUNS, repr=False)
 
     def __post_init__(self) -> None:
         check_counts(n_pairs=self.n_pairs)
@@ -33,13 +33,7 @@ class TwoHop:
                 f"n_pairs is {self.n_pairs}; two chains need 4 entries, and {2 * N_VALUES} have all of the "
                 f"{N_VALUES} different numbers: ask for 4 to {2 * N_VALUES}."
             )
-        if self.keys is not None:
-            object.__setattr__(self, "keys", as_tuple("keys", self.keys))
-        check_words("keys", self._keys, self.n_pairs)
-
-    @property
-    def _keys(self) -> tuple[str, ...]:
-        return NOUNS if self.keys is None else self.keys
+        object.__setattr__(self, "keys", words_or_nouns("keys", self.keys, self.n_pairs))
 
     @property
     def _n_ends(self) -> int:
@@ -51,14 +45,9 @@ class TwoHop:
         """Accuracy of naming any number of the dictionary."""
         return 1 / self._n_ends
 
-    def examples(self, n: int) -> list[Example]:
-        """The first ``n`` examples; choices are the numbers of the dictionary, each with its leading space."""
-        check_counts(n=n)
-        return [self._example(index) for index in range(n)]
-
     def _example(self, index: int) -> Example:
         rng = random.Random(f"two-hop {self.seed} {self.n_pairs} {index}")
-        keys = rng.sample(self._keys, self.n_pairs)
+        keys = rng.sample(self.keys, self.n_pairs)
         numbers = rng.sample(range(N_VALUES), self._n_ends)
         ends, leading = keys[: self._n_ends], keys[self._n_ends :]
         asked = rng.randrange(len(leading))
@@ -68,5 +57,5 @@ class TwoHop:
         return Example(prompt, answer=f" {numbers[asked]}", choices=tuple(f" {number}" for number in numbers))
 
     def describe(self) -> dict[str, object]:
-        """The settings every prompt follows from; the keys as a hash."""
-        return {"name": "two_hop", "n_pairs": self.n_pairs, "seed": self.seed, "keys_sha256": digest(self._keys)}
+        """Return the settings every prompt follows from; the keys as a hash."""
+        return {"name": "two_hop", "n_pairs": self.n_pairs, "seed": self.seed, "keys_sha256": digest(self.keys)}

@@ -1,21 +1,17 @@
-"""Which heads does a model retrieve with? `score_heads` takes them out one at a time; `HeadScores` is what it finds."""
+"""Which heads does a model retrieve with? `score_heads` ablates them one at a time and returns `HeadScores`."""
 
-from .comparison import compare_rankings, comparison_table
-from .exact import score_heads
-from .greedy import greedy_ablation
+from .comparison import compare_files, compare_rankings, comparison_table
+from .exact import greedy_ablation, score_heads
 from .head_scores import HeadScores, describe_run
 from .importers import load_ranking
-from .uncertainty import bootstrap_interval, split_half, tie_warning
 
 __all__ = [
     "HeadScores",
-    "bootstrap_interval",
+    "compare_files",
     "compare_rankings",
     "comparison_table",
     "describe_run",
     "greedy_ablation",
     "load_ranking",
     "score_heads",
-    "split_half",
-    "tie_warning",
 ]

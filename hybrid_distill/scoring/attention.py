@@ -1,12 +1,12 @@
-"""What each head looks at: two scores read from attention maps, for comparison with ablation.
+"""Two scores read from attention maps, for comparison with ablation.
 
 `attention_to_answer` is the attention that falls on the answer where it stands in the prompt; `copy_score` the share
 of the answer that is generated while the head looks at just that (retrieval heads, Wu et al., arXiv 2404.15574).
-Both see where a head looks, not what comes of it: gather heads, which look elsewhere, get nothing.
+Both see where a head looks, not its effect: gather heads, which look elsewhere, get nothing.
 
 Maps are read from the last position only: the prompt before it runs with the model's own attention and fills a cache.
 
-Shapes: B batch, K layer with attention, H query head, T new token, S position so far.
+Shapes: B batch, E example, K layer with attention, H query head, T new token, S position so far.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ from ..probes import Example, Probe, check_counts
 from ..probes.answering import EncodedExample, Tokens, encode_example, forward, left_pad, tokenize
 from ..teacher import HeadSite, eval_mode, head_sites
 from .head_scores import HeadScores
-from .per_example import mean_scores
 
 
 @dataclass(frozen=True)
 class _Sought:
-    """An example as tokens, and the positions of the prompt at which its answer stands."""
+    """An example as tokens, its answer as it continues the prompt, and the answer's positions in the prompt."""
 
     encoded: EncodedExample
+    answer: Tokens
     positions: Tokens
-
-    @property
-    def answer(self) -> Tokens:
-        """The answer as it continues the prompt."""
-        return self.encoded.choices[self.encoded.answer]
 
 
 def attention_to_answer(
@@ -52,11 +47,11 @@ def attention_to_answer(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """Mean attention from where the answer is predicted to the answer's tokens in the prompt.
+    """Score heads by their mean attention from where the answer is predicted to the answer's tokens in the prompt.
 
     It is predicted from the question's last token, or from the last of those after it that all choices share (the
     space before a number). This share, 0 to 1, stands in ``accuracy_drop_LH``, though no accuracy is measured;
-    log-probability drops are 0. ``baseline["uniform"]`` is what a head gives that looks everywhere alike. Raises
+    log-probability drops are 0. ``baseline["uniform"]`` is the share of a head that looks everywhere alike. Raises
     ValueError for an answer that is not in its prompt, and for a model whose heads have no attention maps.
     """
     sites = head_sites(model, "attention")
@@ -74,7 +69,7 @@ def attention_to_answer(
         shares.append((map_BKHS.double() * sought_BS[:, None, None]).sum(-1))
     method = "attention from where the answer is predicted to the answer in the prompt"
     baseline = {"accuracy": None, "uniform": sum(uniform) / len(uniform)}
-    return mean_scores(model, probe, sites, torch.cat(shares), table="accuracy", method=method, baseline=baseline)
+    return HeadScores.from_estimates(model, probe, sites, torch.cat(shares), "accuracy", method, baseline)
 
 
 def copy_score(
@@ -86,80 +81,72 @@ def copy_score(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """Retrieval score of arXiv 2404.15574: the share of the answer's different tokens in the prompt that a head copies.
+    """Score heads by the share of the answer's different tokens in the prompt that they copy (arXiv 2404.15574).
 
     A head copies a token when that is generated (greedily, as many tokens as the answer has) while the position
     that the head attends to most holds this token and is one of the answer's. Tokens that differ in a leading space
     only are the same. This share, 0 to 1, stands in ``accuracy_drop_LH``, though no accuracy is measured;
-    log-probability drops are 0. The mean is over all examples; ``baseline["accuracy"]`` says how many are answered
-    right, token by token. Raises ValueError for an answer that is not in its prompt, and for a model whose heads have
-    no attention maps.
+    log-probability drops are 0. The mean is over all examples; ``baseline["accuracy"]`` is the share that is answered
+    right, token by token. Raises ValueError as `attention_to_answer` does.
     """
     sites = head_sites(model, "attention")
     shares: list[Tensor] = []
     correct: list[bool] = []
     for batch in _batches(tokenizer, probe, n_examples, batch_size, progress):
-        rows = [s.encoded.prompt for s in batch]
         with eval_mode(model):
-            generated_BT, looked_BTKH = _generate(model, sites, rows, max(len(s.answer) for s in batch))
+            prompts, n_new = [s.encoded.prompt for s in batch], max(len(s.answer) for s in batch)
+            generated_BT, looked_BTKH = _generate(model, sites, prompts, n_new)
         for s, tokens, looked_TKH in zip(batch, generated_BT.tolist(), looked_BTKH):
             tokens = tokens[: len(s.answer)]
             shares.append(_copied(tokenizer, s, tokens, looked_TKH))
             correct.append(tuple(tokens) == s.answer)
     method = "copy score of retrieval heads (arXiv 2404.15574)"
     baseline = {"accuracy": sum(correct) / len(correct)}
-    return mean_scores(model, probe, sites, torch.stack(shares), table="accuracy", method=method, baseline=baseline)
+    return HeadScores.from_estimates(model, probe, sites, torch.stack(shares), "accuracy", method, baseline)
 
 
 def _copied(
     tokenizer: PreTrainedTokenizerBase, sought: _Sought, generated: Sequence[int], looked_TKH: Tensor
 ) -> Tensor:
-    """share_KH of the distinct tokens sought that were generated while the head looked at them."""
+    """Return share_KH of the distinct tokens sought that were generated while the head looked at them."""
+
+    def word(token: int) -> str:
+        """Return a token's text as the vocabulary writes it, without a leading space (Ġ or ▁ there)."""
+        piece = str(tokenizer.convert_ids_to_tokens(token))
+        return piece.lstrip("Ġ▁ ") or piece
+
     places: dict[str, list[int]] = {}
     for position in sought.positions:
-        places.setdefault(_word(tokenizer, sought.encoded.prompt[position]), []).append(position)
-    copied = {word: torch.zeros(looked_TKH.shape[1:], dtype=torch.bool) for word in places}
+        places.setdefault(word(sought.encoded.prompt[position]), []).append(position)
+    copied = {each: torch.zeros(looked_TKH.shape[1:], dtype=torch.bool) for each in places}
     for token, looked_KH in zip(generated, looked_TKH):
-        word = _word(tokenizer, token)
-        if word in places:
-            copied[word] |= torch.isin(looked_KH, torch.tensor(places[word]))
+        if (written := word(token)) in places:
+            copied[written] |= torch.isin(looked_KH, torch.tensor(places[written]))
     return torch.stack(list(copied.values())).double().mean(0)
-
-
-def _word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text as the vocabulary writes it, without a leading space (Ġ or ▁ there)."""
-    piece: Any = tokenizer.convert_ids_to_tokens(token)
-    return piece.lstrip("Ġ▁ ") or piece
 
 
 def _batches(
     tokenizer: PreTrainedTokenizerBase, probe: Probe, n_examples: int, batch_size: int, progress: bool
 ) -> Iterator[list[_Sought]]:
     check_counts(n_examples=n_examples, batch_size=batch_size)
-    sought = [_seek(tokenizer, example) for example in probe.examples(n_examples)]
+    sought: list[_Sought] = []
+    for example in probe.examples(n_examples):
+        e, positions = encode_example(tokenizer, example), answer_positions(tokenizer, example)
+        sought.append(_Sought(e, e.choices[e.answer], tuple(p for p in positions if p < len(e.prompt))))
     with tqdm(total=n_examples, desc="attention maps", disable=not progress) as bar:
         for start in range(0, n_examples, batch_size):
-            batch = sought[start : start + batch_size]
-            yield batch
-            bar.update(len(batch))
-
-
-def _seek(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Sought:
-    encoded = encode_example(tokenizer, example)
-    positions = answer_positions(tokenizer, example)
-    return _Sought(encoded, tuple(p for p in positions if p < len(encoded.prompt)))
+            yield sought[start : start + batch_size]
+            bar.update(len(sought[start : start + batch_size]))
 
 
 def answer_positions(tokenizer: PreTrainedTokenizerBase, example: Example) -> Tokens:
-    """Positions among the prompt's tokens of every place where the answer stands as a whole word or number.
+    """List the positions of the prompt's tokens at which the answer stands as a whole word or number.
 
     A token that holds more than the answer counts too. Raises ValueError for an answer that is not in the prompt,
-    and for a tokenizer that does not tell which characters a token covers.
+    and for a tokenizer that does not report character offsets.
     """
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers; load a fast tokenizer."
-        )
+        raise ValueError(f"{type(tokenizer).__name__} does not report character offsets; load a fast tokenizer.")
     answer = example.answer.strip()
     spans = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", example.prompt)]
     if not spans:
@@ -179,9 +166,9 @@ def answer_positions(tokenizer: PreTrainedTokenizerBase, example: Example) -> To
 def _generate(
     model: PreTrainedModel, sites: Sequence[HeadSite], prompts: Sequence[Tokens], n_new: int
 ) -> tuple[Tensor, Tensor]:
-    """(generated_BT, looked_BTKH): greedy tokens, and the prompt position each head looked at most before each.
+    """Return (generated_BT, looked_BTKH): greedy tokens, and the position each head looked at most before each.
 
-    Positions count from a prompt's own start; what has been generated continues it.
+    Positions count from a prompt's own start; generated tokens continue it.
     """
     input_ids_BS, mask_BS = left_pad(prompts, model.device)
     n_pads_B = (1 - mask_BS).sum(1)
@@ -198,9 +185,9 @@ def _generate(
 
 
 def _last_maps(
-    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: Any = None
+    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: object = None
 ) -> tuple[Tensor, Any]:
-    """(map_BKHS, output) of the last position; without a ``cache`` of the positions before it, makes one."""
+    """Return (map_BKHS, output) of the last position; without a ``cache`` of the positions before it, make one."""
     if cache is None:
         before = forward(model, input_ids_BS[:, :-1], mask_BS[:, :-1], logits_to_keep=1, use_cache=True)
         cache = before.past_key_values
@@ -217,11 +204,11 @@ def _recorded_maps(sites: Sequence[HeadSite]) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
     site_of = {site.module: site for site in sites}  # layers may share a module, which then runs once for each
 
-    def record(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: object, output: object) -> None:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, Tensor) or weights.shape[1:2] != (site_of[module].n_heads,):
             raise ValueError(
-                f"{site_of[module].name} ({type(module).__name__}) hands out no attention maps; "
+                f"{site_of[module].name} ({type(module).__name__}) does not return attention maps; "
                 "rank the heads of this model by ablation or attribution."
             )
         maps.append(weights[:, :, -1])
@@ -234,7 +221,7 @@ def _recorded_maps(sites: Sequence[HeadSite]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Only eager attention hands out its maps; the model's own implementation is restored afterwards."""
+    """Switch to eager attention, the only one that returns its maps; restore the model's own afterwards."""
     own: Any = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -1,12 +1,11 @@
-"""Estimate what every head is worth from one forward and one backward pass: gradient times activation.
+"""Estimate the score of every head from one forward and one backward pass: gradient times activation.
 
 To first order, the answer loses ``gradient . activation`` of log-probability when a head's slice of the output
-projection's input is set to zero (attribution patching, arXiv 2310.10348, with zero for the other activation). That
-is an estimate, and a poor one just where it matters: a teacher that is sure of its answer stands on a plateau, where
-the gradient says little about how far it falls without a head, not even the sign. What survives there is how much
-the head moves the answer at all (the expected magnitude of arXiv 1905.10650), taken in log-odds, so that sure answers
-count as much as unsure ones. Neither is exact: they choose which heads are ablated exactly (`prefilter`), and what
-that choice misses is measured (`measured_recall`).
+projection's input is set to zero (attribution patching, arXiv 2310.10348). The estimate is poor just where it matters:
+a teacher that is sure of its answer stands on a plateau, where the gradient says little about how far it falls without
+a head, not even the sign. More robust is how much the head moves the answer at all (the expected magnitude of arXiv
+1905.10650), taken in log-odds, so that sure answers count as much as unsure ones. Neither is exact: they choose which
+heads are ablated exactly (`prefilter`), and `measured_recall` measures what that choice misses.
 
 Shapes: E example, B batch, K layer that has heads, H head, T token, S position read, P head dim, V vocabulary.
 """
@@ -30,7 +29,6 @@ from ..probes.answering import EncodedExample, encode_example, forward, left_pad
 from ..teacher import HeadKind, eval_mode, head_sites, record_heads
 from .exact import score_heads
 from .head_scores import HeadScores
-from .per_example import mean_scores
 
 METHODS = {
     "sensitivity": "attribution: mean magnitude of gradient times activation, in nats of the answer's log-odds",
@@ -49,19 +47,19 @@ def attribution_scores(
     batch_size: int = 8,
     progress: bool = True,
 ) -> HeadScores:
-    """What single-head zero ablation would find, estimated for all heads at once; any kind of `head_sites`.
+    """Estimate single-head zero ablation for all heads at once; any kind of `head_sites`.
 
     ``by="drop"`` estimates the drop of the answer's log-probability (`answer_choices`), in nats and with its sign.
     ``by="sensitivity"`` is the mean over examples of that estimate's magnitude, for the log-odds of the answer: the
     better order where answers are sure. Either stands in ``logprob_drop_LH``; accuracy drops are 0 for every head, so
     that `HeadScores.ranking` goes by the estimate.
 
-    The model's parameters need no gradient and get none. A batch keeps the activations of its forward for the
-    backward: take a smaller ``batch_size`` than for ablation.
+    The model's parameters get no gradient. A batch keeps the activations of its forward for the backward: pass a
+    smaller ``batch_size`` than for ablation.
     """
     check_counts(n_examples=n_examples, batch_size=batch_size)
     if by not in METHODS:
-        raise ValueError(f"by is {by!r}; attribution is by {' or by '.join(METHODS)}.")
+        raise ValueError(f"by is {by!r}; pass {' or '.join(map(repr, METHODS))}.")
     encoded = [encode_example(tokenizer, example) for example in probe.examples(n_examples)]
     sites = head_sites(model, kind)
     parts: list[tuple[Tensor, Tensor]] = []
@@ -72,25 +70,18 @@ def attribution_scores(
                 recorded = [stack.enter_context(record_heads(model, site.layer, kind=kind)) for site in sites]
                 stack.enter_context(_gradients_of_activations(model))
                 logprob_B = answer_logprobs(model, batch)
-                moved_B = logprob_B if by == "drop" else log_odds(logprob_B)
+                moved_B = logprob_B if by == "drop" else _log_odds(logprob_B)
                 parts.append((_attributed(moved_B, [x_BTHP for (x_BTHP,) in recorded]), logprob_B.detach()))
             bar.update(len(batch))
     moved, logprobs = zip(*parts)
     moved_EKH, logprob_E = torch.cat(moved), torch.cat(logprobs)
     baseline = {"accuracy": None, "answer_logprob": logprob_E.mean().item(), "control_loss": None}
-    return mean_scores(
-        model,
-        probe,
-        sites,
-        moved_EKH if by == "drop" else moved_EKH.abs(),
-        table="logprob",
-        method=METHODS[by],
-        baseline=baseline,
-    )
+    value_EKH = moved_EKH if by == "drop" else moved_EKH.abs()
+    return HeadScores.from_estimates(model, probe, sites, value_EKH, "logprob", METHODS[by], baseline)
 
 
 def _attributed(moved_B: Tensor, heads: Sequence[Tensor]) -> Tensor:
-    """moved_BKH: what each example's number would lose without each head, by its gradient at ``heads`` x_BTHP."""
+    """Return moved_BKH: each example's loss without each head, to first order, by its gradient at ``heads`` x_BTHP."""
     # Examples do not see one another: the gradient of the sum is that of each example's own number.
     gradients = torch.autograd.grad(moved_B.sum(), heads)
     products = [(g.float() * x.detach().float()).sum((1, 3)) for g, x in zip(gradients, heads)]
@@ -98,7 +89,7 @@ def _attributed(moved_B: Tensor, heads: Sequence[Tensor]) -> Tensor:
 
 
 def answer_logprobs(model: PreTrainedModel, encoded: Sequence[EncodedExample]) -> Tensor:
-    """logprob_B (float64) of each answer as `EncodedExample.choice_logprobs` defines it, but with a gradient.
+    """Return logprob_B (float64) of each answer as `EncodedExample.choice_logprobs` defines it, with a gradient.
 
     The answer's tokens are read from one forward over prompt and answer. However sure an answer is, its distance from
     certainty is not rounded away.
@@ -117,16 +108,16 @@ def answer_logprobs(model: PreTrainedModel, encoded: Sequence[EncodedExample]) -
     return torch.stack(totals)
 
 
-def log_odds(logprob_B: Tensor) -> Tensor:
-    """log(p / (1 - p)), in nats; flat where p is 1 in double precision."""
+def _log_odds(logprob_B: Tensor) -> Tensor:
+    """Return log(p / (1 - p)), in nats; flat where p is 1 in double precision."""
     return logprob_B - (-torch.expm1(logprob_B)).clamp(min=torch.finfo(torch.float64).tiny).log()
 
 
 @contextmanager
 def _gradients_of_activations(model: PreTrainedModel) -> Iterator[None]:
-    """A graph from the embeddings on that keeps nothing for parameters; what they ask for is restored afterwards."""
+    """Build graphs from the embeddings on that keep nothing for parameters, whose settings are restored afterwards."""
 
-    def begin(module: nn.Module, args: Any, embedded_BTD: Tensor) -> Tensor:
+    def begin(module: nn.Module, args: object, embedded_BTD: Tensor) -> Tensor:
         return embedded_BTD.requires_grad_()
 
     embedding: nn.Module = model.get_input_embeddings()
@@ -144,25 +135,20 @@ def _gradients_of_activations(model: PreTrainedModel) -> Iterator[None]:
 
 
 def prefilter(estimate: HeadScores, width: int) -> set[HeadId]:
-    """The ``width`` heads that the estimate ranks first: those that exact scoring may be limited to.
+    """Return the ``width`` heads that the estimate ranks first: those that exact scoring may be limited to.
 
     Raises ValueError unless ``width`` is between 1 and the number of heads.
     """
-    return set(estimate.ranking()[: _checked("width", width, estimate)])
+    check_counts(width=width)
+    ranking = estimate.ranking()
+    if width > len(ranking):
+        raise ValueError(f"width is {width}, but {len(ranking)} heads are scored; pass at most {len(ranking)}.")
+    return set(ranking[:width])
 
 
 def recall_at_k(estimate: HeadScores, exact: HeadScores, k: int, width: int) -> float:
-    """Share of the exact top ``k`` heads that are among the estimate's top ``width``.
-
-    Raises ValueError for a count that is not between 1 and the number of heads, and for scores of other heads.
-    """
-    if set(estimate.ranking()) != set(exact.ranking()):
-        raise ValueError(
-            f"the estimate ranks {len(estimate.ranking())} heads, the exact scores {len(exact.ranking())} or others; "
-            "compare scores of the same heads of one teacher."
-        )
-    best = exact.ranking()[: _checked("k", k, exact)]
-    return len(prefilter(estimate, width).intersection(best)) / k
+    """Return the share of the exact top ``k`` heads that are among the estimate's top ``width``."""
+    return len(prefilter(estimate, width).intersection(exact.ranking()[:k])) / k
 
 
 def measured_recall(
@@ -176,18 +162,11 @@ def measured_recall(
     n_examples: int = 16,
     **options: Any,
 ) -> dict[int, float]:
-    """`recall_at_k` by width, against exact ablation of every head on ``n_examples`` examples only.
+    """Measure `recall_at_k` by width, against exact ablation of every head on ``n_examples`` examples only.
 
     The order of so few examples is itself uncertain, beyond the heads that matter most even random, which lowers the
-    recall. A ``probe`` with another seed than the estimate's says what holds for other prompts too. ``options`` are
-    those of `score_heads`.
+    recall. A ``probe`` with another seed than the estimate's tells whether the recall holds for other prompts too.
+    ``options`` are those of `score_heads`.
     """
     exact = score_heads(model, tokenizer, probe, n_examples=n_examples, **options)
     return {width: recall_at_k(estimate, exact, k, width) for width in widths}
-
-
-def _checked(name: str, count: int, scores: HeadScores) -> int:
-    check_counts(**{name: count})
-    if count > (n_heads := len(scores.ranking())):
-        raise ValueError(f"{name} is {count}, but {n_heads} heads are scored; ask for at most {n_heads}.")
-    return count

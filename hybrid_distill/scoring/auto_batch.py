@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..probes.plain_text import LOGITS_AT_ONCE
 from ..teacher import text_config
-from .probe_batch import Sheet
+from .probe_batch import ProbeBatch
 
 # More tokens in a batch make it no faster: on a CPU they leave its caches, a GPU is busy with these.
 CPU_TOKENS, GPU_TOKENS = 2**11, 2**17
@@ -24,52 +24,49 @@ log = logging.getLogger(__name__)
 
 
 class Rows:
-    """The number of rows in a batch: ``batch_size``, or what the device holds where that is None."""
+    """The number of rows in a batch: ``batch_size``, or as many as the device holds if that is None."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
         self.model, self.batch_size, self.halvings = model, batch_size, 0
 
-    def number(self, sheet: Sheet) -> int:
-        """Rows of this sheet's length, at least one; automatic numbers are powers of two."""
-        wanted = self.batch_size or 2 ** (max(1, self._automatic(sheet)).bit_length() - 1)
-        if self.model.device.type != "cuda":  # whose logits' memory is not asked about
-            wanted = min(wanted, LOGITS_AT_ONCE // (sheet.n_read * text_config(self.model).vocab_size))
+    def number(self, batch: ProbeBatch) -> int:
+        """Return how many rows of this batch's length fit, at least one; automatic numbers are powers of two."""
+        wanted = self.batch_size or 2 ** (max(1, self._automatic(batch)).bit_length() - 1)
+        if self.model.device.type != "cuda":  # `_automatic` counts the logits' memory on a GPU only
+            wanted = min(wanted, LOGITS_AT_ONCE // (batch.n_read * text_config(self.model).vocab_size))
         return max(1, wanted >> self.halvings)
 
-    def _automatic(self, sheet: Sheet) -> int:
-        device = self.model.device
+    def _automatic(self, batch: ProbeBatch) -> int:
+        device, config = self.model.device, text_config(self.model)
         if device.type != "cuda":
-            return CPU_TOKENS // sheet.length
+            return CPU_TOKENS // batch.length
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return min(GPU_TOKENS // sheet.length, int(SHARE_OF_MEMORY * free / self._bytes_of_row(sheet)))
-
-    def _bytes_of_row(self, sheet: Sheet) -> int:
-        """About what one layer keeps of a row at a time, and the logits with their float32 copy."""
-        config = text_config(self.model)
+        # About what one layer keeps of a row at a time, and the logits with their float32 copy.
         per_token = 16 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-        return self.model.dtype.itemsize * per_token * sheet.length + 12 * config.vocab_size * sheet.n_read
+        row = self.model.dtype.itemsize * per_token * batch.length + 12 * config.vocab_size * batch.n_read
+        return min(GPU_TOKENS // batch.length, int(SHARE_OF_MEMORY * free / row))
 
-    def fitting(self, sheet: Sheet, work: Callable[[int], T]) -> T:
-        """``work(rows)``, again with half the rows for as long as memory runs out.
+    def fitting(self, batch: ProbeBatch, work: Callable[[int], T]) -> T:
+        """Run ``work(n_rows)``, again with half the rows for as long as memory runs out.
 
-        Raises MemoryError where not even one row fits.
+        Raises MemoryError if not even one row fits.
         """
         while True:
-            rows = self.number(sheet)
+            n_rows = self.number(batch)
             try:
-                return work(rows)
+                return work(n_rows)
             except RuntimeError as error:
                 if not should_reduce_batch_size(error):
                     raise
-                if rows == 1:
+                if n_rows == 1:
                     raise MemoryError(
-                        f"one row of {sheet.length} tokens does not fit into the memory of {self.model.device}; "
-                        "load the model in bfloat16, ask shorter questions, or take a larger device."
+                        f"one row of {batch.length} tokens does not fit into the memory of {self.model.device}; "
+                        "load the model in bfloat16, ask shorter questions, or use a larger device."
                     ) from error
                 reason = str(error).splitlines()[0]
             # Outside of the handler, whose traceback holds the tensors of the batch that failed.
-            while self.number(sheet) >= rows:
+            while self.number(batch) >= n_rows:
                 self.halvings += 1
             clear_device_cache(garbage_collection=True)
-            log.warning("out of memory with %d rows (%s): going on with %d", rows, reason, self.number(sheet))
+            log.warning("out of memory with %d rows (%s): continuing with %d", n_rows, reason, self.number(batch))

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..plan import HeadId
 from .head_scores import HeadScores
+from .importers import load_ranking
+from .uncertainty import statistic
 
 Ranking = HeadScores | Sequence[HeadId]
 
 
 @dataclass(frozen=True)
 class RankingComparison:
-    """How two rankings agree.
+    """Agreement of two rankings.
 
-    ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` what two random rankings of
-    as many heads as the longer one would share on average. ``spearman`` and ``kendall`` correlate the places of the
-    ``n_common`` heads that both rank (-1 to 1; NaN for fewer than two).
+    ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` that of two random rankings of
+    as many heads as the longer one. ``spearman`` and ``kendall`` correlate the places of the ``n_common`` heads that
+    both rank (-1 to 1; NaN for fewer than two).
     """
 
     overlap: dict[int, float]
@@ -29,40 +32,63 @@ class RankingComparison:
     n_common: int
 
     def table(self) -> str:
-        """Plain text, for a terminal."""
+        """Return plain text, for a terminal."""
         rows = [[f"overlap@{k}", f"{self.overlap[k]:.0%}", f"by chance {self.chance[k]:.0%}"] for k in self.overlap]
         correlated = [["Spearman", f"{self.spearman:+.2f}", ""], ["Kendall tau", f"{self.kendall:+.2f}", ""]]
         return _aligned([*rows, *correlated, ["heads in both", str(self.n_common), ""]])
 
 
 def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
-    """Overlap and rank correlation of two rankings, which may be scores or lists of heads, best first.
+    """Compare two rankings, which may be scores or lists of heads, best first.
 
     The overlap compares both rankings as they are, for each k that both are long enough for; correlations look only
     at heads that both rank. Raises ValueError for a ranking that names a head twice, and for scores of models of
     different shapes.
     """
+    from scipy import stats  # slow to import
+
     if isinstance(a, HeadScores) and isinstance(b, HeadScores) and a.accuracy_drop_LH.shape != b.accuracy_drop_LH.shape:
         raise ValueError(
-            f"the scores are of different models: {a.n_layers} x {a.n_heads} and {b.n_layers} x {b.n_heads} heads; "
-            "rankings are compared head by head."
+            f"the scores are of models with {a.n_layers} x {a.n_heads} and {b.n_layers} x {b.n_heads} heads; "
+            "pass scores of models of one shape."
         )
     ranked_a, ranked_b = _heads(a), _heads(b)
     place_b = {head: place for place, head in enumerate(ranked_b)}
     n_heads, shortest = max(len(ranked_a), len(ranked_b)), min(len(ranked_a), len(ranked_b))
     ks = sorted({k for k in ks if 0 < k <= shortest})
     places = [place_b[head] for head in ranked_a if head in place_b]
+    in_order, few = range(len(places)), len(places) < 2
     return RankingComparison(
         overlap={k: len(set(ranked_a[:k]) & set(ranked_b[:k])) / k for k in ks},
         chance={k: k / n_heads for k in ks},
-        spearman=_spearman(places),
-        kendall=_kendall(places),
+        spearman=math.nan if few else statistic(stats.spearmanr(in_order, places)),
+        kendall=math.nan if few else statistic(stats.kendalltau(in_order, places)),
         n_common=len(places),
     )
 
 
+def compare_files(a: Path, b: Path) -> str:
+    """Return a table of how two files of head scores agree; one may be a published ranking (`load_ranking`).
+
+    Raises ValueError for a file that does not exist, and unless one of them holds head scores.
+    """
+    rankings: list[HeadScores | Path] = []
+    for path in (a, b):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; pass two files, scores.json or published rankings.")
+        try:
+            rankings.append(HeadScores.load(path))
+        except ValueError:
+            rankings.append(path)
+    shape = next((ranking for ranking in rankings if isinstance(ranking, HeadScores)), None)
+    if shape is None:
+        raise ValueError(f"neither {a} nor {b} holds head scores; pass a scores.json as one of them.")
+    first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
+    return compare_rankings(first, second).table()
+
+
 def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
-    """Every ranking against every other: overlap@k above the diagonal, Spearman's correlation below it.
+    """Compare every ranking with every other: overlap@k above the diagonal, Spearman's correlation below it.
 
     Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
     """
@@ -83,37 +109,13 @@ def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
 
 def _heads(ranking: Ranking) -> list[HeadId]:
     heads = ranking.ranking() if isinstance(ranking, HeadScores) else [HeadId(*head) for head in ranking]
-    if len(set(heads)) < len(heads):
-        twice = sorted({head for head in heads if heads.count(head) > 1})
+    if twice := sorted(head for head, count in Counter(heads).items() if count > 1):
         raise ValueError(f"a ranking names {', '.join(map(str, twice))} twice; name each head once.")
     return heads
 
 
-def _spearman(places: Sequence[int]) -> float:
-    """Of the order 0, 1, 2, ... with the order of these places."""
-    n = len(places)
-    if n < 2:
-        return math.nan
-    rank = {place: i for i, place in enumerate(sorted(places))}
-    squares = sum((i - rank[place]) ** 2 for i, place in enumerate(places))
-    return 1 - 6 * squares / (n * (n * n - 1))
-
-
-def _kendall(places: Sequence[int]) -> float:
-    """Share of pairs in the same order less that of pairs in the opposite order."""
-    n = len(places)
-    if n < 2:
-        return math.nan
-    before: list[int] = []
-    inversions = 0
-    for place in places:
-        inversions += len(before) - bisect_left(before, place)
-        insort(before, place)
-    return 1 - 4 * inversions / (n * (n - 1))
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side: the first flush left, the others right."""
+    """Set columns side by side: the first flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)

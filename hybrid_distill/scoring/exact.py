@@ -1,4 +1,4 @@
-"""Rank attention heads: zero one head at a time, see what the model can no longer do, put the head back.
+"""Rank attention heads: zero one head at a time, measure the loss, put the head back.
 
 The drop in accuracy on a retrieval probe is a head's score (arXiv 2504.18574); the log-probability of the
 answer orders heads where accuracy does not, and the loss on plain text tells heads that matter for all tasks.
@@ -12,22 +12,26 @@ answer orders heads where accuracy does not, and the loss on plain text tells he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import hashlib
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
 from ..probes import Probe, check_counts
-from ..teacher import HeadKind, HeadSite, ablate_heads, decoder_blocks, eval_mode, head_sites
+from ..probes.answering import encode_example
+from ..probes.plain_text import text_rows
+from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows
-from .forwards import fastest_exact, head_means
-from .head_scores import HeadScores, describe_run
-from .measure import Measured, Task
+from .forwards import computed_in, fastest_exact, head_means
+from .head_scores import HeadScores, Record, describe_run, heads_of
+from .measure import Measured
+from .probe_batch import Question, Text
 from .racing import Race
 from .resume import Steps
 
@@ -55,30 +59,28 @@ def score_heads(
     progress: bool = True,
     resume_path: str | Path | None = None,
 ) -> HeadScores:
-    """Exact single-head ablation of every head of an unmodified Hugging Face decoder.
+    """Score every head of an unmodified Hugging Face decoder by exact single-head ablation.
 
-    ``by`` says how accuracy is read; the log-probability is always the answer's (`answer_choices`). The first
-    ``control_tokens`` tokens of each control text make the control loss.
+    Several connected processes share the prompts; all of them must call this, and get the same scores.
 
-    ``race_k`` drops heads as soon as they cannot be among the first k any more (`racing`): the first k are those of
-    exhaustive scoring with ``race_confidence``. A dropped head's figures are those of the examples it was tried on
-    (``n_examples_LH``); the control loss is measured for heads that reached the end, NaN for others. None scores every
-    head on every example.
+    Args:
+        n_examples: Prompts, at most, for each head.
+        batch_size: Rows in a forward, a row being one prompt without one head; None finds it. Halved whenever memory
+            runs out.
+        control_texts: Plain texts whose first ``control_tokens`` tokens make the control loss.
+        min_accuracy: Accuracy that the model needs with all its heads; None: half way from guessing to always right.
+        by: How accuracy is read; the log-probability is always the answer's (`answer_choices`).
+        race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with ``race_confidence`` the
+            first k are those of exhaustive scoring. A dropped head's figures are those of the examples it was tried on
+            (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
+        heads: Heads to score; others get NaN.
+        removed: Heads that are off all the time, in the baseline too (joint ablation); they get NaN.
+        replacement: What an ablated head gives: zeros, or its mean over all prompts' tokens.
+        kind: Kind of heads, as in `head_sites`.
+        precision: "auto" computes in bfloat16 on a GPU, else as the model is.
+        resume_path: File that keeps the measurements after each layer; those found there, of the same task, are used.
 
-    ``heads`` limits scoring to these; others get NaN. ``removed`` heads are off all the time, in the baseline too, and
-    get NaN (joint ablation). ``replacement`` says what an ablated head is replaced by: zeros, or its mean over all
-    prompts' tokens. ``kind`` is that of `head_sites`.
-
-    ``batch_size`` is the number of rows in a forward, a row being one prompt without one head; None finds it, and what
-    does not fit into memory is halved. ``precision`` "auto" computes in bfloat16 on a GPU, else as the model is.
-
-    With ``resume_path``, what is measured is saved there after each layer, and what is found there is not measured
-    again, provided that everything it depends on is the same. Several connected processes share the prompts; all of
-    them must call this, get the same scores, and the first one writes.
-
-    Raises ValueError when the model, with all its heads, is right less often than ``min_accuracy`` (None: half way from
-    guessing to always right): what it cannot do with a head it cannot lose without it; and, naming head and example,
-    for logits that are no numbers.
+    Raises ValueError for a model below ``min_accuracy``, and, naming head and example, for logits that are not finite.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
     for name, value, known in (
@@ -87,42 +89,65 @@ def score_heads(
         ("precision", precision, ("auto", "model", "bfloat16")),
     ):
         if value not in known:
-            raise ValueError(f"{name} is {value!r}; use {' or '.join(map(repr, known))}.")
+            raise ValueError(f"{name} is {value!r}; pass {' or '.join(map(repr, known))}.")
     sites = head_sites(model, kind)
     candidates = _candidates(sites, heads, removed)
-    task = Task.of(model, tokenizer, probe.examples(n_examples), list(control_texts or []), control_tokens, by)
+    examples, texts = probe.examples(n_examples), list(control_texts or [])
+    encoded = [encode_example(tokenizer, example) for example in examples]
+    questions = [Question(n, *both, model.device) for n, both in enumerate(zip(examples, encoded, strict=True))]
+    text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
+    controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
-    with eval_mode(model), _computing(model, precision) as dtype:
+    with eval_mode(model), _autocast(model, precision):
         provenance = {
             "method": f"single-head {replacement} ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": by,
-            "control": task.describe_control(control_texts or [], control_tokens),
+            "control": _describe_control(texts, control_tokens),
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
-            "heads": None if heads is None else _names(heads),
-            "removed": _names(removed),
+            "heads": None if heads is None else _pairs(heads),
+            "removed": _pairs(removed),
             "kind": sites[0].kind,
-            "computed_in": dtype,
+            "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
         rows = Rows(model, batch_size)
-        means = head_means(model, sites, rows, [e.prompt for e in task.encoded]) if replacement == "mean" else {}
+        means = head_means(model, sites, rows, [e.prompt for e in encoded]) if replacement == "mean" else {}
         off = {head: means[head.layer][head.head] for head in removed} if means else None
         with ablate_heads(model, removed, off, kind=kind):
-            forwards = fastest_exact(model, sites, rows, means, task.samples())
-            measured = Measured(task, candidates, race)
+            measured = Measured(model, tokenizer, questions, controls, by == "generation", candidates, race)
+            forwards = fastest_exact(model, sites, rows, means, measured.samples())
             measured.baseline(forwards)
-            _refuse_below(min_accuracy, measured.right_E.mean().item(), probe, by)
+            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe, by)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)
-    return measured.scores(sites, len(decoder_blocks(model)), {"chance": probe.chance}, provenance)
+    return measured.scores(sites, {"chance": probe.chance}, provenance)
+
+
+def greedy_ablation(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, k: int, **options: Any
+) -> list[HeadId]:
+    """Choose ``k`` heads, each the one that is missed most once all before it are off.
+
+    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`;
+    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy: later ones begin with what
+    is left of it.
+    """
+    check_counts(k=k)
+    removed: list[HeadId] = list(options.pop("removed", ()))
+    chosen: list[HeadId] = []
+    for _ in range(k):
+        scores = score_heads(model, tokenizer, probe, removed=[*removed, *chosen], **options)
+        chosen.append(scores.ranking()[0])
+        options["min_accuracy"] = 0.0
+    return chosen
 
 
 def _candidates(
     sites: Sequence[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
 ) -> list[HeadId]:
-    """The heads to score, bottom to top. Raises ValueError for one that does not exist, and for none at all."""
-    every = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+    """List the heads to score, bottom to top. Raises ValueError for one that does not exist, and for none at all."""
+    every = heads_of(sites)
     if missing := sorted({HeadId(*head) for head in [*(heads or []), *removed]} - set(every)):
         raise ValueError(f"heads {missing} do not exist: this model's heads are {every[0]} to {every[-1]}.")
     wanted = set(every if heads is None else heads) - set(removed)
@@ -131,20 +156,22 @@ def _candidates(
     return [head for head in every if head in wanted]
 
 
-def _names(heads: Collection[HeadId]) -> list[list[int]]:
+def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
-@contextmanager
-def _computing(model: PreTrainedModel, precision: str) -> Iterator[str]:
-    """Yield the name of the type that forwards are computed in."""
+def _describe_control(texts: Sequence[str], tokens: int) -> Record | None:
+    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    return {"texts": len(texts), "tokens": tokens, "sha256": sha256} if texts else None
+
+
+def _autocast(model: PreTrainedModel, precision: str) -> AbstractContextManager[object]:
     device = model.device.type
     cast = model.dtype == torch.float32 and (precision == "bfloat16" or (precision == "auto" and device == "cuda"))
-    with torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext():
-        yield "bfloat16" if cast else str(model.dtype).removeprefix("torch.")
+    return torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext()
 
 
-def _refuse_below(min_accuracy: float | None, accuracy: float, probe: Probe, by: str) -> None:
+def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe, by: str) -> None:
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
@@ -153,6 +180,6 @@ def _refuse_below(min_accuracy: float | None, accuracy: float, probe: Probe, by:
         easier = "fewer pairs" if described.keys() & {"pairs", "n_pairs"} else "another probe"
         raise ValueError(
             f"this teacher answers {accuracy:.1%} of the probe ({settings}) by {by}; guessing gives "
-            f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: what is not there cannot be lost. "
-            f"Take {easier}, another teacher, or lower --min-accuracy."
+            f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: accuracy is too low for ablation to be "
+            f"informative. Take {easier}, another teacher, or lower --min-accuracy."
         )

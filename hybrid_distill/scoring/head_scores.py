@@ -1,26 +1,28 @@
-"""What scoring finds: a number for every head, and all that it depends on, in one file.
+"""The result of scoring: numbers for every head, and all that they depend on, in one file.
 
-Shapes: L layer, H query head.
+Shapes: L layer, H query head, E example (of a table [H, E]: one row for each scored head).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..io import write_json
 from ..plan import HeadId
+from ..probes import Probe
 from ..provenance import now, versions
-from ..teacher import fingerprint
-from .uncertainty import tie_warning
+from ..teacher import HeadSite, decoder_blocks, fingerprint
 
 FORMAT = "hybrid-distill/head-scores/2"
 READABLE = ("hybrid-distill/head-scores/1", FORMAT)
@@ -28,37 +30,19 @@ DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 WAYS = ("retrieval", "retrieval_minus_control", "ratio")
-COMBINED = "combined by "
-"""How the method of scores by several probes begins (`combine`)."""
 CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
+NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
+MOST_NAMED = 8
 
+Record = dict[str, Any]
+"""A JSON object."""
 
-@dataclass(frozen=True)
-class Reading:
-    """How to show an accuracy drop x: as ``offset + scale * x``, called ``name``, in ``unit``, over ``probes``.
-
-    Of ranks (``is_rank``), unlike of drops, the lowest is the best.
-    """
-
-    name: str = "accuracy lost"
-    unit: str = "points of accuracy"
-    scale: float = 100.0
-    offset: float = 0.0
-    is_rank: bool = False
-    probes: tuple[str, ...] = ()
-
-    def __call__(self, drop: float) -> float:
-        return self.offset + self.scale * drop
-
-    @property
-    def label(self) -> str:
-        """Name and probes, as in "mean rank over kv_retrieval, copying"."""
-        return f"{self.name} over {', '.join(self.probes)}" if self.probes else self.name
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """What each head is worth, as float64 tensors [layer, head]; a higher drop means more is lost without it.
+    """Scores of every head, as float64 tensors [layer, head]; a higher drop means more is lost without it.
 
     ``accuracy_drop_LH`` is in shares of examples (-1 to 1), ``logprob_drop_LH`` in nats of the answer's
     log-probability, ``control_drop_LH`` in nats of next-token loss per token on plain text (None without
@@ -76,13 +60,13 @@ class HeadScores:
     accuracy_se_LH: Tensor
     logprob_se_LH: Tensor
     control_se_LH: Tensor | None
-    baseline: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    baseline: Record = field(default_factory=dict)
+    provenance: Record = field(default_factory=dict)
     accuracy_interval_LH2: Tensor | None = None
     logprob_interval_LH2: Tensor | None = None
     control_interval_LH2: Tensor | None = None
     n_examples_LH: Tensor | None = None
-    agreement: dict[str, Any] | None = None
+    agreement: Record | None = None
 
     @property
     def n_layers(self) -> int:
@@ -94,27 +78,11 @@ class HeadScores:
 
     @property
     def fingerprint(self) -> str:
-        """Of the teacher that was scored."""
+        """Fingerprint of the teacher that was scored."""
         return self.provenance.get("fingerprint", "")
 
-    @property
-    def reading(self) -> Reading:
-        """What ``accuracy_drop_LH`` holds: points of accuracy, or what `combine_scores` made of several probes."""
-        method = str(self.provenance.get("method", ""))
-        if not method.startswith(COMBINED):
-            return Reading()
-        parts = self.provenance.get("parts", [])
-        probes = tuple(part.get("probe", {}).get("name", "an unnamed probe") for part in parts)
-        how = method.removeprefix(COMBINED)
-        if how != "mean_rank":
-            names = {"max_drop": "largest accuracy loss", "weighted": "weighted mean accuracy loss"}
-            return Reading(names.get(how, how), probes=probes)
-        n_places = self.provenance.get("n_places", max(2, len(self.ranking())))
-        unit = f"mean rank, 1 to {n_places}"
-        return Reading("mean rank", unit, 1.0 - n_places, float(n_places), is_rank=True, probes=probes)
-
     def value_LH(self, by: str = "retrieval") -> Tensor:
-        """What a head counts for, higher is better, NaN where there is no head.
+        """Return each head's worth, higher is better, NaN where there is no head.
 
         "retrieval": the accuracy drop. "retrieval_minus_control": the answer's log-probability drop less the
         control drop, both in nats (of one answer, of one token). "ratio": the one over the other, a control
@@ -135,39 +103,104 @@ class HeadScores:
         return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        """All heads that exist, best first: by `value_LH`, equal ones by log-probability drop, then (layer, head)."""
+        """List all heads that exist, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
         value, logprob = self.value_LH(by).tolist(), self.logprob_drop_LH.tolist()
         heads = [HeadId(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
         exist = [h for h in heads if not math.isnan(value[h.layer][h.head] + logprob[h.layer][h.head])]
         return sorted(exist, key=lambda h: (-value[h.layer][h.head], -logprob[h.layer][h.head], h))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """What to say where the first ``k`` heads end inside a tie, otherwise None (`uncertainty.tie_warning`)."""
-        return tie_warning(self, k, by)
+        """Return a warning if the scores do not tell the ``k``-th head from the next, else None.
+
+        Two heads are tied when their scores are equal exactly and, by retrieval, where accuracy is equal, when the
+        intervals of their log-probability drops overlap (without intervals: 1.96 standard errors to each side).
+        """
+        ranking = self.ranking(by)
+        if not 0 < k < len(ranking) or not self._tied(ranking[k - 1], ranking[k], by):
+            return None
+        kept = _named([head for head in ranking[:k] if self._tied(head, ranking[k], by)])
+        left_out = _named([head for head in ranking[k:] if self._tied(ranking[k - 1], head, by)])
+        return (
+            f"the cut at k = {k} falls inside a tie: {kept} kept, {left_out} not, and the scores do not tell them "
+            "apart; score on more examples, or cut elsewhere."
+        )
+
+    def _tied(self, a: HeadId, b: HeadId, by: str) -> bool:
+        value_LH, logprob_LH = self.value_LH(by), self.logprob_drop_LH
+        if value_LH[a] != value_LH[b]:
+            return False
+        if by != "retrieval" or logprob_LH[a] == logprob_LH[b]:
+            return True
+        interval_LH2 = self.logprob_interval_LH2
+        if interval_LH2 is None:
+            half_LH = NORMAL_95 * self.logprob_se_LH
+            interval_LH2 = torch.stack([logprob_LH - half_LH, logprob_LH + half_LH], dim=-1)
+        (low_a, high_a), (low_b, high_b) = interval_LH2[a].tolist(), interval_LH2[b].tolist()
+        return low_a <= high_b and low_b <= high_a
+
+    @classmethod
+    def from_differences(
+        cls,
+        model: PreTrainedModel,
+        sites: Sequence[HeadSite],
+        heads: Sequence[HeadId],
+        differences: Mapping[str, Tensor],
+        **more: Any,
+    ) -> HeadScores:
+        """Average one difference per head and example, with the standard error of the mean.
+
+        ``differences`` holds [H, E] for ``heads`` by name: accuracy, logprob and, if measured, control; NaN marks an
+        example on which a head was not tried. Heads not named get NaN. ``more`` are other fields.
+        """
+        tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
+        for name, difference_HE in differences.items():
+            mean_H1, n_H = difference_HE.nanmean(1, keepdim=True), (~difference_HE.isnan()).sum(1)
+            squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
+            tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
+            tables[f"{name}_se_LH"] = spread(model, sites, heads, (squares_H / (n_H - 1).clamp(min=1) / n_H).sqrt())
+        return cls(sites[0].n_kv_heads, **tables, **more)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_estimates(
+        cls,
+        model: PreTrainedModel,
+        probe: Probe,
+        sites: Sequence[HeadSite],
+        value_EKH: Tensor,
+        table: Literal["accuracy", "logprob"],
+        method: str,
+        baseline: Record,
+    ) -> HeadScores:
+        """Average one number per example and head of K ``sites``; the other table is 0, there is no control drop."""
+        value_HE = value_EKH.double().cpu().flatten(1).T
+        zero_HE = torch.zeros_like(value_HE)
+        differences = {"accuracy": zero_HE, "logprob": zero_HE, table: value_HE}
+        baseline = {"chance": probe.chance, **baseline}
+        provenance = {"method": method, "probe": probe.describe(), "n_examples": len(value_EKH), **describe_run(model)}
+        return cls.from_differences(
+            model, sites, heads_of(sites), differences, baseline=baseline, provenance=provenance
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""
-        tables = {name: _rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
-        shape = {"n_layers": self.n_layers, "n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
+        tables = {name: _to_rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
         record = {
             "format": FORMAT,
-            **shape,
-            "baseline": self.baseline,
-            "provenance": self.provenance,
-            "agreement": self.agreement,
+            **{name: getattr(self, name) for name in ("n_layers", "n_heads", "n_kv_heads")},
+            **{name: getattr(self, name) for name in ("baseline", "provenance", "agreement")},
             **tables,
         }
         write_json(Path(path), record)
 
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
-        """Read scores written by `save`, now or by an earlier version. Raises ValueError for a file that holds none."""
+        """Read scores written by `save`, now or by an earlier version. Raises ValueError for any other file."""
         try:
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
                 raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
-            tables: dict[str, Any] = {name: tensor_or_none(record[name]) for name in (*DROPS, *ERRORS)}
-            tables |= {name: tensor_or_none(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
+            tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
+            tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
             shape = (record["n_layers"], record["n_heads"])
             for name, table in tables.items():
                 expected = (*shape, 2) if name in INTERVALS else shape
@@ -175,35 +208,49 @@ class HeadScores:
                     raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
             if tables["n_examples_LH"] is not None:
                 tables["n_examples_LH"] = tables["n_examples_LH"].long()
-            return cls(
-                record["n_kv_heads"],
-                **tables,
-                baseline=record["baseline"],
-                provenance=record["provenance"],
-                agreement=record.get("agreement"),
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no head scores ({error}); write them with hybrid-distill score.") from error
+            others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
+            if record["provenance"].get("method") == "combined by mean_rank":
+                log.warning("%s combines rankings: its accuracy drops are mean ranks from 0 to 1, not shares.", path)
+            return cls(**others, **tables, agreement=record.get("agreement"))
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} does not hold head scores ({error}); write them with hybrid-distill score."
+            ) from error
 
 
-def _rows(table: Tensor | None) -> list[Any] | None:
-    return None if table is None else _swap(table.tolist(), lambda x: None if x != x else x)
+def spread(model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor) -> Tensor:
+    """Put one entry per head into a float64 table [L, H, ...]; NaN for other heads."""
+    shape = (len(decoder_blocks(model)), max(site.n_heads for site in sites), *entry_H.shape[1:])
+    table_LH = torch.full(shape, math.nan, dtype=torch.float64)
+    table_LH[[head.layer for head in heads], [head.head for head in heads]] = entry_H.double()
+    return table_LH
 
 
-def tensor_or_none(rows: list[Any] | None) -> Tensor | None:
-    """A table of a JSON file as float64, null in it as NaN; None without a table."""
-    if rows is None:
+def heads_of(sites: Sequence[HeadSite]) -> list[HeadId]:
+    """List all heads, bottom to top."""
+    return [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+
+
+def _named(heads: Sequence[HeadId]) -> str:
+    shown = ", ".join(map(str, heads[:MOST_NAMED]))
+    more = f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
+    return f"{shown}{more} {'is' if len(heads) == 1 else 'are'}"
+
+
+def _to_rows(table: Tensor | None) -> list[object] | None:
+    if table is None:
         return None
-    return torch.tensor(_swap(rows, lambda x: math.nan if x is None else x), dtype=torch.float64)
+    rows = table.numpy().astype(object)
+    rows[table.isnan().numpy()] = None
+    return rows.tolist()
 
 
-def _swap(entry: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested lists with every entry changed."""
-    return [_swap(inner, change) for inner in entry] if isinstance(entry, list) else change(entry)
+def _to_table(rows: list[float] | None) -> Tensor | None:
+    return None if rows is None else torch.tensor(np.array(rows, dtype=np.float64))
 
 
-def describe_run(model: PreTrainedModel) -> dict[str, Any]:
-    """Which model was measured, and on what: for the provenance of a result."""
+def describe_run(model: PreTrainedModel) -> Record:
+    """Describe the measured model and the software, for the provenance of a result."""
     on_gpu = model.device.type == "cuda"
     return {
         "model": model.name_or_path,

@@ -1,4 +1,4 @@
-"""Rankings of heads that others have published, read from the files they come in."""
+"""Published rankings of heads, read from the files they come in."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DUO_FILE = "full_attention_heads.tsv"
 
 
 def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -> list[HeadId]:
-    """Heads, most important first, of a model of this shape (a config, model, plan or scores).
+    """List heads, most important first, of a model of this shape (a config, model, plan or scores).
 
-    What a file is, its contents say:
+    The contents decide how a file is read:
 
     - [layer, head] lists, alone or under "ranking"; or under "rankings" by model name: then ``model`` chooses, or
       the shape where only one fits;
@@ -34,7 +34,7 @@ def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -
     shape = HeadPlan.none(shape_of)
     try:
         text = path.read_text()
-        record = _json(text)
+        record = json.loads(text) if text.lstrip().startswith(("[", "{")) else None
         if record is None:
             ranking = _duo_attention(text, shape)
         elif isinstance(record, list):
@@ -50,17 +50,10 @@ def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -
         HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} holds no ranking of these heads ({error}); known are [layer, head] lists, duo-attention's "
-            f"{DUO_FILE}, Retrieval_Head's json and scores.json."
+            f"{path} does not hold a ranking of these heads ({error}); pass [layer, head] lists, duo-attention's "
+            f"{DUO_FILE}, Retrieval_Head's json or scores.json."
         ) from error
     return ranking
-
-
-def _json(text: str) -> Any:
-    """A JSON list or object; None for other text."""
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    return json.loads(text)
 
 
 def _pairs(entries: Any) -> list[HeadId]:
@@ -70,18 +63,17 @@ def _pairs(entries: Any) -> list[HeadId]:
 
 
 def _of_model(record: dict[str, Any], shape: HeadPlan, model: str | None) -> Any:
-    """The list of one model, where a file may hold those of several."""
+    """Pick the list of one model from a file that may hold those of several."""
+
+    def fits(entry: Any) -> bool:
+        names = ("n_layers", "n_heads", "n_kv_heads")
+        return isinstance(entry, list) or all(entry.get(n, getattr(shape, n)) == getattr(shape, n) for n in names)
+
     named = record.get("rankings", {model: record})
-    fitting = [entry for name, entry in named.items() if model in (None, name) and _fits(entry, shape)]
+    fitting = [entry for name, entry in named.items() if model in (None, name) and fits(entry)]
     if len(fitting) != 1:
         raise ValueError(f"{len(fitting)} of its {len(named)} models are meant: {', '.join(map(str, named))}")
     return fitting[0] if isinstance(fitting[0], list) else fitting[0]["ranking"]
-
-
-def _fits(entry: Any, shape: HeadPlan) -> bool:
-    """Whether an entry says nothing of its shape, or says this one."""
-    names = ("n_layers", "n_heads", "n_kv_heads")
-    return isinstance(entry, list) or all(entry.get(n, getattr(shape, n)) == getattr(shape, n) for n in names)
 
 
 def _duo_attention(text: str, shape: HeadPlan) -> list[HeadId]:
@@ -95,8 +87,7 @@ def _duo_attention(text: str, shape: HeadPlan) -> list[HeadId]:
     if not all(0 <= gate <= 1 for row in rows for gate in row):
         raise ValueError("a gate is not between 0 and 1")
     group_size = shape.n_heads // shape.n_kv_heads
-    heads = HeadPlan.all(shape).kept
-    return _by_score((head, rows[head.layer][head.head // group_size]) for head in heads)
+    return _by_score((head, rows[head.layer][head.head // group_size]) for head in HeadPlan.all(shape).kept)
 
 
 def _retrieval_head(record: dict[str, Any]) -> list[HeadId]:

@@ -1,34 +1,32 @@
-"""What is asked of every ablated model, and what each head is found to do.
+"""The questions that every ablated model is asked, and the measurements of each head.
 
-Shapes: L layer, H query head (in `Measured`: of all heads that are scored), E example (in the order they are tried),
-T text, K kind of judgement, B example of a sheet.
+Shapes: L layer, H query head (in `Measured`: every head that is scored), E example (in the order they are tried),
+T text, K kind of judgement, B example of a batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..distributed import compute_everywhere, rank_and_world
 from ..plan import HeadId
 from ..probes import Example
-from ..probes.answering import EncodedExample, Tokens, encode_example
-from ..probes.plain_text import text_rows
+from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
-from .head_scores import HeadScores
-from .probe_batch import QuestionSheet, Sheet, TextSheet, question_sheets, row_length, text_sheets
+from .head_scores import HeadScores, Record, spread
+from .probe_batch import ProbeBatch, Question, Text, batches_of, own_batches
 from .racing import Race
-from .ranks import rank_and_world, share, together
 from .resume import Steps
 from .uncertainty import bootstrap_interval, split_half
 
@@ -37,226 +35,163 @@ AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Task:
-    """The questions and texts that every ablated model is run on."""
+@dataclass(eq=False)
+class Measured:
+    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried.
+
+    Questions and texts are numbered from 0. ``generates`` reads accuracy from the text that the model writes.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    examples: Sequence[Example]
-    encoded: list[EncodedExample]
-    texts: list[Tokens]
+    questions: list[Question]
+    texts: list[Text]
     generates: bool
+    heads: list[HeadId]
+    race: Race | None
 
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        control_tokens: int,
-        by: str,
-    ) -> Task:
-        encoded = [encode_example(tokenizer, example) for example in examples]
-        rows = text_rows(tokenizer, texts, max_tokens=control_tokens)
-        return cls(model, tokenizer, examples, encoded, rows, by == "generation")
+    def __post_init__(self) -> None:
+        self.order = list(range(len(self.questions))) if self.race is None else self.race.order()
+        self.rounds = [len(self.order)] if self.race is None else self.race.rounds
+        self.right_HE = torch.full((len(self.heads), len(self.order)), math.nan, dtype=torch.float64)
+        self.logprob_HE = self.right_HE.clone()
+        self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
-    def describe_control(self, texts: Sequence[str], control_tokens: int) -> dict[str, Any] | None:
-        if not self.texts:
-            return None
-        sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-        return {"texts": len(texts), "tokens": control_tokens, "sha256": sha256}
+    def samples(self) -> list[ProbeBatch]:
+        """Batch the longest question, one whose choices need a tree, and the longest text: to try shortcuts on."""
+        longest = max(self.questions, key=lambda row: len(row.tokens))
+        trees = [row for row in self.questions if row.node and row is not longest]
+        texts = sorted(self.texts, key=lambda row: -len(row.tokens))
+        return [*batches_of([longest, *trees[:1]]), *batches_of(texts[:1])]
 
-    def sheets(self, numbers: Sequence[int], texts: bool) -> list[Sheet]:
-        """This process's share of some examples, and of all texts if asked for."""
-        longest_first = sorted(numbers, key=lambda n: (-row_length(self.encoded[n]), n))
-        sheets = question_sheets(self.examples, self.encoded, share(longest_first), self.model.device)
-        if texts:
-            longest_first = sorted(range(len(self.texts)), key=lambda n: (-len(self.texts[n]), n))
-            sheets += text_sheets(self.texts, share(longest_first), self.model.device)
-        return sheets
+    def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
+        """Batch this process's share of some questions, and of all texts if asked for."""
+        questions = [self.questions[number] for number in numbers]
+        return [*own_batches(questions), *(own_batches(self.texts) if with_texts else [])]
 
-    def samples(self) -> list[Sheet]:
-        """The longest question, one whose choices need a tree, the longest text: to try shortcuts on."""
-        longest = max(range(len(self.encoded)), key=lambda n: row_length(self.encoded[n]))
-        trees = [n for n, e in enumerate(self.encoded) if e.contexts()]
-        numbers = list(dict.fromkeys([longest, *trees[:1]]))
-        sheets = question_sheets(self.examples, self.encoded, numbers, self.model.device)
-        if self.texts:
-            text = max(range(len(self.texts)), key=lambda n: len(self.texts[n]))
-            sheets += text_sheets(self.texts, [text], self.model.device)
-        return sheets
-
-    def collect(
-        self, sheets: Sequence[Sheet], n_heads: int, read: Callable[[Sheet], Tensor]
+    def _collect(
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], bar: tqdm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(answers_KHE by example number, loss_HT by text number) of all processes; NaN where nothing was read."""
-        answers_KHE = torch.full((2, n_heads, len(self.examples)), math.nan, dtype=torch.float64)
-        loss_HT = torch.full((n_heads, len(self.texts)), math.nan, dtype=torch.float64)
-        mine = together(lambda: [(isinstance(sheet, TextSheet), sheet.numbers, read(sheet)) for sheet in sheets])
-        for is_text, numbers, found_KHB in (each for shares in mine for each in shares):
+        """Measure every batch without each of the heads, or as the model is without any; share it with all processes.
+
+        Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
+        """
+        n_rows = max(1, len(heads))
+        answers_KHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
+        loss_HT = torch.full((n_rows, len(self.texts)), math.nan, dtype=torch.float64)
+
+        def own() -> list[tuple[bool, list[int], Tensor]]:
+            found = []
+            for batch in batches:
+                found_KHB = self._measure(forwards, batch, heads)
+                found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
+                if bar is not None:
+                    bar.update(len(heads) * len(batch))
+            return found
+
+        for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
             if is_text:
                 loss_HT[:, numbers] = found_KHB[0]
             else:
                 answers_KHE[:, :, numbers] = found_KHB
         return answers_KHE, loss_HT
 
+    def _measure(self, forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Tensor:
+        """Return found_KHB without each of the heads of one layer; one row of the model as it is for no heads."""
+        if heads:
+            found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
+        else:
+            found_KHB = batch.judge(forwards.whole(batch))
+        if self.generates and batch.kind is Question:
+            examples = [row.example for row in batch.rows if isinstance(row, Question)]
+            for index, context in enumerate([forwards.ablated(head) for head in heads] or [nullcontext()]):
+                with context:
+                    found_KHB[0, index] = forwards.rows.fitting(batch, partial(self._generate, examples)).double().cpu()
+        _check_finite(found_KHB, batch, heads)
+        return found_KHB
 
-class Measured:
-    """What each head is found to do on the examples, in the order in which they are tried; NaN: not tried."""
-
-    def __init__(self, task: Task, heads: list[HeadId], race: Race | None) -> None:
-        self.task, self.heads, self.race = task, heads, race
-        self.order = list(range(len(task.examples))) if race is None else race.order()
-        self.rounds = [len(self.order)] if race is None else race.rounds
-        self.right_HE = torch.full((len(heads), len(self.order)), math.nan, dtype=torch.float64)
-        self.logprob_HE = self.right_HE.clone()
-        self.loss_HT = torch.full((len(heads), len(task.texts)), math.nan, dtype=torch.float64)
+    def _generate(self, examples: list[Example], n_rows: int) -> Tensor:
+        return answer_generation(self.model, self.tokenizer, examples, batch_size=n_rows)
 
     def baseline(self, forwards: Forwards) -> None:
-        """The model as it is, on everything."""
-
-        def read(sheet: Sheet) -> Tensor:
-            found_K1B = sheet.judge(forwards.whole(sheet))
-            if self.task.generates and isinstance(sheet, QuestionSheet):
-                found_K1B[0, 0] = self._generated(forwards, sheet)
-            _check_numbers(found_K1B, sheet, [None])
-            return found_K1B
-
-        answers_K1E, loss_1T = self.task.collect(self.task.sheets(self.order, texts=True), 1, read)
+        """Measure the model as it is, on everything."""
+        answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
         (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
-        """Every head on every example, or in a race as long as a head stays in it."""
+        """Measure every head on every example, or in a race as long as a head stays in it."""
+        try:
+            with tqdm(desc="ablating heads", unit="row", disable=not progress or rank_and_world()[0] > 0) as bar:
+                self._ablate(forwards, steps, bar)
+        except KeyboardInterrupt:
+            log.warning("scoring was interrupted; %s", steps.describe())
+            raise
+
+    def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm) -> None:
         racing, seen = list(range(len(self.heads))), 0
-        hidden = not progress or rank_and_world()[0] > 0
-        with tqdm(desc="ablating heads", unit="row", total=0, disable=hidden) as bar, _interruptible(steps):
-            for end in self.rounds:
-                sheets = self.task.sheets(self.order[seen:end], texts=end == len(self.order))
-                forwards.begin(sheets)
-                bar.total += len(racing) * sum(map(len, sheets))
-                for layer in sorted({self.heads[index].layer for index in racing}):
-                    of_layer = [index for index in racing if self.heads[index].layer == layer]
-                    step = steps.next()
-                    if step is None:
-                        step = self._step(forwards, sheets, layer, of_layer, slice(seen, end), bar)
-                        steps.add(step)
-                    else:
-                        bar.update(len(of_layer) * sum(map(len, sheets)))
-                    self._keep(step, of_layer, slice(seen, end))
-                if self.race is not None and end < len(self.order):
-                    stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
-                    racing = [index for index, stay in zip(racing, stays) if stay]
-                seen = end
+        bar.total = n_done = 0
+        for end in self.rounds:
+            tried, is_last = slice(seen, end), end == len(self.order)
+            batches = self._batches(self.order[tried], with_texts=is_last)
+            forwards.begin(batches)
+            n_rows = sum(map(len, batches))
+            bar.total += len(racing) * n_rows
+            for layer in sorted({self.heads[index].layer for index in racing}):
+                of_layer = [index for index in racing if self.heads[index].layer == layer]
+                heads = [self.heads[index] for index in of_layer]
+                step = steps.next(partial(self._step, forwards, batches, heads, tried, bar))
+                self.right_HE[of_layer, tried] = torch.tensor(step["right"], dtype=torch.float64)
+                self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
+                if "loss" in step:
+                    self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
+                n_done += len(heads) * n_rows
+                bar.update(n_done - bar.n)  # steps that were read from the file too
+            if self.race is not None and not is_last:
+                stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
+                racing = [index for index, stay in zip(racing, stays) if stay]
+            seen = end
 
     def _step(
-        self, forwards: Forwards, sheets: Sequence[Sheet], layer: int, indices: Sequence[int], tried: slice, bar: Any
-    ) -> dict[str, Any]:
-        """One layer's heads on one round's examples, as JSON."""
-        heads = [self.heads[index] for index in indices]
-
-        def read(sheet: Sheet) -> Tensor:
-            found_KHB = sheet.judge(forwards.without(sheet, layer, [head.head for head in heads]))
-            if self.task.generates and isinstance(sheet, QuestionSheet):
-                for index, head in enumerate(heads):
-                    with forwards.ablated(head):
-                        found_KHB[0, index] = self._generated(forwards, sheet)
-            _check_numbers(found_KHB, sheet, heads)
-            bar.update(len(heads) * len(sheet))
-            return found_KHB
-
-        (right_HE, logprob_HE), loss_HT = self.task.collect(sheets, len(heads), read)
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, bar: tqdm
+    ) -> Record:
+        """Measure one layer's heads on one round's examples, as JSON."""
+        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, bar)
         tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
         if tried.stop == len(self.order):
             tables["loss"] = loss_HT  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}
 
-    def _generated(self, forwards: Forwards, sheet: QuestionSheet) -> Tensor:
-        model, tokenizer = self.task.model, self.task.tokenizer
-        return forwards.rows.fitting(sheet, lambda rows: sheet.generated(model, tokenizer, rows))
-
-    def _keep(self, step: dict[str, Any], indices: Sequence[int], tried: slice) -> None:
-        for name, table in (("right", self.right_HE), ("logprob", self.logprob_HE)):
-            table[indices, tried] = torch.tensor(step[name], dtype=torch.float64)
-        if "loss" in step:
-            self.loss_HT[indices] = torch.tensor(step["loss"], dtype=torch.float64)
-
-    def scores(
-        self, sites: Sequence[HeadSite], n_layers: int, baseline: dict[str, Any], provenance: dict[str, Any]
-    ) -> HeadScores:
-        """All tables; heads that were not measured get NaN."""
-        differences = {
-            "accuracy": self.right_E - self.right_HE,
-            "logprob": self.logprob_E - self.logprob_HE,
-            "control": self.loss_HT - self.loss_T,
+    def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
+        """Return all tables; heads that were not measured get NaN."""
+        differences = {"accuracy": self.right_E - self.right_HE, "logprob": self.logprob_E - self.logprob_HE}
+        if self.texts:
+            differences["control"] = self.loss_HT - self.loss_T
+        baseline = {
+            **baseline,
+            "accuracy": self.right_E.mean().item(),
+            "answer_logprob": self.logprob_E.mean().item(),
+            "control_loss": self.loss_T.mean().item() if self.texts else None,
         }
-        spread = _Spread(self.heads, n_layers, max(site.n_heads for site in sites))
-        tables: dict[str, Any] = {}
-        for name, difference_HE in differences.items():
-            measured = difference_HE.shape[1] > 0
-            tables[f"{name}_drop_LH"] = spread(difference_HE.nanmean(1)) if measured else None
-            tables[f"{name}_se_LH"] = spread(_standard_error(difference_HE)) if measured else None
-            tables[f"{name}_interval_LH2"] = spread(bootstrap_interval(difference_HE)) if measured else None
-        n_tried_H = (~self.right_HE.isnan()).sum(1)
-        ks = {*AGREEMENT_AT, *([] if self.race is None else [self.race.k])}
-        return HeadScores(
-            sites[0].n_kv_heads,
-            **tables,
-            baseline={
-                **baseline,
-                "accuracy": self.right_E.mean().item(),
-                "answer_logprob": self.logprob_E.mean().item(),
-                "control_loss": self.loss_T.mean().item() if len(self.loss_T) else None,
-            },
-            provenance=provenance,
-            n_examples_LH=spread(n_tried_H.double()).nan_to_num(0).long(),
-            agreement=(
-                split_half(differences["accuracy"], differences["logprob"], sorted(ks)) if len(self.order) > 1 else None
-            ),
-        )
+        model, heads = self.model, self.heads
+        scores = HeadScores.from_differences(model, sites, heads, differences, baseline=baseline, provenance=provenance)
+        ks = AGREEMENT_AT if self.race is None else (*AGREEMENT_AT, self.race.k)
+        n_tried_LH = spread(model, sites, heads, (~self.right_HE.isnan()).sum(1))
+        intervals = {
+            f"{name}_interval_LH2": spread(model, sites, heads, bootstrap_interval(difference_HE))
+            for name, difference_HE in differences.items()
+        }
+        halves = split_half(differences["accuracy"], differences["logprob"], ks) if len(self.order) > 1 else None
+        return replace(scores, **intervals, n_examples_LH=n_tried_LH.nan_to_num(0).long(), agreement=halves)
 
 
-class _Spread:
-    """Puts one entry per head into a table [L, H, ...]; NaN where there is none."""
-
-    def __init__(self, heads: Sequence[HeadId], n_layers: int, n_heads: int) -> None:
-        self.shape = (n_layers, n_heads)
-        self.layers, self.heads = [head.layer for head in heads], [head.head for head in heads]
-
-    def __call__(self, entry_H: Tensor) -> Tensor:
-        table_LH = torch.full((*self.shape, *entry_H.shape[1:]), math.nan, dtype=torch.float64)
-        table_LH[self.layers, self.heads] = entry_H
-        return table_LH
-
-
-def _standard_error(difference_HE: Tensor) -> Tensor:
-    """Of the mean over the examples that were tried; 0 for a single one."""
-    n_H = (~difference_HE.isnan()).sum(1)
-    from_mean_HE = (difference_HE - difference_HE.nanmean(1, keepdim=True)).nan_to_num()
-    return (from_mean_HE.square().sum(1) / (n_H - 1).clamp(min=1) / n_H).sqrt()
-
-
-def _check_numbers(found_KHB: Tensor, sheet: Sheet, heads: Sequence[HeadId | None]) -> None:
-    """Raise ValueError, naming head and example, for a reading that is no number."""
+def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
+    """Raise ValueError, naming head and example, for a reading that is not finite."""
     bad = (~found_KHB.isfinite()).any(0).nonzero().tolist()
     if bad:
         index, row = bad[0]
-        head = "with all heads in place" if heads[index] is None else f"without {heads[index]}"
-        which = f"text {sheet.numbers[row]}"
-        if isinstance(sheet, QuestionSheet):
-            which = f"example {sheet.numbers[row]} ({sheet.examples[row].prompt[:60]!r} ...)"
+        head = f"without {heads[index]}" if heads else "with all heads in place"
         raise ValueError(
-            f"{head} the logits of {which} are not numbers, nor are those of {len(bad) - 1} more; load the model in "
-            "float32 or bfloat16, check its weights, or leave the head out of heads. Layers measured before are in the "
-            "file of resume_path, if that is set: the same call goes on from there."
+            f"{head} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} more; load the "
+            "model in float32 or bfloat16, check its weights, or leave the head out of heads. The same call continues "
+            "from the layers measured before, if resume_path is set."
         )
-
-
-@contextmanager
-def _interruptible(steps: Steps) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        log.warning("scoring was interrupted; %s", steps.describe())
-        raise

@@ -1,12 +1,12 @@
 """Racing: heads that cannot be among the first k any more are not tried on further examples.
 
-What is raced for is the accuracy drop over all N examples. These are a finite population, and the first n of them, in
-an order drawn at random, are a sample of it. So the number of right answers that become wrong without a head, and of
-wrong ones that become right, follow hypergeometric distributions. Their exact confidence bounds hold for any model and
-any examples: the only randomness is that of the order. A head leaves when its upper bound is below the k-th largest
-lower bound. All bounds, of all heads after all rounds, hold together with the stated confidence (their chances to fail
-are added up), and then the first k heads, and their order, are those of exhaustive scoring: heads that might still tie
-in accuracy stay, so that the log-probability, which orders such heads, is compared on all examples.
+The race is for the accuracy drop over all N examples. These are a finite population, and the first n of them, in an
+order drawn at random, are a sample of it. So the number of right answers that become wrong without a head, and of wrong
+ones that become right, follow hypergeometric distributions. Their exact confidence bounds hold for any model and any
+examples: the only randomness is that of the order. A head leaves when its upper bound is below the k-th largest lower
+bound. All bounds, of all heads after all rounds, hold together with the stated confidence (a union bound), and then the
+first k heads, and their order, are those of exhaustive scoring: heads that might still tie in accuracy stay, so that
+the log-probability, which orders such heads, is compared on all examples.
 
 Racing saves much where k heads stand out, and little where the k-th and the next lose about the same.
 
@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +30,9 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
 @dataclass(frozen=True)
 class Race:
-    """For the first ``k`` of ``n_heads`` heads on ``n_examples`` examples, right with probability ``confidence``.
+    """A race for the first ``k`` of ``n_heads`` heads on ``n_examples`` examples, right with ``confidence``.
 
-    Raises ValueError for a ``k`` that is no number of heads, or a confidence that is not between 0 and 1.
+    Raises ValueError for a ``k`` below 1 or a confidence that is not between 0 and 1.
     """
 
     k: int
@@ -51,60 +52,45 @@ class Race:
         return sorted({math.ceil(share * self.n_examples) for share in SHARES})
 
     def order(self) -> list[int]:
-        """The examples, in the order in which they are tried."""
+        """Return the examples in the order in which they are tried."""
         return torch.randperm(self.n_examples, generator=torch.Generator().manual_seed(self.seed)).tolist()
 
     def bounds(self, right_E: Tensor, right_HE: Tensor) -> tuple[Tensor, Tensor]:
-        """(low_H, high_H) of the number of answers lost on all examples.
+        """Return (low_H, high_H), which bound the number of answers lost on all examples.
 
-        ``right_E`` is the baseline on all examples in order, ``right_HE`` what heads did on the first of them.
+        ``right_E`` is the baseline on all examples in order, ``right_HE`` each head's result on the first of them.
         """
         # Two bounds, lost and gained answers, each from both sides; after the last round everything is known.
         alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1))
         before_E = right_E[: right_HE.shape[1]]
-        lost_H = (before_E > right_HE).sum(1).tolist()
-        gained_H = (before_E < right_HE).sum(1).tolist()
         n_right, n_seen_right = int(right_E.sum()), int(before_E.sum())
         n_wrong, n_seen_wrong = len(right_E) - n_right, len(before_E) - n_seen_right
-        lost = [_count_bounds(n_right, n_seen_right, int(x), alpha) for x in lost_H]
-        gained = [_count_bounds(n_wrong, n_seen_wrong, int(x), alpha) for x in gained_H]
+        lost_H, gained_H = ((before_E > right_HE).sum(1), (before_E < right_HE).sum(1))
+        lost = [_count_bounds(n_right, n_seen_right, x, alpha) for x in lost_H.tolist()]
+        gained = [_count_bounds(n_wrong, n_seen_wrong, x, alpha) for x in gained_H.tolist()]
         low = [a_low - b_high for (a_low, _), (_, b_high) in zip(lost, gained)]
         high = [a_high - b_low for (_, a_high), (b_low, _) in zip(lost, gained)]
         return torch.tensor(low), torch.tensor(high)
 
     def stay(self, right_E: Tensor, right_HE: Tensor) -> list[bool]:
-        """Which heads may still be among the first k; at least k do."""
+        """Return which heads may still be among the first k; at least k do."""
         low_H, high_H = self.bounds(right_E, right_HE)
-        to_reach = low_H.sort(descending=True).values[: self.k][-1]  # of all, where there are no k heads
+        to_reach = low_H.sort(descending=True).values[: self.k][-1]  # of all heads, if there are fewer than k
         return (high_H >= to_reach).tolist()
 
 
 def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tuple[int, int]:
-    """How many of a population are such, ``found`` being among ``n_drawn``; each bound fails with probability alpha."""
+    """Bound the count in the population, given ``found`` among ``n_drawn``; each bound fails with chance alpha."""
     high = _upper(population, n_drawn, found, alpha)
     return population - _upper(population, n_drawn, n_drawn - found, alpha), high
 
 
 @cache
 def _upper(population: int, n_drawn: int, found: int, alpha: float) -> int:
-    """The largest number under which finding so few is not less likely than alpha."""
-    low, high = found, population - (n_drawn - found)
-    while low < high:  # the probability falls with the number
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _at_most(found, population, middle, n_drawn) > alpha else (low, middle - 1)
-    return low
+    """Return the largest count under which drawing ``found`` or fewer is likelier than alpha."""
+    from scipy.stats import hypergeom  # slow to import
 
-
-def _at_most(found: int, population: int, n_such: int, n_drawn: int) -> float:
-    """P(X <= found) of the hypergeometric distribution."""
-    fewest = max(0, n_drawn - (population - n_such))
-    logs = [
-        _log_choose(n_such, x) + _log_choose(population - n_such, n_drawn - x) - _log_choose(population, n_drawn)
-        for x in range(fewest, min(found, n_such, n_drawn) + 1)
-    ]
-    return sum(map(math.exp, logs))
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
+    if n_drawn == population:
+        return found
+    counts = np.arange(found, population - (n_drawn - found) + 1)
+    return int(counts[hypergeom.cdf(found, population, counts, n_drawn) > alpha][-1])

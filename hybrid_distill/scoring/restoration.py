@@ -1,17 +1,16 @@
-"""Rank heads by what they bring back: one attention head at a time, put into a student that has none.
+"""Rank heads by the gain of putting one attention head at a time into a student that has none.
 
-Single ablation asks what the teacher loses without a head, and so overlooks heads that stand in for one another, and
-overrates those that a recurrent head imitates well. Restoration asks what an aligned, fully recurrent student gains
-with the head: the head-level form of replacing one layer of an aligned SSM (arXiv 2504.18574). Heads that work in
-pairs show only together, so `greedy_restoration` goes on from the best head found so far.
+Single ablation measures what the teacher loses without a head, and so overlooks heads that stand in for one another
+and overrates those that a recurrent head imitates well. Restoration measures what an aligned, fully recurrent student
+gains with the head: the head-level form of replacing one layer of an aligned SSM (arXiv 2504.18574). Heads that work in
+pairs show only together, so `greedy_restoration` continues from the best head found so far.
 
-Shapes: L layer, H query head, E example.
+Shapes: H query head, E example.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,12 +26,12 @@ from ..plan import HeadId
 from ..probes import Probe
 from ..probes.answering import ChoiceResult, answer_choices
 from ..teacher import AttentionSite, attention_sites, replaced_forward
-from . import HeadScores, describe_run
+from .head_scores import HeadScores, describe_run, heads_of
 
 
 @contextmanager
 def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
-    """While active, these heads of the student do what the teacher's heads do with the student's own inputs.
+    """Let these heads of the student compute what the teacher's heads do on the student's own inputs.
 
     For forwards without a cache. Raises ValueError for a head that does not exist, and for a forward with a cache.
     """
@@ -46,14 +45,13 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
-            for handle in _install(ours[layer], theirs[layer], restored):
-                hooks.callback(handle.remove)
+            hooks.enter_context(_restored(ours[layer], theirs[layer], restored))
         yield
 
 
 @contextmanager
 def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
-    """While active, the teacher's attention runs in the place of these layers' mixers, output projection included.
+    """Run the teacher's attention in the place of these layers' mixers, output projection included.
 
     With a cache too, which then holds the keys and values of all heads of such a layer: make it and use it within.
     Raises ValueError for a layer that does not exist.
@@ -67,12 +65,11 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
         yield
 
 
-def _attention_of(teacher: AttentionSite) -> Any:
-    """A mixer's forward that is the teacher's attention."""
+def _attention_of(teacher: AttentionSite) -> Callable[..., object]:
+    """Return a forward for a mixer that runs the teacher's attention."""
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
-        output = teacher.module(hidden_states, *args, **passed)
+    def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        output = teacher.module(hidden_states, *args, **_known_to_teachers(kwargs))
         if (cache := _cache_in(kwargs)) is not None:
             cache.layer(teacher.layer).advance(hidden_states.shape[1])
         return output
@@ -80,24 +77,28 @@ def _attention_of(teacher: AttentionSite) -> Any:
     return forward
 
 
-def _cache_in(kwargs: Mapping[str, Any]) -> Any:
+def _known_to_teachers(kwargs: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
+
+
+def _cache_in(kwargs: Mapping[str, object]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
 
 
-def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> list[Any]:
-    """Hooks that run the teacher's attention before the student's mixer and swap heads in before its o_proj."""
+@contextmanager
+def _restored(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> Iterator[None]:
+    """Run the teacher's attention before the student's mixer and swap heads in before its ``o_proj``."""
     found: list[Tensor] = []
 
-    def run_teacher(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
             found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
         if _cache_in(kwargs) is not None:
-            raise ValueError("restored heads have no cache; call the student with use_cache=False.")
-        passed = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
+            raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
         handle = teacher.o_proj.register_forward_pre_hook(note)
         try:
-            teacher.module(*args, **passed)
+            teacher.module(*args, **_known_to_teachers(kwargs))
         finally:
             handle.remove()
 
@@ -106,10 +107,10 @@ def _install(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -
         y_BLHP[:, :, heads] = found[0][:, :, heads]
         return (y_BLHP.flatten(-2), *args[1:])
 
-    return [
-        student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
-        student.o_proj.register_forward_pre_hook(swap),
-    ]
+    with ExitStack() as hooks:
+        hooks.callback(student.module.register_forward_pre_hook(run_teacher, with_kwargs=True).remove)
+        hooks.callback(student.o_proj.register_forward_pre_hook(swap).remove)
+        yield
 
 
 def score_restoration(
@@ -123,38 +124,29 @@ def score_restoration(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """What each attention head adds to an aligned, fully recurrent student that has the ``restored`` heads already.
+    """Score heads by what each adds to an aligned, fully recurrent student that has the ``restored`` heads already.
 
     ``accuracy_drop_LH`` is the accuracy gained with the head (lost without it), ``logprob_drop_LH`` the answer's
     log-probability, each with paired standard errors; heads already restored get 0. There is no control
     drop. Values of several tokens, which need a cache, raise ValueError.
     """
-    start, examples = list(restored), probe.examples(n_examples)
-    site = attention_sites(student)[0]
+    start, examples, sites = list(restored), probe.examples(n_examples), attention_sites(student)
 
     def measure(heads: list[HeadId]) -> ChoiceResult:
         with restore_heads(student, teacher, heads):
             return answer_choices(student, tokenizer, examples, batch_size=batch_size)
 
-    baseline = measure(start)
-    shape = (student.config.num_hidden_layers, site.n_heads)
-    tables = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
-    accuracy_LH, logprob_LH, accuracy_se_LH, logprob_se_LH = tables
-    heads = [HeadId(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
+    baseline, heads = measure(start), heads_of(sites)
+    results = dict.fromkeys(heads, baseline)
     for head in tqdm([h for h in heads if h not in start], desc="restoring heads", disable=not progress):
-        result = measure([*start, head])
-        gained_E = result.correct_E.double() - baseline.correct_E.double()
-        likelier_E = result.answer_logprob_E - baseline.answer_logprob_E
-        accuracy_LH[head], accuracy_se_LH[head] = gained_E.mean(), _standard_error(gained_E)
-        logprob_LH[head], logprob_se_LH[head] = likelier_E.mean(), _standard_error(likelier_E)
-    return HeadScores(
-        site.n_kv_heads,
-        accuracy_drop_LH=accuracy_LH,
-        logprob_drop_LH=logprob_LH,
-        control_drop_LH=None,
-        accuracy_se_LH=accuracy_se_LH,
-        logprob_se_LH=logprob_se_LH,
-        control_se_LH=None,
+        results[head] = measure([*start, head])
+    right_HE = torch.stack([results[head].correct_E for head in heads]).double()
+    logprob_HE = torch.stack([results[head].answer_logprob_E for head in heads])
+    return HeadScores.from_differences(
+        student,
+        sites,
+        heads,
+        {"accuracy": right_HE - baseline.correct_E.double(), "logprob": logprob_HE - baseline.answer_logprob_E},
         baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in start]},
         provenance={
             "method": "single-head restoration",
@@ -173,19 +165,16 @@ def greedy_restoration(
     k: int,
     **options: Any,
 ) -> list[HeadId]:
-    """``k`` heads, each the one that adds most to the student with all before it; options of `score_restoration`.
+    """Choose ``k`` heads, each the one that adds most to the student with all before it.
 
-    What is added is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
+    The gain is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
+    ``options`` are those of `score_restoration`.
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:
         scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:
-            gain_LH[head] = -math.inf
+            gain_LH[head] = -torch.inf
         chosen.append(HeadId(*divmod(int(gain_LH.argmax()), scores.n_heads)))
     return chosen
-
-
-def _standard_error(difference_E: Tensor) -> Tensor:
-    return difference_E.std(correction=min(1, len(difference_E) - 1)) / math.sqrt(len(difference_E))

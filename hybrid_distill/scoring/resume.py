@@ -1,14 +1,15 @@
-"""A file that says what an interrupted scoring has measured, so that the same call can go on from there."""
+"""A file of the measurements of an interrupted scoring, from which the same call continues."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from ..distributed import compute_everywhere, rank_and_world
 from ..io import write_json
-from .ranks import rank_and_world, together
+from .head_scores import Record
 
 PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/2"
 
@@ -16,40 +17,34 @@ log = logging.getLogger(__name__)
 
 
 class Steps:
-    """What was measured step by step: a step is one layer's heads on one round's examples.
+    """Measurements step by step: a step is one layer's heads on one round's examples.
 
-    Without a path nothing is read or written. Steps of another model, probe or version are not used, which the log
-    says.
+    Without a path nothing is read or written. Steps of another model, probe or version are not used, which is logged.
     """
 
-    def __init__(self, path: str | Path | None, provenance: dict[str, Any]) -> None:
+    def __init__(self, path: str | Path | None, provenance: Record) -> None:
         self.path, self.provenance = None if path is None else Path(path), provenance
-        # What the first process reads counts: not all machines may see the file.
-        self.measured: list[dict[str, Any]] = together(self._read)[0]
-        self.replayed = 0
+        # All processes use what the first one reads: not all machines may see the file.
+        self.measured: list[Record] = compute_everywhere(self._read)[0]
+        self.n_used = 0
 
-    def next(self) -> dict[str, Any] | None:
-        """The next step, if it was measured before."""
-        if self.replayed == len(self.measured):
-            return None
-        self.replayed += 1
-        return self.measured[self.replayed - 1]
-
-    def add(self, step: dict[str, Any]) -> None:
-        """Keep a new step; on disk it is there whole or not at all."""
-        self.measured.append(step)
-        self.replayed += 1
-        if self.path is not None and rank_and_world()[0] == 0:
-            record = {"format": PARTIAL_FORMAT, "provenance": self.provenance, "steps": self.measured}
-            write_json(self.path, record, indent=None)
+    def next(self, measure: Callable[[], Record]) -> Record:
+        """Return the next step: read from the file, or else measured and added to it, whole or not at all."""
+        if self.n_used == len(self.measured):
+            self.measured.append(measure())
+            if self.path is not None and rank_and_world()[0] == 0:
+                record = {"format": PARTIAL_FORMAT, "provenance": self.provenance, "steps": self.measured}
+                write_json(self.path, record, indent=None)
+        self.n_used += 1
+        return self.measured[self.n_used - 1]
 
     def describe(self) -> str:
-        """What can be gone on from, for the log of an interrupted run."""
+        """Say what an interrupted run can continue from."""
         if self.path is None:
-            return "nothing is kept of it; give a resume_path to go on from where it stops"
-        return f"the layers measured so far ({len(self.measured)}) are in {self.path}: the same call goes on from there"
+            return "nothing is kept of it; pass a resume_path to continue where it stops"
+        return f"the layers measured so far ({len(self.measured)}) are in {self.path}: the same call continues from it"
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[Record]:
         if self.path is None or not self.path.exists():
             return []
         try:
@@ -63,7 +58,7 @@ class Steps:
         return []
 
 
-def _undated(provenance: dict[str, Any]) -> dict[str, Any]:
-    """As it is read back from JSON, without what differs between runs of the same task."""
+def _undated(provenance: Record) -> Record:
+    """Return it as JSON gives it back, without what differs between runs of the same task."""
     kept = {name: value for name, value in provenance.items() if name != "date"}
     return json.loads(json.dumps(kept))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_distill import data
 from hybrid_distill.data import DataConfig, PackedRows, StreamingRows, Tokens, folder, open_rows
 from hybrid_distill.data.rows import shuffled
-from hybrid_distill.data.tokens import Shard
+from hybrid_distill.data.tokens import Shard, hash_of
 
 EOS = 1
 
@@ -26,31 +26,43 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return word_tokenizer()
 
 
-def documents_of(rows: PackedRows, steps: int, batch_size: int) -> list[tuple[int, ...]]:
-    """Every segment of the first rows, padding left out, sorted."""
-    found = []
-    for step in range(steps):
-        batch = rows.batch(step, batch_size)
-        for ids, seq_idx, mask in zip(batch["input_ids"], batch["seq_idx"], batch["mask"]):
-            for number in seq_idx[mask].unique():
-                found.append(tuple(ids[mask & (seq_idx == number)].tolist()))
-    return sorted(found)
+def numbered(n: int, *, shard: int, first: int = 0) -> Tokens:
+    """A source in which every token is its own number, in shards; a document begins at every seventh."""
+    ids = np.arange(first, first + n, dtype=np.uint32)
+    pieces = [ids[begin : begin + shard] for begin in range(0, n, shard)]
+    shards = tuple(Shard(piece, np.arange(0, len(piece), 7, dtype=np.int64)) for piece in pieces)
+    return Tokens(shards, pad_id=0, fingerprint=f"{first}-{n}")
 
 
-def test_an_epoch_holds_every_token_once(tokenizer):
-    rows = PackedRows.from_texts(texts(40), tokenizer, seq_len=16)
-    for epoch in range(2):
-        first = epoch * rows.rows_per_epoch
-        seen = torch.cat(
-            [b["input_ids"][b["mask"]] for b in (rows.batch(s, 1) for s in range(first, first + rows.rows_per_epoch))]
-        )
-        assert sorted(seen.tolist()) == sorted(rows.sources[0].shards[0].ids.tolist())
-        assert len(seen) == rows.n_tokens
+# Rows
 
 
-def test_rows_come_in_another_order_in_each_epoch_and_for_each_seed(tokenizer):
+def test_batches_of_a_seed_are_those_of_the_first_version() -> None:
+    """Checkpoints and published results name a seed: it must go on meaning the same bits."""
+    rows = PackedRows([numbered(700, shard=90), numbered(90, shard=90, first=1000)], seq_len=8, seed=5, weights=(2, 1))
+    batches = [rows.batch(step, 6, rank, 2) for step in (0, 7, 10**9) for rank in range(2)]
+    assert hash_of([{name: t.tolist() for name, t in b.items()} for b in batches])[:16] == "866d76ec256f005a"
+    assert (rows.fingerprint[:16], rows.text_fingerprint[:16]) == ("95fa545a012af308", "fa8b19c78636b6e7")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(1000,), (1003, 77, 500)], ids=["one source", "three sources"])
+def test_every_token_once_an_epoch_on_any_number_of_processes(world, sizes):
+    sources = [numbered(n, shard=123, first=10_000 * i) for i, n in enumerate(sizes)]
+    rows = PackedRows(sources, seq_len=16, seed=3)
+    every = sorted(number for source in sources for shard in source.shards for number in shard.ids.tolist())
+    steps, batch_size = rows.rows_per_epoch, 12
+    parts = [rows.batch(step, batch_size, rank, world) for step in range(steps) for rank in range(world)]
+    assert {len(part["mask"]) for part in parts} == {batch_size // world}
+    ids, mask = (torch.cat([part[name] for part in parts]) for name in ("input_ids", "mask"))
+    for epoch in range(batch_size):
+        part = slice(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
+        assert sorted(ids[part][mask[part]].tolist()) == every
+
+
+def test_rows_come_in_another_order_in_each_epoch_and_for_each_seed():
     def order(seed: int, epoch: int) -> list[int]:
-        rows = PackedRows.from_texts(texts(60), tokenizer, seq_len=8, seed=seed)
+        rows = PackedRows([numbered(200, shard=90)], seq_len=8, seed=seed)
         return rows.batch(epoch, rows.rows_per_epoch)["input_ids"].flatten().tolist()
 
     assert order(0, 0) == order(0, 0)
@@ -67,41 +79,17 @@ def test_segments_are_the_documents_cut_at_row_ends(tokenizer):
             room = 16 - position % 16
             expected.append(tuple(ids[:room]))
             position, ids = position + len(ids[:room]), ids[room:]
-    assert documents_of(rows, rows.rows_per_epoch, 1) == sorted(expected)
+    found = []
+    batch = rows.batch(0, rows.rows_per_epoch)
+    for ids, seq_idx, mask in zip(batch["input_ids"], batch["seq_idx"], batch["mask"]):
+        found += [tuple(ids[mask & (seq_idx == number)].tolist()) for number in seq_idx[mask].unique()]
+    assert sorted(found) == sorted(expected)
 
 
 def test_a_document_longer_than_a_row_begins_again_in_the_next(tokenizer):
-    rows = PackedRows.from_texts([" ".join(["w5"] * 20), "w6"], tokenizer, seq_len=8)
-    assert [rows.sources[0].row(i, 8)[1].tolist() for i in range(3)] == [
-        [0] * 8,
-        [0] * 8,
-        [0] * 5 + [1] * 2 + [2],
-    ]
-    assert rows.sources[0].row(2, 8)[2].tolist() == [True] * 7 + [False]
-
-
-def numbered(n: int, *, shard: int, first: int = 0) -> Tokens:
-    """A source in which every token is its own number, in shards; a document begins at every seventh."""
-    ids = np.arange(first, first + n, dtype=np.uint32)
-    pieces = [ids[begin : begin + shard] for begin in range(0, n, shard)]
-    shards = tuple(Shard(piece, np.arange(0, len(piece), 7, dtype=np.int64)) for piece in pieces)
-    return Tokens(shards, pad_id=0, fingerprint=f"{first}-{n}")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("sizes", [(1000,), (1003, 77, 500)], ids=["one source", "three sources"])
-def test_every_token_once_an_epoch_on_any_number_of_processes(world, sizes):
-    sources = [numbered(n, shard=123, first=10_000 * i) for i, n in enumerate(sizes)]
-    rows = PackedRows(sources, seq_len=16, seed=3)
-    every = sorted(number for source in sources for shard in source.shards for number in shard.ids.tolist())
-    steps, batch_size = rows.rows_per_epoch, 12
-    found = [[rows.batch(step, batch_size, rank, world) for rank in range(world)] for step in range(steps)]
-    parts = [part for parts in found for part in parts]
-    assert {len(part["mask"]) for part in parts} == {batch_size // world}
-    ids, mask = (torch.cat([part[name] for part in parts]) for name in ("input_ids", "mask"))
-    for epoch in range(batch_size):
-        part = slice(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
-        assert sorted(ids[part][mask[part]].tolist()) == every
+    source = data.tokens_of([" ".join(["w5"] * 20), "w6"], tokenizer)
+    assert [source.row(i, 8)[1].tolist() for i in range(3)] == [[0] * 8, [0] * 8, [0] * 5 + [1] * 2 + [2]]
+    assert source.row(2, 8)[2].tolist() == [True] * 7 + [False]
 
 
 def test_any_step_is_what_reading_up_to_it_gives():
@@ -126,24 +114,6 @@ def test_a_shuffle_is_a_permutation_in_which_every_place_is_as_likely():
     assert abs(counts - 400).max() < 5 * np.sqrt(400 * 0.8)
 
 
-def test_a_row_across_shards_goes_on_with_the_next_document():
-    tokens = Tokens(
-        shards=(
-            Shard(np.array([1, 2, 3, 4, 5], np.uint16), np.array([0, 3])),
-            Shard(np.array([6, 7], np.uint16), np.array([0])),
-            Shard(np.array([8, 9, 10], np.uint16), np.array([0, 2])),
-        ),
-        pad_id=99,
-        fingerprint="",
-    )
-    rows = [[column.tolist() for column in tokens.row(i, 4)] for i in range(3)]
-    assert rows == [
-        [[1, 2, 3, 4], [0, 0, 0, 1], [True] * 4],
-        [[5, 6, 7, 8], [0, 1, 1, 2], [True] * 4],
-        [[9, 10, 99, 99], [0, 1, 2, 2], [True, True, False, False]],
-    ]
-
-
 def test_the_size_of_shards_changes_no_row(tokenizer, tmp_path):
     write_source(tmp_path / "a.jsonl", texts(50))
     whole = data.tokens_of(texts(50), tokenizer)
@@ -157,13 +127,13 @@ def test_the_size_of_shards_changes_no_row(tokenizer, tmp_path):
                 assert (expected == column).all()
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="batch of 6 rows cannot be shared by 4 processes"):
-        PackedRows.from_texts(texts(50), tokenizer, seq_len=8).batch(0, 6, 0, 4)
+def test_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match="batch of 6 rows cannot be shared by 4 processes; use a multiple of 4"):
+        PackedRows([numbered(90, shard=90)], seq_len=8).batch(0, 6, 0, 4)
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (5, 1, 0.5), (0.01, 0.5, 0.49)])
-def test_shares_of_tokens_are_the_weights_to_within_a_row(weights):
+def test_shares_of_tokens_are_the_weights_to_within_a_row_and_no_token_is_lost(weights):
     sizes, seq_len = (4000, 800, 1600), 16
     sources = [numbered(n, shard=1000, first=10_000 * i) for i, n in enumerate(sizes)]
     rows = PackedRows(sources, seq_len=seq_len, weights=weights)
@@ -171,51 +141,12 @@ def test_shares_of_tokens_are_the_weights_to_within_a_row(weights):
     tokens = np.bincount(epoch.flatten() // 10_000, minlength=3)
     for found, weight in zip(tokens, weights):
         assert abs(found - sum(sizes) * weight / sum(weights)) <= seq_len
+    if weights == (1, 1, 1):
+        two_epochs = rows.batch(0, 2 * rows.rows_per_epoch)["input_ids"].flatten().tolist()
+        assert set(range(4000)) <= set(two_epochs), "two half epochs cover the larger source"
 
 
-def test_weights_share_out_the_tokens_and_lose_none(tokenizer):
-    big, small = data.tokens_of(texts(200), tokenizer), data.tokens_of(["w96 " * 39], tokenizer)
-    rows = PackedRows([big, small], seq_len=8, weights=(1, 1))
-    epoch = torch.cat([rows.batch(s, 1)["input_ids"] for s in range(rows.rows_per_epoch)])
-    from_small = (epoch == 98).float().mean(-1) > 0.5
-    assert abs(from_small.float().mean() - 0.5) < 0.02
-    seen = torch.cat([rows.batch(s, 1)["input_ids"] for s in range(2 * rows.rows_per_epoch)])
-    rows_of_big = {tuple(big.row(i, 8)[0].tolist()) for i in range(-(-len(big) // 8))}
-    assert rows_of_big <= {tuple(row) for row in seen.tolist()}, "two half epochs cover the larger source"
-
-
-def test_tokenised_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatch):
-    source = tmp_path / "a.txt"
-    source.write_text("\n<|endoftext|>\n".join(texts(30)))
-    config = DataConfig(sources=(str(source),), seq_len=16)
-    first = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-    assert isinstance(first, PackedRows) and isinstance(first.sources[0].shards[0].ids, np.memmap)
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "write_tokens", pytest.fail)
-        second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-        assert torch.equal(first.batch(3, 4)["input_ids"], second.batch(3, 4)["input_ids"])
-        assert first.fingerprint == second.fingerprint
-    in_memory = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
-    assert torch.equal(first.batch(3, 4)["input_ids"], in_memory.batch(3, 4)["input_ids"])
-    source.write_text("w1 w2")
-    assert open_rows(config, tokenizer, cache_dir=tmp_path / "cache").fingerprint != first.fingerprint
-
-
-def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
-    before = data.tokenizer_fingerprint(tokenizer)
-    padded = word_tokenizer()
-    padded.pad_token = "<eos>"
-    padded(["w1", "w1 w2"], padding=True, truncation=True, max_length=2)
-    assert data.tokenizer_fingerprint(padded) == before
-    other_class = type("Other", (PreTrainedTokenizerFast,), {})
-    assert (
-        data.tokenizer_fingerprint(other_class(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>"))
-        == before
-    )
-    other_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="w0")
-    more_words = word_tokenizer()
-    more_words.add_tokens(["w1 w2"])
-    assert len({before, *map(data.tokenizer_fingerprint, (other_end, more_words))}) == 3
+# Sources
 
 
 def write_source(path: Path, records: list[str]) -> None:
@@ -232,6 +163,8 @@ def write_source(path: Path, records: list[str]) -> None:
 def test_every_format_reads_the_same(tmp_path, name):
     write_source(tmp_path / name, texts(5))
     assert list(data.read_documents(str(tmp_path))) == texts(5)
+    with pytest.raises(ValueError, match=r"no text in column 'body'; its columns are text"):
+        list(data.read_documents(str(tmp_path), "body"))
 
 
 def test_the_embedded_corpus_is_a_source(tokenizer, tmp_path):
@@ -246,12 +179,11 @@ def test_the_embedded_corpus_is_a_source(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, "", "nowhere.* does not exist; name files or folders"),
+        (None, "", "nowhere.* does not exist; pass files or folders"),
         ("a.csv", "w1", "a.csv.* holds no .txt"),
         ("a.txt", " \n", "holds no text"),
-        ("a.jsonl", "", "holds no text"),
-        ("a.jsonl", '{"body": "w1"}\n', "line 1 has no text in column 'text'; its columns are body"),
         ("a.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
+        ("a.parquet", "w1", "a.parquet cannot be read"),
     ],
 )
 def test_a_bad_source_is_named(tokenizer, tmp_path, name, content, message):
@@ -264,24 +196,36 @@ def test_a_bad_source_is_named(tokenizer, tmp_path, name, content, message):
     assert not left, "a failed source leaves nothing behind"
 
 
-def test_a_parquet_file_without_the_column_is_named(tmp_path):
-    write_source(tmp_path / "a.parquet", texts(2))
-    with pytest.raises(ValueError, match=r"no text in column 'body'; its columns are text"):
-        list(data.read_documents(str(tmp_path / "a.parquet"), "body"))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sources": ()}, "data.sources is empty"),
+        ({"sources": ()}, "data.sources is empty; pass a source"),
         ({"weights": (1.0, 2.0)}, "for 1 sources"),
-        ({"weights": (0.0,)}, "above 0"),
-        ({"seq_len": 1}, "seq_len is 1"),
+        ({"seq_len": 1}, "seq_len is 1; it must be a whole number of at least 2"),
     ],
 )
 def test_a_bad_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**fields)
+
+
+def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatch):
+    source = tmp_path / "a.txt"
+    source.write_text("\n<|endoftext|>\n".join(texts(30)))
+    config = DataConfig(sources=(str(source),), seq_len=16)
+    state = torch.get_rng_state()
+    first = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert torch.equal(torch.get_rng_state(), state), "tokenizing must not draw from the training's randomness"
+    assert isinstance(first, PackedRows) and isinstance(first.sources[0].shards[0].ids, np.memmap)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write_tokens", pytest.fail)
+        second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
+    in_memory = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
+    assert first.fingerprint == second.fingerprint == in_memory.fingerprint
+    for other in (second, in_memory):
+        assert torch.equal(first.batch(3, 4)["input_ids"], other.batch(3, 4)["input_ids"])
+    source.write_text("w1 w2")
+    assert open_rows(config, tokenizer, cache_dir=tmp_path / "cache").fingerprint != first.fingerprint
 
 
 def test_processes_that_begin_together_write_one_cache(tokenizer, tmp_path):
@@ -303,57 +247,57 @@ def test_processes_that_begin_together_write_one_cache(tokenizer, tmp_path):
     assert len([p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir()]) == 1
 
 
-def stream(tmp_path: Path, n: int = 60, first: int = 0) -> datasets.IterableDataset:
-    path = tmp_path / f"stream-{first}.jsonl"
-    write_source(path, texts(n, first))
-    loaded = datasets.load_dataset(
-        "json", data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path / "hf")
+def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
+    before = data.tokenizer_fingerprint(tokenizer)
+    padded = word_tokenizer()
+    padded.pad_token = "<eos>"
+    padded(["w1", "w1 w2"], padding=True, truncation=True, max_length=2)
+    assert data.tokenizer_fingerprint(padded) == before
+    other_class = type("Other", (PreTrainedTokenizerFast,), {})
+    same = other_class(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    assert data.tokenizer_fingerprint(same) == before
+    other_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="w0")
+    more_words = word_tokenizer()
+    more_words.add_tokens(["w1 w2"])
+    assert len({before, *map(data.tokenizer_fingerprint, (other_end, more_words))}) == 3
+
+
+# Streams
+
+
+def stream(tmp_path: Path, records: list[str], kind: str = "json") -> datasets.IterableDataset:
+    path = tmp_path / f"{hash_of(records)[:8]}.{'parquet' if kind == 'parquet' else 'jsonl'}"
+    write_source(path, records)
+    return datasets.load_dataset(
+        kind, data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path / "hf")
     )
-    return loaded
 
 
-def take(rows: StreamingRows, steps: range, **place: int) -> list[torch.Tensor]:
-    return [rows.batch(step, 2, **place)["input_ids"] for step in steps]
+def take(rows: StreamingRows, steps: range) -> list[torch.Tensor]:
+    return [rows.batch(step, 2)["input_ids"] for step in steps]
 
 
 def test_a_stream_packs_every_token_and_begins_again_at_its_end(tokenizer, tmp_path):
-    rows = StreamingRows([stream(tmp_path)], tokenizer, seq_len=16)
+    rows = StreamingRows([stream(tmp_path, texts(60))], tokenizer, seq_len=16)
     expected = data.tokens_of(texts(60), tokenizer).shards[0].ids
     seen = torch.cat(take(rows, range(40))).flatten()
-    twice = np.concatenate([expected] * 3)[: len(seen)]
-    assert len(seen) > len(expected) and seen.tolist() == twice.tolist()
+    assert len(seen) > len(expected) and seen.tolist() == np.concatenate([expected] * 3)[: len(seen)].tolist()
 
 
-def test_a_stream_resumes_where_its_state_was_taken(tokenizer, tmp_path):
+LONG = [" ".join(f"w{(i + j) % 97}" for j in range(50)) for i in range(0, 90, 10)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sources", "weights"),
+    [("json", (texts(60), texts(60, 60)), (3.0, 1.0)), ("parquet", (LONG,), ())],
+    ids=["two sources", "in the middle of a document"],
+)
+def test_a_stream_resumes_where_its_state_was_taken(tokenizer, tmp_path, kind, sources, weights):
     def open_stream() -> StreamingRows:
-        sources = [stream(tmp_path), stream(tmp_path, first=60)]
-        return StreamingRows(sources, tokenizer, seq_len=16, weights=(3.0, 1.0))
+        return StreamingRows([stream(tmp_path, s, kind) for s in sources], tokenizer, seq_len=16, weights=weights)
 
     rows = open_stream()
-    take(rows, range(13))
-    state = json.loads(json.dumps(rows.state_dict()))
-    expected = take(rows, range(13, 45))
-    resumed = open_stream()
-    resumed.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(expected, take(resumed, range(13, 45))))
-    with pytest.raises(ValueError, match="cannot jump to step 0"):
-        resumed.batch(0, 2)
-
-
-def test_a_stream_resumes_in_the_middle_of_a_document(tokenizer, tmp_path):
-    long = [" ".join(f"w{(i + j) % 97}" for j in range(50)) for i in range(0, 90, 10)]
-    write_source(tmp_path / "long.parquet", long)
-
-    def open_stream() -> StreamingRows:
-        loaded = datasets.load_dataset(
-            "parquet", data_files=str(tmp_path / "long.parquet"), split="train", streaming=True,
-            cache_dir=str(tmp_path / "hf"),
-        )  # fmt: skip
-        return StreamingRows([loaded], tokenizer, seq_len=16)
-
-    rows = open_stream()
-    read = take(rows, range(30))
-    assert EOS not in read[0], "the first step ends inside the first document"
+    read = take(rows, range(45))
     for done in (1, 2, 17):
         rows = open_stream()
         take(rows, range(done))
@@ -363,27 +307,21 @@ def test_a_stream_resumes_in_the_middle_of_a_document(tokenizer, tmp_path):
         assert json.loads(json.dumps(kept)) == state, "reading on changed a state that was taken"
         resumed = open_stream()
         resumed.load_state_dict(state)
-        assert all(torch.equal(a, b) for a, b in zip(read[done:], take(resumed, range(done, 30))))
+        assert all(torch.equal(a, b) for a, b in zip(read[done:], take(resumed, range(done, 45))))
+        with pytest.raises(ValueError, match="cannot jump to step 0"):
+            resumed.batch(0, 2)
 
 
 def test_blank_documents_do_not_end_a_stream(tokenizer, tmp_path):
-    write_source(tmp_path / "a.jsonl", ["w1", *[" "] * 100, "w2"])
-    write_source(tmp_path / "b.jsonl", [" "] * 3)
-
-    def open_stream(name: str) -> StreamingRows:
-        path = str(tmp_path / name)
-        loaded = datasets.load_dataset(
-            "json", data_files=path, split="train", streaming=True, cache_dir=str(tmp_path / "hf")
-        )
-        return StreamingRows([loaded], tokenizer, seq_len=6)
-
-    assert open_stream("a.jsonl").batch(0, 1)["input_ids"].tolist() == [[3, EOS, 4, EOS, 3, EOS]]
+    blanks = StreamingRows([stream(tmp_path, ["w1", *[" "] * 100, "w2"])], tokenizer, seq_len=6)
+    assert blanks.batch(0, 1)["input_ids"].tolist() == [[3, EOS, 4, EOS, 3, EOS]]
     with pytest.raises(ValueError, match="holds no text in column 'text'"):
-        open_stream("b.jsonl").batch(0, 1)
+        StreamingRows([stream(tmp_path, [" "] * 3)], tokenizer, seq_len=6).batch(0, 1)
 
 
 def test_a_streams_rows_hold_the_documents_apart_and_the_weights(tokenizer, tmp_path):
-    rows = StreamingRows([stream(tmp_path), stream(tmp_path, first=60)], tokenizer, seq_len=16, weights=(3.0, 1.0))
+    sources = [stream(tmp_path, texts(60)), stream(tmp_path, texts(60, 60))]
+    rows = StreamingRows(sources, tokenizer, seq_len=16, weights=(3.0, 1.0))
     batch = rows.batch(0, 16)
     ends = (batch["input_ids"] == EOS)[:, :-1]
     assert torch.equal(batch["seq_idx"].diff(dim=1).bool(), ends)
@@ -391,21 +329,16 @@ def test_a_streams_rows_hold_the_documents_apart_and_the_weights(tokenizer, tmp_
 
 
 def test_processes_read_different_parts_of_a_stream(tokenizer, tmp_path):
-    parts = [StreamingRows([stream(tmp_path)], tokenizer, seq_len=8, rank=r, world=2) for r in range(2)]
+    source = stream(tmp_path, texts(60))
+    parts = [StreamingRows([source], tokenizer, seq_len=8, rank=r, world=2) for r in range(2)]
     first, second = (rows.batch(0, 8, rank, 2)["input_ids"] for rank, rows in enumerate(parts))
     assert first.shape == (4, 8) and not torch.equal(first, second)
     with pytest.raises(ValueError, match="process 1 of 2"):
         parts[1].load_state_dict(parts[0].state_dict())
 
 
-def test_an_unreachable_hub_says_what_to_do_in_one_line(tokenizer):
-    config = DataConfig(sources=("hf:somebody/nothing:sample:train",))
-    with pytest.raises(ValueError) as caught:
-        open_rows(config, tokenizer)
-    message = str(caught.value)
-    assert "--data.sources PATH" in message and "--data.sources tiny" in message and "\n" not in message
-
-
-def test_hub_and_local_sources_do_not_mix(tokenizer):
+def test_a_hub_that_cannot_be_reached_or_mixed_says_what_to_do_in_one_line(tokenizer):
+    with pytest.raises(ValueError, match=r"^[^\n]*--data.sources PATH[^\n]*--data.sources tiny[^\n]*$"):
+        open_rows(DataConfig(sources=("hf:somebody/nothing:sample:train",)), tokenizer)
     with pytest.raises(ValueError, match="mixes hub and local data"):
         open_rows(DataConfig(sources=("hf:somebody/nothing", "tiny")), tokenizer)

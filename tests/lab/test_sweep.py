@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,9 @@ from hybrid_distill.config import RunConfig, from_json
 from hybrid_distill.lab.sweep import Cell, Grid, Sweep, SweepFailed, SweepJob, status, sweep
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config
 from hybrid_distill.lab.sweep.job import _base
-from hybrid_distill.lab.sweep.record import Outcome, Task
-from hybrid_distill.lab.sweep.running import Job, Workers, run_tasks
-from hybrid_distill.lab.sweep.status import progress
+from hybrid_distill.lab.sweep.record import Task
+from hybrid_distill.lab.sweep.results import progress
+from hybrid_distill.lab.sweep.running import _share_of_machine, run_tasks
 from hybrid_distill.locking import locked
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
@@ -63,12 +62,12 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     [
         (["--heads", ""], "--heads is empty"),
         (["--heads", "0,49"], "k is 49"),
-        (["--heads", "-1"], "--heads is '-1'; give whole numbers"),
+        (["--heads", "-1"], "--heads is '-1'; pass whole numbers"),
         (["--heads", "two"], "'two'"),
-        (["--d-state", "0,4"], "--d-state is '0,4'; give whole numbers"),
+        (["--d-state", "0,4"], "--d-state is '0,4'; pass whole numbers"),
         (["--d-state", ","], "--d-state is empty"),
         (["--seeds", "0"], "--seeds is 0"),
-        (["--selection", "best"], "'best'"),
+        (["--selection", "best"], "--selection is 'best'; choose from"),
         (["--selection", "layers", "--heads", "2,4"], "no cell"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--options", "timeout_min=5"], "--cluster"),
@@ -76,8 +75,7 @@ def test_cells_that_are_equal_are_one_cell() -> None:
         (["--set", "distill.steps"], "NAME=VALUE"),
         (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "no/such"),
         (["--trackers", "mlflow"], "mlflow"),
-        (["--recipe", "README.md"], "no recipe"),
-        (["--status", "/no/such/sweep"], "no sweep"),
+        (["--recipe", "README.md"], "is not a recipe"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
@@ -144,61 +142,61 @@ def test_layers_are_ranked_by_all_their_heads() -> None:
 
 
 @dataclass
-class Scripted(Workers):
-    """Workers whose tasks end as a table says, some looks after they were begun."""
+class Scripted:
+    """Workers whose tasks end as a table says (an error, "" done, None without a result), some looks later."""
 
     slots: int
-    ends: dict[str, Outcome]
+    ends: dict[str, str | None]
 
     def __post_init__(self) -> None:
-        self.begun: list[str] = []
-        self.at_once = 0
         self.jobs: list[ScriptedJob] = []
+        self.at_once = 0
 
-    def start(self, sweep: Sweep, task: Task, slot: int) -> Job:
-        self.begun.append(task.name)
-        assert 0 <= slot < self.slots and slot not in [job.slot for job in self.jobs if not job.over]
-        self.jobs.append(ScriptedJob(sweep, task, slot, self.ends.get(task.name, Outcome("running"))))
-        self.at_once = max(self.at_once, sum(not job.over for job in self.jobs))
+    @property
+    def begun(self) -> list[str]:
+        return [job.task.name for job in self.jobs]
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> ScriptedJob:
+        assert 0 <= slot < self.slots and slot not in [job.slot for job in self.jobs if job.looks > 0]
+        self.jobs.append(ScriptedJob(sweep, task, slot, self.ends.get(task.name, "")))
+        self.at_once = max(self.at_once, sum(job.looks > 0 for job in self.jobs))
         return self.jobs[-1]
 
 
 @dataclass
-class ScriptedJob(Job):
+class ScriptedJob:
     sweep: Sweep
     task: Task
     slot: int
-    end: Outcome
+    error: str | None
     looks: int = 6
+    state: str = "OUT_OF_MEMORY"
 
-    @property
-    def over(self) -> bool:
+    def done(self) -> bool:
+        self.looks -= 1
+        if self.looks == 0 and self.error is not None:
+            end(self.sweep, self.task, self.error)
         return self.looks <= 0
 
-    def ended(self) -> str | None:
-        self.looks -= 1
-        if not self.over:
-            return None
-        self.sweep.note(self.task, self.end)
-        for path in self.sweep._results(self.task) if self.end.state == "done" else []:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        return "ended with exit status -9"
-
-    def stop(self) -> None: ...
+    def cancel(self) -> None: ...
 
 
-def scripted(tmp_path: Path, ends: dict[str, Outcome], slots: int = 1) -> tuple[Sweep, Scripted, list[str]]:
-    this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
-    done = {name: Outcome("done", seconds=10.0) for name in this.tasks}
-    workers, seen = Scripted(slots, {**done, **ends}), []
-    run_tasks(this, workers, lambda task: seen.append(task.name))
-    return this, workers, seen
+def end(sweep: Sweep, task: Task, error: str = "") -> None:
+    sweep.end(task, error, seconds=10.0)
+    for path in [] if error else sweep.results(task):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
-def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.lab.sweep.running.POLL", 0.0)
-    this, workers, seen = scripted(tmp_path, {}, slots=3)
+
+
+def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, no_wait: None) -> None:
+    this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
+    workers, seen = Scripted(3, {}), []
+    run_tasks(this, workers, lambda task: seen.append(task.name))
     assert sorted(seen) == sorted(this.tasks) and workers.at_once == 3
     for task in this.tasks.values():
         for needed in task.after:
@@ -208,19 +206,19 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, m
     assert again.begun == [], "finished tasks ran again"
 
 
-def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_distill.lab.sweep.running.POLL", 0.0)
-    ends = {"n8-s0": Outcome("failed", "it diverged"), "top2-n4-s0": Outcome("stopped")}
-    this, _, _ = scripted(tmp_path, ends)
-    outcomes = {name: this.outcome(task) for name, task in this.tasks.items()}
+def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait: None) -> None:
+    this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
+    run_tasks(this, Scripted(1, {"n8-s0": "it diverged", "top2-n4-s0": None}), lambda task: None)
+    outcomes = this.outcomes()
     failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"}
     assert failed.keys() == {"n8-s0", "none-n8-s0", "top2-n8-s0", "top4-n8-s0", "top2-n4-s0"}
-    assert failed["top4-n8-s0"] == "it diverged" and "exit status -9" in failed["top2-n4-s0"]
+    assert failed["top4-n8-s0"] == "it diverged" and "OUT_OF_MEMORY" in failed["top2-n4-s0"]
     assert outcomes["top4-n4-s0"].state == "done"
     shown = status(tmp_path)
     assert "2 of 6 cells, 4 failed" in shown and "top4-n8-s0: it diverged" in shown
+    assert "| 2 heads, top | 0 of 1, 1 failed | 0 of 1, 1 failed |" in shown
 
-    again = Scripted(1, {name: Outcome("done") for name in this.tasks})
+    again = Scripted(1, {})
     run_tasks(this, again, lambda task: None)
     assert set(again.begun) == failed.keys(), "failed tasks are tried again, finished ones are not"
 
@@ -228,14 +226,25 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, monkeypa
 def test_progress_and_time_left(tmp_path: Path) -> None:
     this = opened(small_run(tmp_path), grid("0,2,4", "4", "top", 1))
     for name in ("s0", "n4-s0", "none-n4-s0"):
-        ScriptedJob(this, this.tasks[name], 0, Outcome("done", seconds=10.0), looks=0).ended()
+        end(this, this.tasks[name])
     shown = status(tmp_path)
-    # A cell took 10 s, and two cells are left; so did the alignment, and none is left.
-    assert "1 of 3 cells, 4 of 8 steps, about 20 s left with 1 at a time" in shown
-    assert "Alignments: 1 for 3 students, which spares 4 steps, about 20 s." in shown
-    assert "about 10 s left with 2 at a time" in progress(this, at_once=2)
-    this.note(this.tasks["top2-n4-s0"], Outcome("running", began="now", host=socket.gethostname()))
-    assert "top2-n4-s0" in status(tmp_path).partition("stopped:")[2], "nothing can run where no sweep runs"
+    # The four steps that are done took 30 s, and four are left.
+    assert "1 of 3 cells, 4 of 8 steps, about 30 s left with 1 at a time" in shown
+    assert "Alignments: 1 for 3 students, which spares 4 steps." in shown and "No sweep runs here" in shown
+    assert "about 15 s left with 2 at a time" in progress(this, at_once=2)
+    folder = this.folder(this.tasks["top2-n4-s0"])
+    (folder / "stages" / "1-distill").mkdir(parents=True)
+    (folder / "stages" / "1-distill" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    assert "top2-n4-s0: 1 of 2 steps" in status(tmp_path).partition("stopped:")[2]
+    with locked(folder):
+        assert "top2-n4-s0: 1 of 2 steps" in status(tmp_path).partition("running:")[2]
+
+
+def test_jobs_of_this_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    shares = [_share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
+    assert shares == ["0,2", "1,3"] and _share_of_machine(5, 6)["CUDA_VISIBLE_DEVICES"] == "1"
+    assert _share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +281,6 @@ def test_a_cell_is_an_ordinary_run(finished: Path, tmp_path: Path) -> None:
     config = from_json(finished / "cells" / "random2-n4-s0" / "config.json")
     alone = run(replace(config, out=tmp_path / "alone", trackers=()))
     assert weights(alone) == weights(config.out) != {}
-    assert "2 heads kept" in (alone / "report.md").read_text()
     for name in ("random2-n4-s0", "all-s0"):
         student, plan = Run(from_json(finished / "cells" / name / "config.json")).trained_student()
         assert sum(map(len, student.config.kept)) == plan.k
@@ -377,13 +385,10 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, 
     assert ours == theirs
 
 
-@pytest.mark.launched
-def test_jobs_of_submitit(tmp_path: Path) -> None:
-    pytest.importorskip("submitit")
-    flags = ["--cluster", "local", "--jobs", "2", "--options", "timeout_min=5"]
-    assert start(tmp_path / "longer.py", tmp_path / "sweep", *flags).wait() == 0
-    assert {row["state"] for row in rows(tmp_path / "sweep").values()} == {"done"}
-    assert list((tmp_path / "sweep" / "jobs").glob("*_submitted.pkl"))
+def test_jobs_need_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ValueError, match=r"pip install 'hybrid-distill\[sweep\]'"):
+        sweep(SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, jobs=2), recipe())
 
 
 def test_set_takes_booleans_and_lists() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -175,17 +174,6 @@ def test_a_cache_is_continued_by_more_than_one_token(
     continued = generated(student, ids, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY)
     assert torch.equal(continued, generated(student, ids, attention_mask=mask, **GREEDY))
     assert torch.equal(continued[0], greedy_without_cache(student, ids[0]))
-
-
-@torch.no_grad()
-def test_one_prefix_serves_several_continuations(llama_student: HybridForCausalLM) -> None:
-    prefix = tokens(1, 12)
-    cache = llama_student(prefix, use_cache=True).past_key_values
-    for more in (tokens(1, 3), tokens(1, 1)):
-        ids = torch.cat([prefix, more], dim=1)
-        continued = generated(llama_student, ids, past_key_values=copy.deepcopy(cache), **GREEDY)
-        assert torch.equal(continued[0], greedy_without_cache(llama_student, ids[0]))
-    assert cache.get_seq_length() == 12
 
 
 @pytest.mark.parametrize("size", [1, 5])

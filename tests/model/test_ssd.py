@@ -153,7 +153,7 @@ def values_and_gradients(args: list[Tensor], seq_idx: Tensor | None, impl: str =
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("per_token", [1e-4, 1e-2, 1.0, 3.0, 10.0, 29.0, None])
 def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packed: bool) -> None:
-    """Of float32 inputs, values and gradients are within 1e-6 of those in float64; None: all strengths in one row."""
+    """Float32 values and gradients are within 1e-6 of those in float64; None: all strengths in one row."""
     x, _, b, c = inputs(200, torch.float32)
     drawn = torch.rand(BATCH, 200, HEADS)
     log_a = -(30 * drawn**8 + 1e-4) if per_token is None else -per_token * (0.9 + 0.1 * drawn)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import FAMILIES, make_family_model
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -28,12 +29,6 @@ TOKENIZERS = {
     "digits": (DIGITS, "removed"),
     "space, then digits": (DIGITS, "isolated"),
 }
-
-
-@pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    pattern, spaces = TOKENIZERS[request.param]
-    return word_tokenizer(probe_texts(), pattern, spaces)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +59,15 @@ def brute_force(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, exam
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_pairs", [1, 12])
-def test_choices_equal_brute_force(family_model, family, tokenizer, n_pairs: int) -> None:
-    model = sharp(family_model(family, vocab_size=len(tokenizer), num_hidden_layers=2))
-    examples = KVRetrieval(n_pairs, keys=KEYS).examples(5)
-    result = answer_choices(model, tokenizer, examples, batch_size=3)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((family, "space, then digits") for family in FAMILIES), *(("llama", kind) for kind in list(TOKENIZERS)[:3])],
+)
+def test_choices_equal_brute_force(family: str, kind: str) -> None:
+    tokenizer = word_tokenizer(probe_texts(), *TOKENIZERS[kind])
+    model = sharp(make_family_model(family, vocab_size=len(tokenizer), num_hidden_layers=2))
+    examples = KVRetrieval((1, 12), keys=KEYS).examples(6)
+    result = answer_choices(model, tokenizer, examples, batch_size=4)
     for row, example, correct, answer in zip(
         result.logprob_EC, examples, result.correct_E, result.answer_logprob_E, strict=True
     ):
@@ -114,8 +113,7 @@ def test_prompts_run_once_however_many_choices(family_model, monkeypatch) -> Non
         return forward(*args, **kwargs)
 
     example = KVRetrieval(30, keys=KEYS).examples(1)
-    signature = "hybrid_distill.probes.answering.accepts"
-    monkeypatch.setattr(signature, lambda model, name: True)
+    monkeypatch.setattr("hybrid_distill.probes.answering.accepts", lambda model, name: True)
     monkeypatch.setattr(model, "forward", counting)
     answer_choices(model, tokenizer, example)
     assert len(n_tokens) == 2
@@ -154,13 +152,6 @@ def test_batches_and_padding_change_nothing(planted) -> None:
     assert one == other
 
 
-def test_both_readings_find_a_known_circuits_answers(planted) -> None:
-    model, tokenizer = planted
-    examples = KVRetrieval(8, keys=KEYS).examples(32)
-    assert answer_choices(model, tokenizer, examples).accuracy > 0.95
-    assert answer_generation(model, tokenizer, examples).double().mean() > 0.95
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("pattern", [WHOLE, DIGITS])
 def test_generation_is_greedy_whatever_the_model_is_set_to(family_model, pattern: str) -> None:
@@ -187,16 +178,16 @@ def test_the_answer_must_be_above_every_other_choice() -> None:
     assert result.accuracy == pytest.approx(1 / 3)
 
 
-def test_nothing_of_the_callers_is_changed(planted) -> None:
+def test_both_readings_find_a_known_circuits_answers_and_change_nothing(planted) -> None:
     model, tokenizer = planted
     model = copy.deepcopy(model).train()
     model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
     settings = model.generation_config.to_dict()
     assert tokenizer.pad_token is None and model.generation_config.pad_token_id is None
     before = (tokenizer.padding_side, dict(tokenizer.special_tokens_map), len(tokenizer))
-    examples = KVRetrieval(8, keys=KEYS).examples(16)
+    examples = KVRetrieval(8, keys=KEYS).examples(24)
+    assert answer_choices(model, tokenizer, examples).accuracy > 0.9
     assert answer_generation(model, tokenizer, examples).double().mean() > 0.9
-    answer_choices(model, tokenizer, examples)
     assert (tokenizer.padding_side, dict(tokenizer.special_tokens_map), len(tokenizer)) == before
     assert model.generation_config.to_dict() == settings
     assert model.training
@@ -221,21 +212,11 @@ def test_choices_that_a_tokenizer_cannot_tell_apart_are_refused() -> None:
         encode_example(tokenizer, Example("these words", " 1", (" 1", " 2")))
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "expected"),
-    [
-        (" 84", " 84", True),
-        ("84\nThe", " 84", True),
-        (" 84.", " 84", True),
-        (" 84 and", " 84", True),
-        (" 845", " 84", False),
-        (" 8", " 84", False),
-        (" 8 4", " 84", False),
-        (" 184", " 84", False),
-        ("", " 84", False),
-        (" bluebird", " blue", False),
-        (" blue, they say", " blue", True),
-    ],
-)
-def test_answers_are_compared_whole(text: str, answer: str, expected: bool) -> None:
-    assert begins_with(text, answer) is expected
+@pytest.mark.parametrize("text", [" 84", "84\nThe", " 84.", " 84 and"])
+def test_an_answer_may_be_followed_by_anything_but_its_own_kind(text: str) -> None:
+    assert begins_with(text, " 84") and begins_with(" blue, they say", " blue")
+
+
+@pytest.mark.parametrize("text", [" 845", " 8", " 8 4", " 184", ""])
+def test_another_number_or_word_is_another_answer(text: str) -> None:
+    assert not begins_with(text, " 84") and not begins_with(" bluebird", " blue")

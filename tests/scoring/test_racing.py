@@ -15,7 +15,7 @@ from hybrid_distill.scoring.racing import Race, _count_bounds
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.001])
-@pytest.mark.parametrize(("population", "n_drawn"), [(12, 5), (40, 8), (40, 30), (7, 7), (9, 0)])
+@pytest.mark.parametrize(("population", "n_drawn"), [(12, 5), (40, 30), (7, 7), (9, 0)])
 def test_each_bound_fails_no_more_often_than_it_says(population: int, n_drawn: int, alpha: float) -> None:
     """Summed over all that can be drawn, for every possible truth; and the bounds are not idle."""
     for n_such in range(population + 1):
@@ -33,10 +33,11 @@ def test_each_bound_fails_no_more_often_than_it_says(population: int, n_drawn: i
 
 
 def test_a_bound_is_the_tightest_of_its_kind() -> None:
-    """One more would make what was found less likely than alpha."""
+    """One more would make what was found less likely than alpha; an empty population has nothing to bound."""
     _, high = _count_bounds(200, 50, 0, 0.01)
     assert math.comb(200 - high, 50) / math.comb(200, 50) > 0.01
     assert math.comb(200 - high - 1, 50) / math.comb(200, 50) <= 0.01
+    assert _count_bounds(0, 0, 0, 0.01) == (0, 0)
 
 
 def run(race: Race, right_E: torch.Tensor, right_HE: torch.Tensor) -> tuple[set[int], int]:
@@ -62,34 +63,31 @@ def table(chances: list[float], n_examples: int, baseline: float, seed: int) -> 
     return right_E, torch.where(flip_HE, 1 - right_E, torch.where(lost_HE, 0.0, right_E)).double()
 
 
-def first(right_HE: torch.Tensor, k: int) -> tuple[set[int], set[int]]:
-    """(heads surely among the first k, heads tied with the k-th): by answers lost."""
+def first(right_HE: torch.Tensor, k: int) -> set[int]:
+    """Heads that are among the first k by answers lost, or tied with the k-th."""
     kept = right_HE.sum(1).tolist()
     at_cut = sorted(kept)[k - 1]
-    return {h for h, n in enumerate(kept) if n < at_cut}, {h for h, n in enumerate(kept) if n == at_cut}
+    return {h for h, n in enumerate(kept) if n <= at_cut}
 
 
 @pytest.mark.parametrize("baseline", [1.0, 0.7])
 def test_the_first_k_always_reach_the_end_and_most_others_do_not(baseline: float) -> None:
     chances = [0.95, 0.9, 0.85, *[0.0] * 61]
-    for seed in range(100):
+    for seed in range(50):
         right_E, right_HE = table(chances, 256, baseline, seed)
-        race = Race(3, 64, 256, seed=seed)
-        survivors, asked = run(race, right_E, right_HE)
-        sure, tied = first(right_HE, 3)
-        assert sure | tied <= survivors
+        survivors, asked = run(Race(3, 64, 256, seed=seed), right_E, right_HE)
+        assert first(right_HE, 3) <= survivors
         assert len(survivors) < 10
         assert asked < 64 * 256 * (0.25 if baseline == 1 else 0.6)
 
 
 def test_heads_that_hardly_differ_stay() -> None:
     """Around a cut among equals nothing can be said early, and nothing is."""
-    for seed in range(50):
+    for seed in range(25):
         chances = [0.9, 0.5, *[0.1] * 20, *[0.0] * 42]
         right_E, right_HE = table(chances, 200, 0.9, seed)
         survivors, _ = run(Race(8, 64, 200, seed=seed), right_E, right_HE)
-        sure, tied = first(right_HE, 8)
-        assert sure | tied <= survivors
+        assert first(right_HE, 8) <= survivors
 
 
 def test_it_errs_less_often_than_it_says_even_where_confidence_is_low() -> None:
@@ -102,8 +100,7 @@ def test_it_errs_less_often_than_it_says_even_where_confidence_is_low() -> None:
         for head, n in enumerate(n_lost):
             right_HE[head, generator.sample(range(64), n)] = 0
         survivors, _ = run(Race(2, 8, 64, confidence=0.7, seed=seed), torch.ones(64).double(), right_HE)
-        sure, tied = first(right_HE, 2)
-        wrong += not sure | tied <= survivors
+        wrong += not first(right_HE, 2) <= survivors
     assert wrong / 300 <= 0.3
 
 
@@ -120,16 +117,13 @@ def test_rounds_double_and_end_with_all_examples() -> None:
     assert sorted(Race(3, 10, 77).order()) == list(range(77))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"k": 0}, "race_k is 0"), ({"k": True}, "race_k is True"), ({"k": 1, "confidence": 1.0}, "between 0 and 1")],
-)
+@pytest.mark.parametrize(("settings", "message"), [({"k": 0}, "race_k is 0"), ({"k": 1, "confidence": 1.0}, "between")])
 def test_a_race_for_nothing_is_refused(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         Race(n_heads=8, n_examples=8, **settings)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_race_gives_the_first_heads_of_exhaustive_scoring(seed: int) -> None:
     model, tokenizer = planted_teacher(0.008, seed)
     probe = KVRetrieval(8, seed, keys=KEYS)

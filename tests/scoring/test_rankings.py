@@ -2,16 +2,14 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from head_tables import some_scores
 
 from hybrid_distill.plan import HeadId
-from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.comparison import compare_rankings, comparison_table
 from hybrid_distill.scoring.importers import load_ranking
 
@@ -27,12 +25,6 @@ def written(tmp_path: Path, content: Any) -> Path:
     path = tmp_path / "ranking"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
-
-
-def scores_of(accuracy: list[list[float]]) -> HeadScores:
-    table = torch.tensor(accuracy, dtype=torch.float64)
-    zero = torch.zeros_like(table)
-    return HeadScores(2, table, zero, None, zero, zero, None)
 
 
 @pytest.mark.parametrize("name", ["plain", "ranking", "rankings", "rankings of lists"])
@@ -73,7 +65,7 @@ def test_retrieval_head_scores_are_averaged(tmp_path: Path) -> None:
 
 
 def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
-    scores = scores_of([[0.0, 0.5, 0.0, 0.1], [0.9, 0.0, 0.0, -0.2]])
+    scores = some_scores([[0.0, 0.5, 0.0, 0.1], [0.9, 0.0, 0.0, -0.2]], n_kv_heads=2)
     scores.save(tmp_path / "scores.json")
     assert load_ranking(tmp_path / "scores.json", SHAPE) == scores.ranking()
 
@@ -82,31 +74,24 @@ def test_scores_are_a_ranking_too(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "0 rows"),
-        ("{", "Expecting property name"),
         ("[]", "at least one"),
-        ("{}", "no scores"),
         ("null", "could not convert string to float"),
         ([[0, 1], [0, 9]], "L0H9 does not exist"),
-        ([[0, 1], [2, 0]], "L2H0 does not exist"),
         ([[0, 1], [0, 1]], "named twice: L0H1"),
         ([[0, 1, 2]], "pairs"),
-        ([0, 1], "pairs"),
         ([["0", "1"]], "does not exist"),
         ({"n_layers": 9, "ranking": [[0, 1]]}, "0 of its 1 models"),
         ({"rankings": [[0, 1]]}, "no attribute"),
         ({"0-0": []}, "no scores"),
         ({"0-0": [0.5], "0_1": [0.2]}, "found '0_1'"),
-        ({"0-0": 0.5}, "not iterable"),
-        ({"format": "hybrid-distill/head-scores/2"}, "holds no head scores"),
+        ({"format": "hybrid-distill/head-scores/2"}, "does not hold head scores"),
         (GATES + GATES, "4 rows of 2 gates, expected 2 layers of 2 KV heads"),
-        ("0.1\t0.2\t0.3\n0.1\t0.2\t0.3\n", "2 rows of 3 gates"),
         ("0.1\t0.2\n0.1\n", "2 rows of 1 or 2 gates"),
         (GATES.replace("7.5e-01", "7.5e+01"), "not between 0 and 1"),
-        (GATES.replace("7.5e-01", "nan"), "not between 0 and 1"),
     ],
 )
 def test_a_file_that_is_no_ranking(tmp_path: Path, content: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"ranking holds no ranking of these heads \((.|\n)*{reason}"):
+    with pytest.raises(ValueError, match=rf"ranking does not hold a ranking of these heads \((.|\n)*{reason}"):
         load_ranking(written(tmp_path, content), SHAPE)
 
 
@@ -125,24 +110,6 @@ def test_overlap_and_correlation_of_a_small_case() -> None:
     assert compared.n_common == 4
 
 
-def test_correlations_are_what_their_definitions_say() -> None:
-    every = [HeadId(layer, head) for layer in range(8) for head in range(8)]
-    shuffle = random.Random(0).shuffle
-    for _ in range(5):
-        a, b = every[:50], every[10:]
-        shuffle(a)
-        shuffle(b)
-        both = sorted(set(a) & set(b))
-        compared = compare_rankings(a, b, [])
-        assert compared.n_common == len(both) == 40
-        place_a, place_b = ([r.index(head) for head in both] for r in (a, b))
-        pairs = [(i, j) for i in range(40) for j in range(i)]
-        signs = [math.copysign(1, (place_a[i] - place_a[j]) * (place_b[i] - place_b[j])) for i, j in pairs]
-        assert compared.kendall == pytest.approx(sum(signs) / len(signs))
-        ranks = torch.tensor([place_a, place_b]).argsort(1).argsort(1).double()
-        assert compared.spearman == pytest.approx(ranks.corrcoef()[0, 1].item())
-
-
 def test_opposite_and_unrelated_rankings() -> None:
     a = heads(*((0, head) for head in range(20)))
     backwards = compare_rankings(a, a[::-1], [10])
@@ -153,18 +120,18 @@ def test_opposite_and_unrelated_rankings() -> None:
 
 def test_scores_against_a_short_list() -> None:
     """A head that the list leaves out counts against the overlap, and is no part of the correlation."""
-    scores = scores_of([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, math.nan]])
+    scores = some_scores([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, math.nan]])
     compared = compare_rankings(scores, heads((0, 0), (0, 3)), [1, 2, 3])
     assert compared.overlap == {1: 1.0, 2: 0.5}
     assert compared.chance[1] == pytest.approx(1 / 7), "seven heads: the eighth does not exist"
-    assert (compared.n_common, compared.spearman) == (2, 1.0)
+    assert (compared.n_common, compared.spearman) == (2, pytest.approx(1))
 
 
 def test_rankings_that_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="L0H1 twice"):
         compare_rankings(heads((0, 1), (0, 1)), heads((0, 1)))
     with pytest.raises(ValueError, match="1 x 2 and 2 x 1 heads"):
-        compare_rankings(scores_of([[0.1, 0.2]]), scores_of([[0.1], [0.2]]))
+        compare_rankings(some_scores([[0.1, 0.2]]), some_scores([[0.1], [0.2]]))
 
 
 def test_tables_for_a_terminal() -> None:

@@ -1,6 +1,5 @@
 """Ranking heads: the planted circuit is the ground truth."""
 
-import json
 import logging
 import math
 from types import SimpleNamespace
@@ -10,9 +9,11 @@ import planted_two_hop
 import pytest
 import torch
 import transformers
+from head_tables import some_scores
 from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
 
 from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -21,7 +22,7 @@ from hybrid_distill.scoring import HeadScores, exact, greedy_ablation, score_hea
 from hybrid_distill.scoring.auto_batch import Rows
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
-from hybrid_distill.scoring.probe_batch import question_sheets
+from hybrid_distill.scoring.probe_batch import Question, batches_of
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites, record_heads
 
@@ -40,21 +41,7 @@ def scores(teacher) -> HeadScores:
     return score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
 
 
-def some_scores(accuracy: list[list[float]], logprob: list[list[float]]) -> HeadScores:
-    accuracy_LH, logprob_LH = (torch.tensor(t, dtype=torch.float64) for t in (accuracy, logprob))
-    nothing = torch.zeros_like(accuracy_LH)
-    return HeadScores(
-        n_kv_heads=1,
-        accuracy_drop_LH=accuracy_LH,
-        logprob_drop_LH=logprob_LH,
-        control_drop_LH=None,
-        accuracy_se_LH=nothing,
-        logprob_se_LH=nothing,
-        control_se_LH=None,
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
@@ -67,7 +54,7 @@ def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     assert HeadPlan.top_k(scores, 3).teacher == fingerprint(model)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
     model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
     scores = score_heads(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16, progress=False)
@@ -181,18 +168,6 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     assert windowed or "cannot be used" not in caplog.text
 
 
-def test_digits_are_scored_too(teacher) -> None:
-    """Choices of several tokens, which a full forward reads from a cache."""
-    tokenizer = word_tokenizer([" ".join(KEYS), *TEXTS], r"\n|:|'|\p{N}")
-    probe = KVRetrieval(4, keys=KEYS)
-    model = planted_teacher()[0]
-    scores = score_heads(model, tokenizer, probe, n_examples=4, min_accuracy=0.0, progress=False)
-    with ablate_heads(model, [HeadId(2, 1)]):
-        without = answer_choices(model, tokenizer, probe.examples(4)).answer_logprob_E.mean()
-    whole = answer_choices(model, tokenizer, probe.examples(4)).answer_logprob_E.mean()
-    assert scores.logprob_drop_LH[2, 1] == pytest.approx((whole - without).item(), abs=1e-5)
-
-
 def test_accuracy_can_be_read_by_generation(teacher) -> None:
     model, tokenizer = teacher
     probe = KVRetrieval(3, keys=KEYS)
@@ -219,13 +194,10 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
         assert part in str(error.value)
 
 
-def test_artefact_says_what_it_was_made_of(scores, teacher, tmp_path) -> None:
+def test_a_file_records_what_the_scores_were_made_of(scores, teacher, tmp_path) -> None:
     scores.save(tmp_path / "scores.json")
     loaded = HeadScores.load(tmp_path / "scores.json")
     assert (loaded.n_layers, loaded.n_heads, loaded.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
-    for name in (*DROPS, *ERRORS):
-        assert torch.equal(getattr(loaded, name), getattr(scores, name))
-    assert loaded.ranking() == scores.ranking()
     assert (loaded.baseline, loaded.provenance) == (scores.baseline, scores.provenance)
     made = loaded.provenance
     assert made["fingerprint"] == fingerprint(teacher[0]) == loaded.fingerprint
@@ -240,21 +212,6 @@ def test_without_control_texts_there_is_no_control(teacher, tmp_path) -> None:
     assert scores.control_drop_LH is None and scores.baseline["control_loss"] is None
     scores.save(tmp_path / "scores.json")
     assert HeadScores.load(tmp_path / "scores.json").control_se_LH is None
-
-
-@pytest.mark.parametrize(
-    "change", [{"format": "other/1"}, {"n_layers": 5}, {"accuracy_drop_LH": "x"}, {"baseline": None}]
-)
-def test_a_file_that_is_not_scores_is_refused(scores, tmp_path, change: dict[str, object]) -> None:
-    path = tmp_path / "scores.json"
-    scores.save(path)
-    record = json.loads(path.read_text())
-    record.update(change)
-    if change == {"baseline": None}:
-        del record["baseline"]
-    path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="holds no head scores"):
-        HeadScores.load(path)
 
 
 def test_choices_of_many_tokens_and_of_different_numbers() -> None:
@@ -300,38 +257,35 @@ def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
         )
         for layer, block in enumerate(model.model.layers)
     ]
-    task = score_task(model, tokenizer, n_examples=6)
+    (batch,) = batches_of(questions(tokenizer, PROBE.examples(6)))
     forwards = FromLayer(model, head_sites(model), Rows(model, 8))
-    forwards.begin(task)
-    (sheet,) = task
+    forwards.begin([batch])
     for layer in range(N_LAYERS):
         counted[:] = [0] * N_LAYERS
-        forwards.without(sheet, layer, range(N_HEADS))
-        all_tokens = 6 * N_HEADS * sheet.length
+        forwards.without(batch, layer, range(N_HEADS))
+        all_tokens = 6 * N_HEADS * batch.length
         expected = [0] * layer + [all_tokens] * (N_LAYERS - layer)
-        expected[layer] += 6 * sheet.length  # once for all heads: what the layers above begin with
-        expected[-1] = 6 * N_HEADS + (6 * sheet.length if layer == N_LAYERS - 1 else 0)
+        expected[layer] += 6 * batch.length  # once for all heads: what the layers above begin with
+        expected[-1] = 6 * N_HEADS + (6 * batch.length if layer == N_LAYERS - 1 else 0)
         assert counted == expected
     for hook in hooks:
         hook.remove()
 
 
-def score_task(model: Any, tokenizer: Any, n_examples: int) -> Any:
-    examples = PROBE.examples(n_examples)
+def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
     encoded = [encode_example(tokenizer, example) for example in examples]
-    return question_sheets(examples, encoded, range(n_examples), model.device)
+    return [Question(n, *both, torch.device("cpu")) for n, both in enumerate(zip(examples, encoded))]
 
 
-def test_rows_of_one_length_need_no_padding(teacher) -> None:
-    """Sheets hold what has one length; keys of several tokens make prompts of different lengths."""
-    examples = KVRetrieval(5, keys=KEYS[:16]).examples(20)
-    encoded = [encode_example(WORDS, example) for example in examples]
-    sheets = question_sheets(examples, encoded, range(20), torch.device("cpu"))
-    assert len(sheets) > 2
-    assert sorted(number for sheet in sheets for number in sheet.numbers) == list(range(20))
-    for sheet in sheets:
-        for row, number in zip(sheet.ids_BL.tolist(), sheet.numbers):
-            assert tuple(row) == encoded[number].prompt
+def test_rows_of_one_length_need_no_padding() -> None:
+    """Batches hold what has one length; keys of several tokens make prompts of different lengths."""
+    rows = questions(WORDS, KVRetrieval(5, keys=KEYS[:16]).examples(20))
+    batches = batches_of(rows)
+    assert len(batches) > 2
+    assert sorted(row.number for batch in batches for row in batch.rows) == list(range(20))
+    for batch in batches:
+        for ids, row in zip(batch.ids_BL.tolist(), batch.rows):
+            assert tuple(ids) == rows[row.number].encoded.prompt
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
@@ -348,7 +302,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
 
     monkeypatch.setattr(model, "forward", small_memory)
     again = score_heads(model, tokenizer, PROBE, **options)
-    assert "out of memory with 20 rows" in caplog.text and "going on with 5" in caplog.text
+    assert "out of memory with 20 rows" in caplog.text and "continuing with 5" in caplog.text
     fits = [size <= 5 for size in sizes]
     assert max(sizes[len(fits) - fits[::-1].index(False) :]) == 5, "nothing larger is tried again"
     assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
@@ -363,16 +317,16 @@ def test_batches_are_as_large_as_the_device_holds(monkeypatch) -> None:
     """A row of a model of 1B parameters and 215 tokens: about 20 MB in the widest layer."""
     config = transformers.LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
     model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
-    sheet: Any = SimpleNamespace(length=215, n_read=1)
+    batch: Any = SimpleNamespace(length=215, n_read=1)
     text: Any = SimpleNamespace(length=256, n_read=256)
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     for free, rows, text_rows in ((80, 512, 64), (8, 128, 8), (0.04, 1, 1), (0, 1, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * 2**30), 2**40))
-        assert (Rows(model).number(sheet), Rows(model).number(text)) == (rows, text_rows)
-    assert Rows(model, 7).number(sheet) == 7, "as asked for"
+        assert (Rows(model).number(batch), Rows(model).number(text)) == (rows, text_rows)
+    assert Rows(model, 7).number(batch) == 7, "as asked for"
     model.device = torch.device("cpu")
-    assert (Rows(model).number(sheet), Rows(model).number(text), Rows(model, 99).number(text)) == (8, 4, 4)
+    assert (Rows(model).number(batch), Rows(model).number(text), Rows(model, 99).number(text)) == (8, 4, 4)
 
 
 @pytest.mark.parametrize("replacement", ["zero", "mean"])
@@ -435,13 +389,7 @@ def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
         score_heads(*teacher, PROBE, heads=heads, removed=heads)
 
 
-def test_bfloat16_finds_the_same_heads(teacher) -> None:
-    scores = score_heads(*teacher, PROBE, n_examples=16, precision="bfloat16", progress=False)
-    assert scores.provenance["computed_in"] == "bfloat16"
-    assert set(scores.ranking()[:3]) == PLANTED
-
-
-def test_every_artefact_says_how_sure_it_is(scores) -> None:
+def test_scores_tell_how_sure_they_are(scores) -> None:
     for name, drop, error in zip(INTERVALS, DROPS, ERRORS):
         low, high = getattr(scores, name).unbind(-1)
         middle, se = getattr(scores, drop), getattr(scores, error)
@@ -461,11 +409,11 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
     ablated: list[HeadId] = []
     original = Forwards.without
 
-    def watching(self, sheet, layer, heads):
+    def watching(self, batch, layer, heads):
         if layer == interrupt_at:
             raise Interrupted
         ablated.extend(HeadId(layer, head) for head in heads)
-        return original(self, sheet, layer, heads)
+        return original(self, batch, layer, heads)
 
     tried = exact.fastest_exact
 
@@ -517,17 +465,18 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
     path = tmp_path / "partial.json"
     original = Forwards.without
 
-    def broken(self, sheet, layer, heads):
-        read_HQ = original(self, sheet, layer, heads)
+    def broken(self, batch, layer, heads):
+        read_HQ = original(self, batch, layer, heads)
         if layer == 2 and len(heads) == N_HEADS:
-            read_HQ[3, sheet.numbers.index(5) * 8] = math.nan  # 8 choices of one token
+            at = [row.number for row in batch.rows].index(5)
+            read_HQ[3, at * 8] = math.nan  # 8 choices of one token
         return read_HQ
 
     options = {"n_examples": 8, "progress": False, "resume_path": path}
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
         patch.setattr(Forwards, "without", broken)
         score_heads(*teacher, PROBE, **options)
-    for part in ("without L2H3", "example 5", "'Memorize the following", "not numbers", "float32", "resume_path"):
+    for part in ("without L2H3", "example 5", "'Memorize the following", "not finite", "float32", "resume_path"):
         assert part in str(error.value), error.value
     ablated = watch(monkeypatch)
     score_heads(*teacher, PROBE, **options)

@@ -17,12 +17,11 @@ if __name__ == "__main__":
 
 from planted import KEYS, PLANTED, planted_teacher
 
-from hybrid_distill.distributed import connect, disconnect
+from hybrid_distill.distributed import OtherProcessError, connect, disconnect, rank_and_world
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.forwards import Forwards
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
-from hybrid_distill.scoring.ranks import OtherProcessError, rank_and_world
 
 TEXTS = [f"{KEYS[0]} : 5 \n {KEYS[1]} {KEYS[0]}"]
 PROBE = KVRetrieval(6, keys=KEYS)
@@ -44,10 +43,10 @@ def main() -> None:
     scores.save(out / f"scores-{state.process_index}.json")
     original = Forwards.without
 
-    def failing(self, sheet, layer, heads):
+    def failing(self, batch, layer, heads):
         if layer == 1 and rank_and_world()[0] == 1:
             raise ValueError("the second process is broken")
-        return original(self, sheet, layer, heads)
+        return original(self, batch, layer, heads)
 
     Forwards.without = failing  # type: ignore[method-assign]
     try:

@@ -1,4 +1,4 @@
-"""What a head is in every family of docs/heads.md, on tiny random models of the real transformers classes."""
+"""Heads of every family of docs/heads.md, on tiny random models of the real transformers classes."""
 
 import copy
 from contextlib import contextmanager
@@ -111,7 +111,7 @@ def without_columns(model: PreTrainedModel, site: HeadSite, head: int) -> PreTra
 
 @contextmanager
 def block_outputs(model: PreTrainedModel):
-    """What each decoder layer returns in a forward."""
+    """Collect the outputs of each decoder layer in a forward."""
     outputs: list[Tensor] = []
     handles = [
         block.register_forward_hook(lambda _, __, output: outputs.append(output[0]))

@@ -97,7 +97,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, p
 
 
 class Naive:
-    """What the format means, one token and one head at a time, in float64."""
+    """The format's definition, one token and one head at a time, in float64."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
@@ -192,26 +192,6 @@ def test_a_head_removed_is_its_columns_of_the_output_projection_gone(tmp_path: P
             model(torch.tensor([IDS])).logits[0].double(), naive.logits(IDS), atol=1e-4, rtol=1e-4
         )
     assert torch.equal(model(torch.tensor([IDS])).logits, plain)
-
-
-@torch.no_grad()
-def test_it_decodes_with_its_cache_as_without_and_pads_on_the_left(tmp_path: Path) -> None:
-    model, _ = make(tmp_path)
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    ids = torch.tensor([IDS])
-    alone = model.generate(ids, use_cache=True, **settings)  # type: ignore[operator]
-    assert alone.shape == (1, len(IDS) + 6)
-    assert torch.equal(alone, model.generate(ids, use_cache=False, **settings))  # type: ignore[operator]
-    cached = model(ids[:, :5], use_cache=True)
-    steps = [cached.logits[:, -1]]
-    for token in ids[0, 5:]:
-        cached = model(token.view(1, 1), past_key_values=cached.past_key_values)
-        steps.append(cached.logits[:, -1])
-    torch.testing.assert_close(torch.stack(steps[:-1], 1), model(ids).logits[:, 4:-1], atol=1e-5, rtol=1e-4)
-    padded, mask = torch.tensor([[0] * 4 + IDS]), torch.tensor([[0] * 4 + [1] * len(IDS)])
-    torch.testing.assert_close(
-        model(padded, attention_mask=mask).logits[:, 4:], model(ids).logits, atol=1e-5, rtol=1e-4
-    )
 
 
 def test_pickled_weights_and_other_dtypes(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_
     base = chat_tokenizer(None)
     base.eos_token = "<end>"
     check_sources(DataConfig((str(tmp_path / "tokens"),), chat=True), base)
-    with pytest.raises(ValueError, match=r"use --data\.chat\."):
+    with pytest.raises(ValueError, match=r"pass --data\.chat\."):
         check_sources(DataConfig((str(tmp_path / "tokens"),)), base)
     with pytest.raises(ValueError, match="another tokenizer"):
         check_sources(DataConfig((str(tmp_path / "tokens"),), chat=True), word_tokenizer())

@@ -40,7 +40,7 @@ class Carriers:
     subject: Subject = field(default_factory=Subject)
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
     probe: str = "kv"
-    """kv, growing, letters, needle, copy or two_hop: what heads are ranked by, in questions of another seed."""
+    """kv, letters, needle, copy or two_hop: what heads are ranked by, in questions of another seed."""
     k: int = 20
     """Heads to show; racing is about the first k."""
     counts: tuple[int, ...] = (1, 3, 10)

@@ -1,15 +1,13 @@
-"""Figures of tables and of matrices, in the style of ``plots.py``. Without matplotlib none is drawn."""
+"""Figures of tables and of matrices, in the style of `lab.reporting`. Without matplotlib none is drawn."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..plots import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, VERMILLION, canvas
+from ..reporting import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, VERMILLION, can_draw, figure
 from .patterns import MarkedPrompt
 from .tables import Column, Row, Table
 
@@ -20,23 +18,13 @@ LOOKS = ((BLUE, "o"), (ORANGE, "D"), (GREEN, "s"), (PURPLE, "v"), (BLACK, "^"))
 INTACT = "the intact model"
 MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
 
-log = logging.getLogger(__name__)
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed; says so where it is not."""
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("no figures: matplotlib is not installed (pip install matplotlib)")
-        return False
-    return True
-
 
 def draw_lines(table: Table, path: Path, x_label: str) -> None:
     """A line for each group of rows; dashed is the intact model, dotted is guessing."""
     if not can_draw():
         return
     groups = list(dict.fromkeys(row.group for row in table.rows if row.group))
-    with canvas(1, len(table.columns), (3.1 * len(table.columns) + 0.4, 3.3), path) as grid:
+    with figure(path, 1, len(table.columns), size=(3.1 * len(table.columns) + 0.4, 3.3)) as grid:
         for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
             for group, (colour, marker) in zip(groups, LOOKS):
                 rows = [row for row in table.rows if row.group == group]
@@ -61,7 +49,7 @@ def draw_together(table: Table, path: Path, x_label: str) -> None:
     first, *others = table.rows
     rows = [first, *(row for row in others if row.group == others[0].group)]
     x = [0, *(row.x for row in rows[1:])]
-    with canvas(1, 1, (5.6, 3.6), path) as grid:
+    with figure(path, size=(5.6, 3.6)) as grid:
         axes = grid[0, 0]
         for index, (column, (colour, marker)) in enumerate(zip(table.columns, LOOKS)):
             axes.plot(x, [row.values[index] for row in rows], color=colour, marker=marker, label=column.name)
@@ -88,7 +76,7 @@ def draw_bars(
     if table.compared:
         colours[0] = PALE
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
-    with canvas(1, len(table.columns), size, path, sharey=True) as grid:
+    with figure(path, 1, len(table.columns), size=size, sharey=True) as grid:
         for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
             axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colours)
             if table.compared:
@@ -136,7 +124,7 @@ def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_co
     start = max(0, len(prompt.ids) - MOST_TOKENS)
     n_shown = len(prompt.ids) - start
     side = min(max(2.6, 0.115 * n_shown), 7.0)
-    with canvas(n_rows, n_columns, ((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3), path) as grid:
+    with figure(path, n_rows, n_columns, size=((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3)) as grid:
         for place, (axes, panel) in enumerate(zip(grid.flat, panels)):
             _draw_map(axes, panel, prompt, start)
             labels, size = _tick_labels(prompt, start), min(7.0, 62 * side / n_shown)

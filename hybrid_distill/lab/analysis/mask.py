@@ -47,7 +47,7 @@ VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
 class Mask:
     """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed.
 
-    Tasks are those whose answer stands in one line of the prompt: kv, growing, letters, needle, two_hop.
+    Tasks are those whose answer stands in one line of the prompt: kv, letters, needle, two_hop.
     """
 
     subject: Subject = field(default_factory=Subject)

@@ -86,7 +86,7 @@ class Questions:
     """The tasks that a model is measured on."""
 
     tasks: str = "kv,knowledge,text"
-    """kv, growing, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
+    """kv, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
     (perplexity), and tasks of lm-eval, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
     pairs: int = 16
     """Dictionary size of kv and two_hop."""

@@ -50,7 +50,7 @@ class SuiteJob:
     seed: int = 1
     """Of our probes' questions, of needles, and of the choice of few-shot examples."""
     pairs: str = "16"
-    """Dictionary sizes of kv, growing and two_hop; ``10,25,50`` takes them in turn."""
+    """Dictionary sizes of kv, in turn for several (``10,25,50``); two_hop takes one."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle."""
     niah_lengths: str = "4096"

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
+
 from ...io import write_json
-from ..report.tables import ABSENT, markdown_table, signed
+from ..reporting import ABSENT, markdown_table, percent_change
 from .suites import TASKS
 
 FORMAT = "hybrid-distill/suite/1"
@@ -147,9 +149,9 @@ def _task_table(result: SuiteResult, teacher: SuiteResult | None, compared: Comp
         if teacher and compared:
             theirs = teacher.tasks.get(name)
             ratio = compared.tasks.get(name)
-            line += [_value(theirs) if theirs else ABSENT, f"{signed(100 * (ratio - 1))} %" if ratio else ABSENT]
+            line += [_value(theirs) if theirs else ABSENT, percent_change(ratio)]
         lines.append(line)
-    return markdown_table(headers, lines)
+    return markdown_table(pd.DataFrame(lines, columns=headers))
 
 
 def _value(score: TaskScore) -> str:
@@ -163,7 +165,7 @@ def _value(score: TaskScore) -> str:
 def _remarks(result: SuiteResult, compared: Comparison | None) -> Iterable[str]:
     if compared and compared.groups:
         lines = [[group, f"{100 * ratio:.1f} %"] for group, ratio in compared.groups.items()]
-        yield markdown_table(["group", "coverage of the teacher"], lines)
+        yield markdown_table(pd.DataFrame(lines, columns=["group", "coverage of the teacher"]))
     if compared and compared.asked_differently:
         yield f"Not compared, for the teacher was asked otherwise: {', '.join(compared.asked_differently)}."
     if cut := [f"{name} ({score.n_cut})" for name, score in result.tasks.items() if score.n_cut]:

@@ -106,7 +106,6 @@ def _probe_tasks(probe: str, group: Group) -> tuple[ProbeTask, ProbeTask]:
 
 PROBES = (
     *_probe_tasks("kv", "retrieval"),
-    *_probe_tasks("growing", "retrieval"),
     *_probe_tasks("letters", "retrieval"),
     *_probe_tasks("needle", "retrieval"),
     *_probe_tasks("copy", "retrieval"),

@@ -1,92 +1,118 @@
-"""One task of a sweep, carried out in this process: a cell as an ordinary run, or what cells share."""
+"""One task of a sweep, carried out in this process: a cell as an ordinary run, or what cells share.
+
+One alignment of a student without any kept head serves every plan. Its target is each head's own output with the
+teacher's own inputs (``align.target`` "head"), so what a head becomes does not depend on which other heads are kept:
+a cell takes over the heads that it needs. Only clipping by the norm of all gradients ties heads together;
+benchmarks/sweep_sharing.py measures how much that matters.
+"""
 
 from __future__ import annotations
 
-import datetime
-import socket
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from ...config import PlanConfig, RunConfig
+from ...data import DataConfig
 from ...distributed import alone_in, connect, on_main_process
-from ...pipeline import run_beside
+from ...pipeline import Run, run_beside
 from ...scoring import HeadScores
 from ...train.loop import Interrupted
 from .grid import ALL, Cell
-from .record import Outcome, Sweep, Task
-from .sharing import aligned_stage, alignment_run, seed_run, seeded
+from .record import Sweep, Task
 
 PATIENCE = 120.0
 """Seconds to wait for a process that still saves the same task, left over by a sweep that was stopped."""
 
 
-def perform(sweep: Sweep, task: Task) -> Outcome:
-    """Carry a task out, note how it ended, and say so. What it raises is noted as its failure.
+def perform(sweep: Sweep, task: Task) -> None:
+    """Carry a task out and write how it ended; an error becomes its failure.
 
     Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving.
     """
-    before, clock = sweep.outcome(task), time.monotonic()
-    began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-    def note(state: str, error: str = "") -> Outcome:
-        spent = before.seconds + time.monotonic() - clock
-        outcome = Outcome(state, error, round(spent, 3), began, socket.gethostname())
-        on_main_process(lambda: sweep.note(task, outcome))
-        return outcome
-
-    note("running")
+    begun, error = time.monotonic(), ""
     try:
         with alone_in(sweep.folder(task), patience=PATIENCE):
-            _work(sweep, task)()
-    except (Interrupted, KeyboardInterrupt):
-        note("stopped")
+            _work(sweep, task)
+    except Interrupted:
         raise
-    except Exception as error:
+    except Exception as raised:
         if connect().is_main_process:
-            _append_traceback(sweep, task)
-        return note("failed", _one_line(error))
-    return note("done")
+            with sweep.log_path(task).open("a") as file:
+                file.write(traceback.format_exc())
+        text = " ".join(str(raised).split())
+        error = text if isinstance(raised, ValueError) else f"{type(raised).__name__}: {text}"
+    on_main_process(lambda: sweep.end(task, error, time.monotonic() - begun))
 
 
-def _work(sweep: Sweep, task: Task) -> Callable[[], object]:
+def _work(sweep: Sweep, task: Task) -> None:
     if task.cell is not None:
-        cell = task.cell
-        return lambda: run_beside(seed_run(sweep, cell.seed), cell_config(sweep, cell))
-    if task.d_state is not None:
-        run = alignment_run(sweep, task.seed, task.d_state)
-        return lambda: run.aligned
-    return lambda: _shared_measurements(sweep, task.seed)
+        run_beside(seed_run(sweep, task.seed), cell_config(sweep, task.cell))
+    elif task.d_state is not None:
+        alignment_run(sweep, task.seed, task.d_state).aligned  # noqa: B018  trains it
+    else:
+        run = seed_run(sweep, task.seed)
+        run.prepare()
+        if sweep.needs_scores(task.seed):
+            run.scores()
+        run.evaluate_teacher()
 
 
-def _shared_measurements(sweep: Sweep, seed: int) -> None:
-    run = seed_run(sweep, seed)
-    run.prepare()
-    if sweep.needs_scores(seed):
-        run.scores()
-    run.evaluate_teacher()
+def seed_run(sweep: Sweep, seed: int) -> Run:
+    """Return the run that holds what depends on the seed alone: scores.json and teacher/evaluation.json."""
+    return Run(_seeded(sweep, seed), sweep.teacher)
+
+
+def alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
+    """Return the run below which ``aligned`` is trained, and plans by restoration are made."""
+    config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
+    student = replace(config.student, d_state=d_state)
+    config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
+    return Run(replace(config, student=student), sweep.teacher)
+
+
+def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
+    """Return the config of a run that takes its scores from another run and keeps other heads."""
+    return replace(
+        shared, name=name, out=out, plan=plan, scoring=replace(shared.scoring, file=shared.out / "scores.json")
+    )
+
+
+def restored_plan(aligned: Run, k: int) -> PlanConfig:
+    """Choose heads by what they restore to the aligned student without attention, once."""
+    aligned.restoration_plan(k)
+    return PlanConfig("file", k=k, file=aligned.restoration_path(k))
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
-    """The config of a cell's run. Asks for the tasks that the cell comes after."""
-    base = seeded(sweep, cell.seed)
-    base = replace(
-        base,
-        name=cell.name,
-        out=sweep.out / "cells" / cell.name,
-        plan=_plan(sweep, cell),
-        scoring=replace(base.scoring, file=base.out / "scores.json"),
-    )
+    """Return the config of a cell's run, once the tasks before it are done."""
+    base = variant_config(_seeded(sweep, cell.seed), cell.name, sweep.out / "cells" / cell.name, _plan(sweep, cell))
     if cell.d_state is None:
         return base
     if not sweep.share:
         return replace(base, student=replace(base.student, d_state=cell.d_state))
-    aligned = aligned_stage(sweep, cell.seed, cell.d_state)
+    config = alignment_run(sweep, cell.seed, cell.d_state).config
+    aligned = Run(replace(config, out=config.out / "aligned")).last_stage()
+    return replace(base, student=replace(config.student, aligned=aligned), stages=sweep.own_stages)
+
+
+def _seeded(sweep: Sweep, seed: int) -> RunConfig:
+    """Return the recipe with another seed: of draws in training, of prompts and of the order of the data."""
+    base = sweep.base
+
+    def reordered(data: DataConfig) -> DataConfig:
+        return replace(data, seed=data.seed + seed - base.seed)
+
     return replace(
         base,
-        student=replace(base.student, d_state=cell.d_state, aligned=aligned),
-        stages=sweep.own_stages,
+        name=f"shared-s{seed}",
+        out=sweep.out / "shared" / f"s{seed}",
+        seed=seed,
+        data=reordered(base.data),
+        post=replace(base.post, data=reordered(base.post.data)),
+        group=sweep.out.name,
+        export=False,
     )
 
 
@@ -96,28 +122,16 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
     if cell.selection == "random":
         return PlanConfig("random", k=cell.heads, seed=cell.seed)
     if cell.selection == "layers":
-        scores = HeadScores.load(seeded(sweep, cell.seed).out / "scores.json")
+        scores = HeadScores.load(_seeded(sweep, cell.seed).out / "scores.json")
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share:
         assert cell.d_state is not None
-        run = alignment_run(sweep, cell.seed, cell.d_state)
-        run.restoration_plan(cell.heads)
-        return PlanConfig("file", k=cell.heads, file=run.restoration_path(cell.heads))
+        return restored_plan(alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
     return PlanConfig("top" if cell.selection == "top" else "restoration", k=cell.heads)
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:
-    """The ``n`` layers whose heads lose most accuracy together, equal ones by log-probability, in ascending order."""
-    value = [table.nan_to_num(0.0).sum(1).tolist() for table in (scores.value_LH(), scores.logprob_drop_LH)]
-    order = sorted(range(scores.n_layers), key=lambda layer: (-value[0][layer], -value[1][layer], layer))
+    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability, in ascending order."""
+    value, logprob = (table.nan_to_num(0.0).sum(1).tolist() for table in (scores.value_LH(), scores.logprob_drop_LH))
+    order = sorted(range(scores.n_layers), key=lambda layer: (-value[layer], -logprob[layer], layer))
     return tuple(sorted(order[:n]))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-def _append_traceback(sweep: Sweep, task: Task) -> None:
-    with sweep.log_path(task).open("a") as file:
-        file.write(traceback.format_exc())

@@ -13,16 +13,16 @@ import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
 from ...distributed import check_trackers
+from ...limits import COUNT
 from ...locking import locked
 from ...pipeline import Run
 from ...plan import HeadPlan
 from ...run_inputs import shape_of_teacher
+from ..jobs import executor
 from .grid import Grid
 from .record import Sweep, Task
-from .results import write_results
-from .running import Cluster, Here, Processes, Workers, run_tasks, split_launcher
-from .sharing import saving
-from .status import progress, status
+from .results import progress, status, write_results
+from .running import Here, Jobs, Workers, run_tasks
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """The grid where neither the command nor the recipe says otherwise."""
@@ -35,29 +35,29 @@ class SweepFailed(Exception):
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Which students to make, how, and where; the folder can be looked at while it runs, and be gone on with."""
+    """Students to make, how, and where; a sweep that was stopped continues with the same command."""
 
     recipe: Path = Path("recipes/hybrid_tiny.py")
-    """What everything but the grid is taken from. It may have a grid of its own, grid()."""
+    """Recipe of all cells; the grid replaces its plan, state size and seed. A function grid() there is the default."""
     heads: str | None = None
     """Heads kept, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
     """State sizes of the recurrent heads: ``4,8,16,64``."""
     seeds: int | None = None
-    """How many; they begin with the recipe's."""
+    """Number of seeds; they begin with the recipe's."""
     selection: str | None = None
     """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores), ``restoration``."""
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
     jobs: int = 1
-    """Cells at a time: above 1 in processes of their own, with their share of the threads and a GPU in turn."""
+    """Cells at a time. 1 runs in this process; more are jobs of submitit, each with its share of threads and GPUs."""
     cluster: Literal["slurm", "local"] | None = None
-    """Run cells as jobs, ``jobs`` of them at a time (submitit). ``local`` tries that out without a cluster."""
+    """Where jobs run (submitit); by default on this machine (``local``)."""
     options: tuple[str, ...] = ()
-    """Of the cluster's jobs, in submitit's words: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
+    """Options of the jobs, in submitit's words: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
     launcher: str = ""
-    """What starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
+    """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
     share: bool = True
     """One alignment for all cells of a state size and seed, head by head; without it each cell aligns as in the
     recipe."""
@@ -74,18 +74,19 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "a sweep starts the processes of its cells itself; give what launches them as "
-            "--launcher 'accelerate launch ...', and start the sweep without it."
+            "a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...', and start the "
+            "sweep without it."
         )
     base = _base(job, recipe)
     check_trackers(base.trackers)
-    grid = _grid(job, recipe, base)
+    of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
+    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
+    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
     run = Run(base)
     for check in (run.check_data, run.check_evaluation, partial(run.check_student, PlanConfig("none", k=0))):
         check()
     shape = HeadPlan.none(shape_of_teacher(base.teacher))
-    cells = grid.cells(shape)
-    workers = _workers(job)
+    cells, workers = grid.cells(shape), _workers(job)
     with locked(job.out):
         this = Sweep.open(base, grid, cells, share=job.share)
         this.record["command"] = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
@@ -102,7 +103,7 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
         try:
             run_tasks(this, workers, changed)
         finally:
-            this.record["saving"] = saving(this)
+            this.record["saving"] = this.saving()
             this.save()
             print(f"results: {write_results(this)}")
     print(status(job.out))
@@ -111,40 +112,28 @@ def sweep(job: SweepJob, recipe: Any) -> Sweep:
 
 
 def _base(job: SweepJob, recipe: Any) -> RunConfig:
-    """The recipe's config, with the fields that the command changes."""
+    """Return the recipe's config, with the fields that the command changes."""
     flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
     base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
-            f"resume is {base.resume!r}, and a sweep always goes on where it was stopped; leave it out, or use another "
-            "--out to begin again."
+            f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start anew."
         )
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
 
-def _grid(job: SweepJob, recipe: Any, base: RunConfig) -> Grid:
-    """The command's values, else the recipe's, else the usual ones."""
-    of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
-    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
-    return Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
-
-
 def _workers(job: SweepJob) -> Workers:
-    if job.jobs < 1:
-        raise ValueError(f"--jobs is {job.jobs}; give a whole number of at least 1.")
-    launcher = split_launcher(job.launcher)
-    if job.cluster is not None:
-        options = {
-            name: int(value) if value.isdigit() else value for name, value in _pairs("options", job.options)
-        }
-        return Cluster(job.out / "jobs", job.cluster, job.jobs, launcher, options)
-    if job.options:
-        raise ValueError("--options are for jobs of a cluster; give --cluster slurm too, or leave them out.")
-    return Processes(job.jobs, launcher) if job.jobs > 1 or job.launcher else Here()
+    COUNT.check("--jobs", job.jobs)
+    options = {name: int(value) if value.isdigit() else value for name, value in _pairs("options", job.options)}
+    if options and job.cluster is None:
+        raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
+    if job.jobs == 1 and not job.launcher and job.cluster is None:
+        return Here()
+    return Jobs(executor(job.out / "jobs", job.cluster or "local", options), job.jobs, job.launcher)
 
 
 def _as_flag(name: str, value: str) -> list[str]:
-    """``export=False`` and ``evaluation.n-pairs=4,8`` as the command line has them."""
+    """Turn ``export=False`` and ``evaluation.n-pairs=4,8`` into words of the command line."""
     section, dot, field = name.rpartition(".")
     if value.lower() in ("true", "false"):
         return [f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}"]
@@ -159,8 +148,8 @@ def _pairs(flag: str, pairs: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _raise_for_failures(this: Sweep) -> None:
-    outcomes = {cell.name: this.outcome(this.tasks[cell.name]) for cell in this.cells}
-    errors = Counter(outcome.error for outcome in outcomes.values() if outcome.state == "failed")
+    outcomes = [this.outcome(this.tasks[cell.name]) for cell in this.cells]
+    errors = Counter(outcome.error for outcome in outcomes if outcome.state == "failed")
     if not errors:
         return
     n_failed, n_cells = errors.total(), len(outcomes)

@@ -1,27 +1,28 @@
-"""sweep.json: what a sweep's folder is for, and how far each of its tasks is.
+"""The folder of a sweep: sweep.json says what it is for, a file for each task how it ended.
 
-The tasks say so themselves, each in a file of its own (`Outcome`), because they may run in other processes and on other
-machines; sweep.json repeats it.
+Tasks may run in other processes and on other machines, so each writes its own `Outcome`; sweep.json repeats it. A task
+that has not ended runs while its folder is locked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import RunConfig, differences, from_record, to_json
+from ...config import RunConfig, StageName, differences, from_record, to_json
 from ...io import write_json
+from ...locking import is_locked
 from ...pipeline import Run
 from ...provenance import versions
 from ...run_folder import MAY_CHANGE, has_result
-from ...train.config import StageConfig
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -31,7 +32,7 @@ NEEDS_SCORES = ("top", "layers")
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work that one process carries out: a cell, or what several of them share."""
+    """A piece of work for one process: a cell, or what several cells share."""
 
     name: str
     seed: int
@@ -40,23 +41,19 @@ class Task:
     after: tuple[str, ...] = ()
     """Names of the tasks that must be done before."""
     steps: int = 0
-    """Of training."""
+    """Training steps."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a task stands: ``waiting``, ``running``, ``done``, ``failed`` or ``stopped``."""
+class Outcome(NamedTuple):
+    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; how long its last start took."""
 
-    state: str = "waiting"
+    state: str
     error: str = ""
     seconds: float = 0.0
-    """Spent on it, by all starts that came to an end."""
-    began: str = ""
-    host: str = ""
 
 
 class Sweep:
-    """A sweep's folder. Raises ValueError for one that holds no sweep.
+    """A sweep's folder. Raises ValueError for a folder without one.
 
     ``out`` becomes absolute, and with it the paths in the configs of cells: they are the same for every process.
     """
@@ -72,23 +69,23 @@ class Sweep:
             fields = [field.name for field in dataclasses.fields(Cell)]
             self.cells = [Cell(**{name: cell[name] for name in fields}) for cell in self.record["cells"]]
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{out} holds no sweep ({error}); name the --out of one.") from error
+            raise ValueError(f"{out} holds no sweep ({error}); pass the --out of one.") from error
 
     @classmethod
     def open(cls, base: RunConfig, grid: Grid, cells: Sequence[Cell], *, share: bool) -> Sweep:
-        """The sweep in ``base.out``, begun now or before; a sweep may grow, but not change.
+        """Begin the sweep in ``base.out``, or continue it; a sweep may grow, but not change.
 
         Raises ValueError naming what differs from the sweep that the folder holds.
         """
         out = base.out
-        if share and not _own_stages(base, share):
+        if share and not any(stage.is_per_plan for stage in base.stage_configs):
             raise ValueError(
                 f"the recipe's stages are {', '.join(base.stages)}; with a shared alignment nothing is left for the "
-                "cells to do. Add distill, or give --no-share."
+                "cells to do. Add distill, or pass --no-share."
             )
         record = {
             "format": FORMAT,
-            "grid": {name: list(values) for name, values in grid.axes().items()},
+            "grid": grid.axes(),
             "share_alignment": share,
             "config": to_json(base),
             "versions": versions(),
@@ -96,7 +93,7 @@ class Sweep:
         }
         if (out / FILE).exists() and (before := cls(out)).has_result():
             _check_grows(before, record)
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "tasks").mkdir(parents=True, exist_ok=True)
         write_json(out / FILE, record)
         sweep = cls(out)
         sweep.save()
@@ -104,60 +101,70 @@ class Sweep:
 
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Loaded once by a process that carries out several tasks."""
+        """Teacher and tokenizer, loaded once by a process that carries out several tasks."""
         return Run(self.base).teacher_and_tokenizer
 
     @property
-    def own_stages(self) -> tuple[StageConfig, ...]:
-        """The stages that every cell runs by itself."""
-        return _own_stages(self.base, self.share)
+    def own_stages(self) -> tuple[StageName, ...]:
+        """Stages that every cell runs by itself."""
+        stages = zip(self.base.stages, self.base.stage_configs)
+        return tuple(name for name, stage in stages if stage.is_per_plan or not self.share)
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
-        """By name, each after those that it needs."""
+        """Tasks by name, each after those that it needs."""
         tasks: dict[str, Task] = {}
-        before_cells = self._steps(stage for stage in self.base.stage_configs if stage not in self.own_stages)
+        steps = {name: stage.steps for name, stage in zip(self.base.stages, self.base.stage_configs)}
+        own_steps = sum(steps[name] for name in self.own_stages)
+        shared_steps = sum(steps.values()) - own_steps
         for cell in self.cells:
             needed = [Task(f"s{cell.seed}", cell.seed)]
             if cell.d_state is not None and self.share:
-                name = alignment_name(cell.seed, cell.d_state)
-                needed.append(Task(name, cell.seed, cell.d_state, after=(needed[0].name,), steps=before_cells))
+                name = f"n{cell.d_state}-s{cell.seed}"
+                needed.append(Task(name, cell.seed, cell.d_state, after=(needed[0].name,), steps=shared_steps))
             for task in needed:
                 tasks.setdefault(task.name, task)
-            steps = 0 if cell.selection == ALL else self._steps(self.own_stages)
-            tasks[cell.name] = Task(cell.name, cell.seed, cell.d_state, cell, tuple(t.name for t in needed), steps)
+            after, own = tuple(task.name for task in needed), 0 if cell.selection == ALL else own_steps
+            tasks[cell.name] = Task(cell.name, cell.seed, cell.d_state, cell, after, own)
         return tasks
 
-    def _steps(self, stages: Iterable[StageConfig]) -> int:
-        return sum(stage.steps for stage in stages)
-
     def folder(self, task: Task) -> Path:
-        """The run directory that a task fills."""
+        """Return the run directory that a task fills."""
         return self.out / ("shared" if task.cell is None else "cells") / task.name
 
     def needs_scores(self, seed: int) -> bool:
-        """Whether a cell of this seed is planned by the scores of heads."""
+        """Return whether a cell of this seed is planned by the scores of heads."""
         return any(cell.seed == seed and cell.selection in NEEDS_SCORES for cell in self.cells)
 
     def log_path(self, task: Task) -> Path:
-        """What a task printed, where it had a process of its own; else its traceback, if it failed."""
+        """Return where a task prints to, if it has a process of its own, and its traceback goes, if it fails."""
         return self.out / "tasks" / f"{task.name}.log"
 
     def outcome(self, task: Task) -> Outcome:
-        """How the task stands by its own account; one whose results were deleted is waiting again."""
-        try:
-            found = Outcome(**json.loads((self.out / "tasks" / f"{task.name}.json").read_text()))
-        except FileNotFoundError:
-            return Outcome()
-        results = self._results(task)
-        return found if found.state != "done" or all(path.exists() for path in results) else Outcome()
+        """Return the state of a task; one whose results were deleted is waiting again."""
+        folder = self.folder(task)
+        with suppress(FileNotFoundError):
+            found = json.loads((self.out / "tasks" / f"{task.name}.json").read_text())
+            has_results = all(path.exists() for path in self.results(task))
+            if found["state"] == "failed" or (found["state"] == "done" and has_results):
+                return Outcome(found["state"], found["error"], found["seconds"])
+        return Outcome("running" if is_locked(folder) else "stopped" if has_result(folder) else "waiting")
 
-    def note(self, task: Task, outcome: Outcome) -> None:
-        """Write down how a task stands."""
-        (self.out / "tasks").mkdir(exist_ok=True)
-        write_json(self.out / "tasks" / f"{task.name}.json", dataclasses.asdict(outcome))
+    def outcomes(self) -> dict[str, Outcome]:
+        """Return the state of every task, by name."""
+        return {name: self.outcome(task) for name, task in self.tasks.items()}
 
-    def _results(self, task: Task) -> list[Path]:
+    def end(self, task: Task, error: str = "", seconds: float = 0.0) -> None:
+        """Write that a task is done, or why it failed."""
+        outcome = Outcome("failed" if error else "done", error, round(seconds, 3))
+        write_json(self.out / "tasks" / f"{task.name}.json", outcome._asdict())
+
+    def forget(self, task: Task) -> None:
+        """Let a task begin again; what its folder holds is kept."""
+        (self.out / "tasks" / f"{task.name}.json").unlink(missing_ok=True)
+
+    def results(self, task: Task) -> list[Path]:
+        """Return what a finished task has left."""
         folder = self.folder(task)
         if task.cell is not None:
             return [folder / "evaluation.json"]
@@ -167,27 +174,23 @@ class Sweep:
         return [folder / "teacher" / "evaluation.json", *scores]
 
     def has_result(self) -> bool:
-        """Whether a task has left anything that another sweep would lose."""
+        """Return whether a task has left anything that another sweep would lose."""
         return any(has_result(self.folder(task)) for task in self.tasks.values())
+
+    def saving(self) -> dict[str, int]:
+        """Count alignments, the students that they serve, and the steps that those would have spent on their own."""
+        trained = [task for task in self.tasks.values() if task.d_state is not None]
+        steps = [task.steps for task in trained if task.cell is None]
+        served = len(trained) - len(steps)
+        return {"alignments": len(steps), "students": served, "steps": sum(steps[:1]) * (served - len(steps))}
 
     def save(self) -> None:
         """Write sweep.json with the state of every cell."""
         for cell in self.record["cells"]:
-            outcome = self.outcome(self.tasks[cell["name"]])
-            cell["state"] = outcome.state
             cell.pop("error", None)
-            if outcome.error:
-                cell["error"] = outcome.error
+            cell["state"], error, _ = self.outcome(self.tasks[cell["name"]])
+            cell |= {"error": error} if error else {}
         write_json(self.out / FILE, self.record)
-
-
-def alignment_name(seed: int, d_state: int) -> str:
-    """Of the task and folder of a shared alignment."""
-    return f"n{d_state}-s{seed}"
-
-
-def _own_stages(base: RunConfig, share: bool) -> tuple[StageConfig, ...]:
-    return tuple(stage for stage in base.stage_configs if stage.is_per_plan or not share)
 
 
 def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
@@ -203,10 +206,10 @@ def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
     if all(cell.name in asked for cell in before.cells):
         return
     missing = [
-        f"{name} {', '.join(str(v) for v in values if v not in now['grid'][name])}"
+        f"{name} {', '.join(str(value) for value in values if value not in now['grid'][name])}"
         for name, values in old["grid"].items()
         if set(values) - set(now["grid"][name])
     ]
     raise ValueError(
-        f"{place} holds another sweep, with {' and '.join(missing)}; name these too to extend it, or use another --out."
+        f"{place} holds another sweep, with {' and '.join(missing)}; pass these too to extend it, or use another --out."
     )

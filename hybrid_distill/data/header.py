@@ -1,0 +1,78 @@
+"""Headers of token and logit folders: a JSON file that says what the binary files beside it hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from ..io import write_json
+
+Header = TypeVar("Header", bound="FolderHeader")
+
+
+@dataclass
+class FolderHeader:
+    """Common part of both headers. Fields of a subclass are the entries of its file."""
+
+    FORMAT: ClassVar[str]
+    CONTENT: ClassVar[str]
+    """Noun for error messages: what the folder holds."""
+    REMAKE: ClassVar[str]
+    """Instruction that ends an error about a damaged folder."""
+    RESULTS: ClassVar[tuple[str, ...]]
+    """Fields that do not decide what the files hold."""
+
+    format: str
+
+    @classmethod
+    def load(cls: type[Header], path: Path) -> Header:
+        """Read a header. Raises ValueError for a file that is not a header or has another format."""
+        try:
+            record = {"chat_template": "", **json.loads(path.read_text())}  # old token folders lack this entry
+            if record["format"] != cls.FORMAT:
+                raise ValueError(f"its format is {record['format']!r}, not {cls.FORMAT!r}")
+            header = cls(**{entry.name: record[entry.name] for entry in fields(cls)})
+            header.check()
+            return header
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the header of {cls.CONTENT} ({error}); {cls.REMAKE}.") from error
+
+    def check(self) -> None:
+        """Raise ValueError where the entries contradict each other."""
+
+    def save(self, path: Path, **more: object) -> None:
+        """Write the header, whole or not at all."""
+        write_json(path, {**asdict(self), **more})
+
+    def identity(self) -> dict[str, object]:
+        """Return everything that decides what the files hold."""
+        return {name: value for name, value in asdict(self).items() if name not in self.RESULTS}
+
+    def check_same_work(self, other: FolderHeader, folder: Path) -> None:
+        """Raise ValueError unless ``other`` describes the same files, made in the same way."""
+        own, wanted = self.identity(), other.identity()
+        if differ := [name for name in own if own[name] != wanted[name]]:
+            raise ValueError(
+                f"{folder} holds {self.CONTENT} made with another {', '.join(differ)}; pass another folder, or delete "
+                "this one."
+            )
+
+    def sizes(self, folder: Path) -> dict[Path, int]:
+        """Return the size in bytes of every file that the folder should hold."""
+        raise NotImplementedError
+
+    def check_files(self, folder: Path) -> None:
+        """Raise ValueError naming the first file that is missing, truncated or too long."""
+        for path, expected in self.sizes(folder).items():
+            if (found := size_of(path)) != expected:
+                raise ValueError(
+                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or delete it and "
+                    "make it again."
+                )
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes, 0 if it does not exist."""
+    return path.stat().st_size if path.exists() else 0
