@@ -65,7 +65,6 @@ def model_card(
         newest=tried_versions()[-1],
         right=", ".join(right_for_falcon_h1()),
         cost=container_cost(student, plan) if form == "falcon-h1" else "",
-        reading=scores and scores.reading,
         missed=_most_missed(scores, plan) if scores else [],
         training=training,
         results=results or {},
@@ -121,7 +120,7 @@ def _most_missed(scores: HeadScores, plan: HeadPlan) -> list[str]:
     """List the heads with the highest scores, and whether they are kept."""
     value_LH = scores.value_LH()
     return [
-        f"{head} {scores.reading(value_LH[head.layer, head.head].item()):.1f}{' (not kept)' * (head not in plan.kept)}"
+        f"{head} {100 * value_LH[head.layer, head.head].item():.1f}{' (not kept)' * (head not in plan.kept)}"
         for head in scores.ranking()[:MOST_MISSED]
     ]
 
