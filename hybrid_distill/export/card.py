@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from jinja2 import StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from ..evaluation.evaluate import EvalResult
 from ..io import Record
@@ -49,8 +49,10 @@ def model_card(
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})
     n_pairs = 16 if 16 in sizes else max(sizes, default=16)
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return Template(text, undefined=StrictUndefined, **blocks).render(
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(text).render(
         license=license,
         unknown=UNKNOWN,
         base_model=base_model,
