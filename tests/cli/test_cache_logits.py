@@ -328,7 +328,7 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     plain = pipeline.train_stage
 
     def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        read, name = rows.batch, stage.config.name
+        read, name = rows.batch, stage.config.name  # a function that holds the stage would hold its teacher
 
         def batch(*place: int) -> Any:
             if name not in seen:
