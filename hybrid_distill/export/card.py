@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from jinja2 import StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from ..evaluation.evaluate import EvalResult
 from ..io import Record
@@ -49,8 +49,10 @@ def model_card(
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})
     n_pairs = 16 if 16 in sizes else max(sizes, default=16)
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return Template(text, undefined=StrictUndefined, **blocks).render(
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(text).render(
         license=license,
         unknown=UNKNOWN,
         base_model=base_model,
@@ -63,7 +65,6 @@ def model_card(
         newest=tried_versions()[-1],
         right=", ".join(right_for_falcon_h1()),
         cost=container_cost(student, plan) if form == "falcon-h1" else "",
-        reading=scores and scores.reading,
         missed=_most_missed(scores, plan) if scores else [],
         training=training,
         results=results or {},
@@ -119,7 +120,7 @@ def _most_missed(scores: HeadScores, plan: HeadPlan) -> list[str]:
     """List the heads with the highest scores, and whether they are kept."""
     value_LH = scores.value_LH()
     return [
-        f"{head} {scores.reading(value_LH[head.layer, head.head].item()):.1f}{' (not kept)' * (head not in plan.kept)}"
+        f"{head} {100 * value_LH[head.layer, head.head].item():.1f}{' (not kept)' * (head not in plan.kept)}"
         for head in scores.ranking()[:MOST_MISSED]
     ]
 
