@@ -82,7 +82,7 @@ on {device}:
 - **failed**: neither;
 - **no teacher**: transformers cannot make the model with `AutoModelForCausalLM`, or run it on token ids alone.
 
-"Scored by" names the heads that `score` and `analyse` find ([heads.md](heads.md)). An export of a supported type runs
+"Scored by" names the heads that `score` and `analyze` find ([heads.md](heads.md)). An export of a supported type runs
 under the version named or newer, and refuses an older one. Tried were {tried}.
 A type for which no other version was tried has the one here.
 """

@@ -1,4 +1,4 @@
-"""Every experiment of `hybrid-distill analyse` on one model and a student of it: the figures of docs/gallery.md.
+"""Every experiment of `hybrid-distill analyze` on one model and a student of it: the figures of docs/gallery.md.
 
     python benchmarks/gallery.py                                         # the embedded teacher; makes its students
     python benchmarks/gallery.py --model PATH --student PATH --out OUT   # a model and a student of your own
@@ -145,7 +145,7 @@ def experiments(gallery: Gallery, students: Students | None) -> dict[str, str]:
             "replace-layer": f"--student {students.recurrent}{teacher} --tasks kv,knowledge --pairs 8 --examples 64",
             "carriers": f"--model {students.hybrid} --n-control-texts 4",
         }
-    return {name: f"analyse {name} {options} --out {gallery.figures}" for name, options in commands.items()}
+    return {name: f"analyze {name} {options} --out {gallery.figures}" for name, options in commands.items()}
 
 
 def _run(command: str) -> None:

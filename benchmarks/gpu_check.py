@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 def ssd_cases() -> list[Case]:
     """Every entry of the tile table, masked sizes, and each option at least once."""
-    from hybrid_kernels.ssd import TILES
+    from hybrid_kernels.ssd_tiles import TILES
 
     found = list(
         dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES)

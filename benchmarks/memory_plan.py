@@ -241,7 +241,7 @@ def kept_by_forward(stage: Stage, batch: Batch, device: str) -> int:
 
 def saved_tensors(stage: Stage, batch: Batch) -> int:
     """The same as autograd tells it, another way to count: storages that it saves, but for parameters."""
-    own = {p.untyped_storage().data_ptr() for model in stage._models for p in model.parameters()}
+    own = {p.untyped_storage().data_ptr() for model in (stage.student, *stage.teachers) for p in model.parameters()}
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -282,11 +282,16 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
 
 def predicted(plan: MemoryPlan) -> dict[str, int]:
     """Under the names of `measure`."""
-    same = ("trained", "frozen", "gradients", "optimizer", "teacher")
-    found = {name: getattr(plan, name) for name in same}
-    found["activations and bf16 copies"] = plan.activations + plan.bf16_copies
-    if plan.loss:
-        found["loss"] = plan.loss
+    found = {
+        "trained": plan.trained_parameters,
+        "frozen": plan.frozen_parameters,
+        "gradients": plan.gradients,
+        "optimizer": plan.optimizer,
+        "teacher": plan.teacher,
+        "activations and bf16 copies": plan.activations + plan.bf16_copies,
+    }
+    if plan.loss_chunk:
+        found["loss"] = plan.loss_chunk
     return {**found, "total": plan.total}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ Positive = Annotated[float, POSITIVE]
 Share = Annotated[float, SHARE]
 
 
-def check_options(options: Any, prefix: str) -> None:
+def check_options(options: object, prefix: str) -> None:
     """Raise ValueError for a field of a dataclass outside of the `Limits` or the Literal that it is declared with.
 
     Every entry of a tuple is checked; None always passes.
@@ -62,11 +64,11 @@ def check_options(options: Any, prefix: str) -> None:
 
 
 @cache
-def _rules_of(kind: type) -> dict[str, list[Limits | tuple[Any, ...]]]:
+def _rules_of(kind: type) -> dict[str, list[Limits | tuple[object, ...]]]:
     return {name: list(_rules(hint)) for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
-def _rules(hint: Any) -> Iterator[Limits | tuple[Any, ...]]:
+def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
     """Yield the limits and the choices anywhere in a type hint."""
     if get_origin(hint) is Literal:
         yield get_args(hint)
@@ -95,32 +97,31 @@ def words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
 
 
+@overload
+def numbers(flag: str, text: str, *, least: int | None = None) -> list[int]: ...
+@overload
+def numbers(flag: str, text: str, *, least: int | None = None, named: Mapping[str, T]) -> list[int | T]: ...
+
+
 def numbers(
-    flag: str,
-    text: str,
-    *,
-    number: Callable[[str], Any] = int,
-    least: float | None = None,
-    named: Mapping[str, Any] | None = None,
-) -> list[Any]:
-    """Read the numbers of a flag. ``named`` are words that may stand among them, and their values.
+    flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None
+) -> list[int] | list[int | T]:
+    """Read the whole numbers of a flag. ``named`` are words that may stand among them, and their values.
 
     Raises ValueError, naming the flag, for anything else, a number below ``least``, and an empty list.
     """
-    named = named or {}
-    kind = "whole numbers" if number is int else "numbers"
-    wanted = f"{kind}{'' if least is None else f' of at least {least}'}{''.join(f', or {name}' for name in named)}"
-    shown = repr(text) if words(text) else "empty"
-    refusal = ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.")
-    found = []
-    for word in words(text):
-        try:
-            value = named[word] if word in named else number(word)
-        except ValueError:
-            raise refusal from None
-        if word not in named and (not math.isfinite(value) or (least is not None and value < least)):
-            raise refusal
-        found.append(value)
-    if not found:
-        raise refusal
+    known: Mapping[str, T] = named or {}
+    found: list[int | T] = []
+    try:
+        for word in words(text):
+            found.append(known[word] if word in known else int(word))
+            if word not in known and least is not None and int(word) < least:
+                raise ValueError
+        if not found:
+            raise ValueError
+    except ValueError:
+        wanted = f"whole numbers{'' if least is None else f' of at least {least}'}"
+        wanted += "".join(f", or {name}" for name in known)
+        shown = repr(text) if words(text) else "empty"
+        raise ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.") from None
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybrid_distill.lab.suites.files import write_rows
 from hybrid_distill.lab.suites.suites import STOCK
-from hybrid_distill.lab.suites.tasks import Part, Questions
+
+if TYPE_CHECKING:
+    from hybrid_distill.lab.suites.tasks import Part
 
 
 def _lettered(question: str, number: int) -> dict[str, Any]:
@@ -53,16 +55,24 @@ def row(task: str, number: int) -> dict[str, Any]:
     raise AssertionError(task)
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def write_all(
     folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK), n_shots: int | None = None
 ) -> list[Part]:
     """Files of stock tasks, ``n`` rows for each split of each part."""
-    questions = Questions(n_shots=n_shots)
-    parts = [part for task in STOCK if task.name in tasks for part in questions.parts(task)]
+    from hybrid_distill.lab.suites.tasks import parts_of
+
+    parts = [part for task in STOCK if task.name in tasks for part in parts_of(task, n_shots)]
     for part in parts:
         for split in part.splits:
             n_rows = max(n, part.n_shots + 1) if split == "train" else n
-            write_rows(folder / part.folder / f"{split}.jsonl", (row(part.task.name, i) for i in range(n_rows)))
+            rows = [row(part.task.name, i) for i in range(n_rows)]
+            write_rows(folder / part.folder / f"{split}.jsonl", rows)
     return parts
 
 
@@ -72,7 +82,8 @@ class KnowsHalf:
     A right answer is likely, and is generated in the form that each task asks for.
     """
 
-    rank, world_size, n_cut, n_requests, doing = 0, 1, 0, 0, ""
+    rank, world_size, max_length, max_gen_toks = 0, 1, 10_000, 256
+    tok_encode = staticmethod(str.split)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         return [self._likelihood(request) for request in requests]

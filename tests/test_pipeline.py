@@ -18,9 +18,9 @@ import pytest
 from training import small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.config import PlanConfig, TeacherConfig
+from hybrid_distill.config import PlanConfig, TeacherConfig, current_flags, from_record, to_json
 from hybrid_distill.lab.compare import compare, variants
-from hybrid_distill.pipeline import Run, run
+from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
 
@@ -52,6 +52,7 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> Non
     assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
     plan = HeadPlan.load(out / "plan.json")
     assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")
+    assert [stage["name"] for stage in finished_run(out)._training()] == ["align", "distill"]
     before = weights(out)
     assert weights(run(config)) == before
 
@@ -70,9 +71,15 @@ def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> No
     assert not (out / "scores.partial.json").exists(), "left behind after scoring"
 
 
-def test_an_export_of_a_finished_run_carries_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(small_run(tmp_path / "run"))
-    main(["export", "--model", str(out), "--out", str(tmp_path / "exported")])
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(small_run(tmp_path_factory.mktemp("finished") / "run"))
+
+
+def test_an_export_of_a_finished_run_carries_its_results(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["export", "--model", str(finished), "--out", str(tmp_path / "exported")])
     assert "FAIL" not in capsys.readouterr().out
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "license: apache-2.0" in card and "| student |" in card
@@ -133,9 +140,8 @@ def test_a_run_with_other_settings_names_five_of_them(tmp_path: Path) -> None:
         Run(replace(base, align=align)).prepare()
 
 
-def test_what_is_measured_may_change_and_nothing_is_trained_again(tmp_path: Path) -> None:
-    base = small_run(tmp_path / "run")
-    out = run(base)
+def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path) -> None:
+    out, base = finished, small_run(finished)
     trained = weights(out)
     (out / "plan.json").touch()
     before = {name: (out / name).stat().st_mtime_ns for name in ("plan.json", "stages/2-distill/model.safetensors")}
@@ -179,3 +185,14 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_
     config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
     with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
         run(config)
+
+
+def test_fields_and_flags_of_earlier_versions_are_read() -> None:
+    config = small_run()
+    record = to_json(replace(config, align=replace(config.align, gradient_checkpointing=True)))
+    for stage in ("align", "distill"):
+        record[stage]["recompute"] = record[stage].pop("gradient_checkpointing")
+    assert from_record(record) == replace(config, align=replace(config.align, gradient_checkpointing=True))
+    assert current_flags(["--align.recompute", "--on-policy.no-recompute", "recompute"]) == [
+        "--align.gradient-checkpointing", "--on-policy.no-gradient-checkpointing", "recompute",
+    ]  # fmt: skip

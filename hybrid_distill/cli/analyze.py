@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from ..lab.analysis.carriers import Carriers
+from ..lab.analysis.carriers import HybridHeadRanking
 from ..lab.analysis.formats import Formats
 from ..lab.analysis.keep_heads import KeepHeads
 from ..lab.analysis.maps import Maps
@@ -22,7 +22,7 @@ Experiment = (
     | Annotated[Formats, tyro.conf.subcommand("formats")]
     | Annotated[Mask, tyro.conf.subcommand("mask")]
     | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
-    | Annotated[Carriers, tyro.conf.subcommand("carriers")]
+    | Annotated[HybridHeadRanking, tyro.conf.subcommand("carriers")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
 )
 

@@ -1,26 +1,19 @@
-"""What a run would do and need, without starting it."""
+"""The plan and the memory of a run, without starting it."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import pandas as pd
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, to_json
-from ..lab.memory.plan import (
-    GB,
-    PARTS,
-    REDUCE_BUCKET,
-    STRATEGIES,
-    MemoryPlan,
-    memory_plan,
-    recommend,
-    stage_shape,
-)
+from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, memory_plan, stage_shape
+from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..pipeline import Run
 from ..plan import HeadId, HeadPlan, cache_bytes
@@ -33,7 +26,7 @@ from ..train.config import StageConfig
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
 HEADROOM = 0.9
-"""Share of a GPU's memory that is planned with; CUDA, NCCL and fragments have the rest."""
+"""Share of a GPU's memory that is planned with; CUDA, NCCL and fragmentation take the rest."""
 LAUNCH = {
     "ddp": "launch/ddp.yaml",
     "zero1": "launch/zero2.yaml --zero_stage 1",
@@ -43,15 +36,15 @@ LAUNCH = {
 }
 BUCKET = f"{REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB"
 COMMUNICATION = f"""\
-  communication is what gradients and divided weights are put together in to be sent: of ZeRO a bucket of
+  communication holds gradients and gathered weights while they are sent: under ZeRO a bucket of
   {BUCKET}, however small the model (DeepSpeed's reduce_bucket_size)."""
 
 
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
-    """What to launch, then sizes, stage by stage, then the resolved config if it is asked for; as text.
+    """Describe what to launch, then sizes, stage by stage, then the resolved config if it is asked for.
 
-    ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read. Where it
-    cannot be had, the text says so in one line.
+    ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read; without it,
+    the text says so in one line.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     try:
@@ -71,7 +64,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Why the run would not start, one sentence each; looks at names, headers and head scores, not at weights."""
+    """Yield why the run would not start, one sentence each, from names, headers and head scores, not from weights."""
     this = Run(config)
     try:
         load_config(config.teacher.path, config.teacher.revision)
@@ -89,7 +82,7 @@ def _heading(config: RunConfig) -> str:
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
-    """(plan, what to say of it); heads that are not ranked yet are stood in for by as many, evenly spread."""
+    """Return (plan, its description); heads that are not ranked yet are replaced by as many, evenly spread."""
     path, options = config.out / "plan.json", config.plan
     if path.exists():
         plan = HeadPlan.load(path)
@@ -115,64 +108,66 @@ def _plan_text(plan: HeadPlan) -> str:
 
 @dataclass(frozen=True)
 class _StagePlans:
-    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with recompute the other way round.
+    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with gradient checkpointing on for off.
 
     ``problem`` is set, and there are no plans, where the stage cannot be run.
     """
 
     name: str
-    heading: str
+    heading: str = ""
+    micro_batch: int = 1
+    checkpoints: bool = False
     own: tuple[MemoryPlan, ...] = ()
     others: tuple[MemoryPlan, ...] = ()
     problem: str = ""
 
     @property
-    def allowed(self) -> list[MemoryPlan]:
-        """Those that may be recommended: nobody is told to do without a recompute that was asked for."""
-        return [*self.own, *(plan for plan in self.others if plan.recompute)]
+    def allowed(self) -> tuple[MemoryPlan, ...]:
+        """Plans to recommend: gradient checkpointing that was asked for stays."""
+        return self.own if self.checkpoints else (*self.own, *self.others)
 
     def fitting(self, strategy: str, budget: float) -> MemoryPlan | None:
-        """The first that fits."""
+        """Return the first plan of a strategy that fits."""
         return next((p for p in self.allowed if p.strategy == strategy and p.total <= budget), None)
 
 
 def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
-    """One command under which every stage fits; or what to change."""
+    """Name one command under which every stage fits; or what to change."""
     if refused := [stage.problem for stage in stages if stage.problem]:
         return f"Cannot be launched: {' '.join(refused)}"
     budget = HEADROOM * config.gpu_memory * GB
-    for strategy in STRATEGIES:
-        chosen = [stage.fitting(strategy, budget) for stage in stages]
-        plans = [plan for plan in chosen if plan]
-        if len(plans) == len(stages):
-            return _command(config, stages, plans, command)
-    return f"Cannot be launched: {' '.join(_refusals(stages, budget))}"
+    fits = {stage.name: [s for s in STRATEGIES if stage.fitting(s, budget)] for stage in stages}
+    shared = [strategy for strategy in STRATEGIES if all(strategy in found for found in fits.values())]
+    if shared:
+        plans = [plan for stage in stages if (plan := stage.fitting(shared[0], budget))]
+        return _command(config, stages, plans, command)
+    refusals = [_advice(stage, budget) for stage in stages if not fits[stage.name]] or [
+        f"no strategy fits every stage ({', '.join(f'{name} under {found[0]}' for name, found in fits.items())}); stop "
+        "the run when a stage is finished, and resume it with the other's launch file, or take GPUs with more memory."
+    ]
+    return f"Cannot be launched: {' '.join(refusals)}"
+
+
+def _advice(stage: _StagePlans, budget: float) -> str:
+    """Say what a stage that fits under no strategy needs."""
+    least = min(stage.allowed, key=lambda plan: plan.total)
+    advice = [f"a micro-batch smaller than {stage.micro_batch}"] if stage.micro_batch > 1 else []
+    advice += ["more GPUs" if least.strategy != "ddp" else "ZeRO over several GPUs"]
+    return (
+        f"{stage.name} fits in {budget / GB:.1f} GB with no strategy: {least.strategy} needs least, "
+        f"{least.total / GB:.1f} GB; try {', '.join(advice)}, or GPUs with more memory."
+    )
 
 
 def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
-    recomputed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
-    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in recomputed)
+    changed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
+    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in changed)
     needed = f"needs {_size(max(plan.total for plan in plans))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
     launch = f"accelerate launch --config_file {LAUNCH[plans[0].strategy]} --num_processes {config.gpus}"
     where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
     return f"Launch ({plans[0].strategy} {needed} of {where}): {launch} {command}{flags}"
-
-
-def _refusals(stages: list[_StagePlans], budget: float) -> Iterator[str]:
-    """Which stage fits under no strategy; where each fits under one of its own, which."""
-    fits: list[str] = []
-    for stage in stages:
-        try:
-            fits.append(f"{stage.name} under {recommend(stage.allowed, budget).strategy}")
-        except ValueError as error:
-            yield str(error)
-    if len(fits) == len(stages):
-        yield (
-            f"no strategy fits every stage ({', '.join(fits)}); stop the run when a stage is finished, and go on with "
-            "the other's launch file, or take GPUs with more memory."
-        )
 
 
 def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_StagePlans]) -> str:
@@ -194,8 +189,8 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
 def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _StagePlans:
     name, seq_len = stage.name, stage.data_within(config.data).seq_len
     if stage.batch_size % config.gpus:
-        rows = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
-        return _StagePlans(name, "", problem=rows)
+        problem = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
+        return _StagePlans(name, problem=problem)
     teacher, other = config.teacher, stage.teacher_within(config.teacher)
     judge = model = shape_of_teacher(teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
@@ -203,43 +198,40 @@ def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Stag
         judge = model if other == teacher else shape_of_teacher(other)
         shape = stage_shape(stage, student, judge)
     except (OSError, ValueError) as error:
-        return _StagePlans(name, "", problem=f"{name}: {str(error).strip().splitlines()[0]}")
+        return _StagePlans(name, problem=f"{name}: {str(error).strip().splitlines()[0]}")
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
-    sizes: dict[str, Any] = {"world": config.gpus, "micro_batch": micro_batch, "seq_len": length}
-    sizes["micro_batches"] = -(-rows // micro_batch)
-    sizes["teacher_sharding"] = config.teacher_sharding
-    strategies = [name for name in STRATEGIES if name == "ddp" or config.gpus > 1]
-    strategies = [name for name in strategies if shape.divisible or name not in ("zero3", "fsdp2")]
+    strategies = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
+    strategies = [name for name in strategies if shape.shardable or name not in ("zero3", "fsdp2")]
+    plan_for = partial(
+        memory_plan, shape, world=config.gpus, micro_batch=micro_batch, seq_len=length,
+        micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
+    )  # fmt: skip
     own, others = (
-        tuple(memory_plan(shape, strategy=strategy, recompute=recompute, **sizes) for strategy in strategies)
-        for recompute in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
+        tuple(plan_for(strategy=strategy, gradient_checkpointing=checkpoints) for strategy in strategies)
+        for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
     )
     n_tokens = stage.steps * stage.batch_size * seq_len
     heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
     heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
-    heading += ", recompute" if stage.gradient_checkpointing else ""
+    heading += ", gradient checkpointing" if stage.gradient_checkpointing else ""
     heading += f"; {stage.steps:,} steps, {n_tokens:,} tokens in all"
-    return _StagePlans(name, heading, own, others)
+    return _StagePlans(name, heading, micro_batch, stage.gradient_checkpointing, own, others)
 
 
 def _plans_table(stage: _StagePlans) -> str:
-    """Parts by strategies."""
+    """Tabulate parts by strategies."""
     plans = stage.own
     unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
-
-    def row(label: str, sizes: list[int]) -> str:
-        return f"    {label:<24}" + "".join(f"{size / unit:>10,.2f}" for size in sizes)
-
-    header = f"    {name:<24}" + "".join(f"{plan.strategy if plan.world > 1 else '':>10}" for plan in plans)
-    lines = ["", stage.heading, header.rstrip()]
-    for part, label in PARTS.items():
-        sizes = [getattr(plan, part) for plan in plans]
-        lines += [row(label, sizes)] if any(sizes) else []
-    lines.append(row("total", [plan.total for plan in plans]))
-    other = "without recompute" if plans[0].recompute else "with recompute"
-    return "\n".join([*lines, row(f"total {other}", [plan.total for plan in stage.others])])
+    rows = {part: [plan.parts[part] for plan in plans] for part in plans[0].parts}
+    rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
+    other = f"total {'without' if stage.checkpoints else 'with'} gradient checkpointing"
+    rows |= {"total": [plan.total for plan in plans], other: [plan.total for plan in stage.others]}
+    columns = [plan.strategy for plan in plans] if len(plans) > 1 else [""]
+    cells = [[part, *(f"{size / unit:,.2f}" for size in sizes)] for part, sizes in rows.items()]
+    table = text_table(pd.DataFrame(cells, columns=[name, *columns]))
+    return f"\n{stage.heading}\n{textwrap.indent(table, '    ')}"
 
 
 def _size(n_bytes: float) -> str:

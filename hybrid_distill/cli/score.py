@@ -26,7 +26,7 @@ from ..scoring import HeadScores, compare_files, score_heads
 from ..scoring.attention import attention_to_answer, copy_score
 from ..scoring.attribution import attribution_scores, measured_recall, prefilter
 from ..scoring.head_scores import Record
-from ..teacher import TINY, load_teacher, text_config
+from ..teacher import TINY, head_sites, load_teacher, text_config
 
 __all__ = ["ScoreJob", "compare_files", "run_score", "table"]
 
@@ -129,6 +129,8 @@ def run_score(job: ScoreJob) -> HeadScores:
         device: Any = connect().device
         dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
+        if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
+            raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
         model.to(device)
         limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
         ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -40,7 +40,7 @@ class Command:
                 start_new_session=True,  # Ctrl-C must not reach it too: it is asked to save once
             )
 
-        def save_once(number: int, _: Any) -> None:
+        def save_once(number: int, frame: object) -> None:
             for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, signal.SIG_IGN)
             process.terminate()

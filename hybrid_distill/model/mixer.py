@@ -98,7 +98,7 @@ class HybridLayerCache(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda t: t[indices])
 
-    def crop(self, *args: Any) -> None:
+    def crop(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
 
     def nbytes(self) -> dict[str, int]:
@@ -253,6 +253,7 @@ class SSMHeads(nn.Module):
         """
         if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
             return self._step(hidden_BLD, token_mask_BL, cache)
+        order = back = None
         if token_mask_BL is not None:
             order, back, token_mask_BL = _tokens_first(token_mask_BL)
             hidden_BLD = _Reordered.apply(hidden_BLD, order, back)
@@ -264,7 +265,7 @@ class SSMHeads(nn.Module):
         y_BLRP, *states = run(hidden_BLD, token_mask_BL, seq_idx_BL, *states)
         if cache is not None:
             cache.remember(conv_state=states[0], ssm_state=states[1])
-        return y_BLRP if token_mask_BL is None else _Reordered.apply(y_BLRP, back, order)
+        return y_BLRP if order is None else _Reordered.apply(y_BLRP, back, order)
 
     def _run(
         self, hidden_BLD: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any, state_BRPN: Any
@@ -347,7 +348,7 @@ class SSMHeads(nn.Module):
 
         Padding, which stands behind the tokens of its row, adds and decays nothing.
         """
-        n_tokens_B = None
+        token_BL1 = n_tokens_B = None
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             n_tokens_B = token_mask_BL.long().sum(dim=1)
@@ -369,7 +370,7 @@ class SSMHeads(nn.Module):
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
         if self.is_mamba2:
             b = b * -log_decay(raw_BLR).unsqueeze(-1).to(b.dtype)
-        if token_mask_BL is not None:
+        if token_BL1 is not None:
             x = x * token_BL1.unsqueeze(-1)
         return x, b, c, raw_BLR, conv_state_BCK
 
@@ -396,9 +397,9 @@ class _Reordered(torch.autograd.Function):
         return t.flatten(0, 1).index_select(0, index).view(t.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         index, back = ctx.saved_tensors
-        return _Reordered.apply(gradient, back, index), None, None
+        return _Reordered.apply(*grad_outputs, back, index), None, None
 
 
 def _of_document(seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             return loaded
         model, info = loaded
         names = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
-        if wrong := [f"{len(found)} {kind}: {', '.join(found[:3])}" for kind, found in names.items() if found]:
+        shown = {kind: ", ".join(found[:3]) + " ..." * (len(found) > 3) for kind, found in names.items()}
+        if wrong := [f"{kind}: {some}" for kind, some in shown.items() if some]:
             where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
             raise ValueError(
                 f"the tensors of {where} are not this model's under transformers {__version__} "
@@ -135,7 +136,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):

@@ -18,6 +18,7 @@ import logging
 import math
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -377,7 +378,8 @@ class _ChunkOutputs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grad_outputs
         x, bt, ct, decay, from_start, before, earlier, own = ctx.saved_tensors
         from_start, dy = from_start.unsqueeze(-2), dy.contiguous()
         dx = (ct.mT @ bt).mul_(decay).mT @ dy

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,14 @@ class Row(ABC):
         self.number, self.tokens, self.n_read, self.n_numbers = number, tokens, n_read, n_numbers
         self.ids_L = torch.tensor(tokens, device=device)
 
+    @staticmethod
     @abstractmethod
-    def read(self, logits_GSV: Tensor) -> Tensor:
-        """Return read_GQ, in nats, from the logits of the last positions."""
+    def read(rows: Sequence[Any], logits_GBSV: Tensor) -> Tensor:
+        """Return read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
 
     @staticmethod
     @abstractmethod
-    def read_plainly(rows: Sequence[Row], model: PreTrainedModel) -> Tensor:
+    def read_plainly(rows: Sequence[Any], model: PreTrainedModel) -> Tensor:
         """Return read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
 
     @abstractmethod
@@ -57,12 +59,17 @@ class Text(Row):
     def __str__(self) -> str:
         return f"text {self.number}"
 
-    def read(self, logits_GSV: Tensor) -> Tensor:
-        losses = [cross_entropy(logits_SV[:-1].float(), self.ids_L[1:]) for logits_SV in logits_GSV]
-        return torch.stack(losses)[:, None]
+    @staticmethod
+    def read(rows: Sequence[Text], logits_GBSV: Tensor) -> Tensor:
+        losses = [
+            cross_entropy(logits_SV[:-1].float(), row.ids_L[1:])
+            for logits_BSV in logits_GBSV
+            for logits_SV, row in zip(logits_BSV, rows)
+        ]
+        return torch.stack(losses).view(-1, len(rows))
 
     @staticmethod
-    def read_plainly(rows: Sequence[Row], model: PreTrainedModel) -> Tensor:
+    def read_plainly(rows: Sequence[Text], model: PreTrainedModel) -> Tensor:
         return TextBatch([row.tokens for row in rows], model.device).text_losses(model).cpu()[None]
 
     def judge(self, read_GQ: Tensor) -> Tensor:
@@ -85,7 +92,7 @@ class Question(Row):
         tokens = base + tuple(path[-1] for path in self.node)
         super().__init__(number, tokens, n_tree + 1, len(self.reads), device)
         addresses = [(self._place(path) - len(tokens), token) for path, token in self.reads]
-        self.position_Q, self.token_Q = torch.tensor(addresses, device=device).T
+        self.address_2Q = torch.tensor(addresses, device=device).T
 
     def __str__(self) -> str:
         return f"example {self.number} ({self.example.prompt[:60]!r} ...)"
@@ -110,15 +117,17 @@ class Question(Row):
         depths = [len(self.encoded.prompt) + len(path) - 1 for path in self.node]
         return torch.tensor([*range(self.n_base), *depths], device=self.ids_L.device)
 
-    def read(self, logits_GSV: Tensor) -> Tensor:
-        normalizer_GS = logits_GSV.float().logsumexp(-1)
-        return logits_GSV[:, self.position_Q, self.token_Q].float() - normalizer_GS[:, self.position_Q]
+    @staticmethod
+    def read(rows: Sequence[Question], logits_GBSV: Tensor) -> Tensor:
+        row_Q = torch.tensor([b for b, row in enumerate(rows) for _ in row.reads], device=logits_GBSV.device)
+        position_Q, token_Q = torch.cat([row.address_2Q for row in rows], dim=1)
+        normalizer_GBS = logits_GBSV.float().logsumexp(-1)
+        return logits_GBSV[:, row_Q, position_Q, token_Q].float() - normalizer_GBS[:, row_Q, position_Q]
 
     @staticmethod
-    def read_plainly(rows: Sequence[Row], model: PreTrainedModel) -> Tensor:
-        questions = [row for row in rows if isinstance(row, Question)]
-        found = ChoiceBatch([row.encoded for row in questions], model.device).reads(model)
-        in_order = [found[index, path, token] for index, row in enumerate(questions) for path, token in row.reads]
+    def read_plainly(rows: Sequence[Question], model: PreTrainedModel) -> Tensor:
+        found = ChoiceBatch([row.encoded for row in rows], model.device).reads(model)
+        in_order = [found[b, path, token] for b, row in enumerate(rows) for path, token in row.reads]
         return torch.tensor([in_order], dtype=torch.float64)
 
     def judge(self, read_GQ: Tensor) -> Tensor:
@@ -129,9 +138,10 @@ class Question(Row):
         logprob_G, nothing = dict(zip(self.reads, read_GQ.unbind(1))), torch.zeros(())
         choices = []
         for choice, stop in zip(self.encoded.choices, self.encoded.stops):
-            total_G = sum((logprob_G[choice[:t], token] for t, token in enumerate(choice)), nothing)
-            going_on_G = sum((logprob_G[choice, token].exp() for token in stop), nothing)
-            choices.append(total_G + (1 - going_on_G).clamp(min=1e-30).log())
+            choices.append(sum((logprob_G[choice[:t], token] for t, token in enumerate(choice)), nothing))
+            if stop:
+                going_on_G = sum((logprob_G[choice, token].exp() for token in stop), nothing)
+                choices[-1] = choices[-1] + (1 - going_on_G).clamp(min=1e-30).log()
         answer_G = choices[self.encoded.answer]
         is_best_G = (torch.stack(choices) < answer_G).sum(0) == len(choices) - 1
         return torch.stack([is_best_G.double(), answer_G])
@@ -177,8 +187,8 @@ class ProbeBatch:
         return {"attention_mask": mask_B1LL.repeat(groups, 1, 1, 1), "position_ids": position_BL.repeat(groups, 1)}
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ: the numbers, in nats, that rows are judged by, row after row; float64, on the CPU."""
-        return torch.cat([row.read(logits_GBSV[:, b]) for b, row in enumerate(self.rows)], dim=1).double().cpu()
+        """Return read_GQ: the numbers that rows are judged by; float64, on the CPU."""
+        return self.kind.read(self.rows, logits_GBSV).double().cpu()
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
         """Return read_1Q by ordinary forwards: for models that take no others, and to compare with."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from hybrid_kernels.loss import IGNORE, TeacherTopK
@@ -56,9 +57,9 @@ def hard_cross_entropy(student_MV: Tensor, labels_M: Tensor) -> Tensor:
 
 
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """The token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
+    """Return the token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
 
-    Padding is a document of its own. The token after may be masked itself: it is then not to be gone on from.
+    Padding is a document of its own. The token after may be masked itself: nothing is predicted from it then.
     """
     same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, :-1]
     return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
@@ -161,7 +162,7 @@ def frobenius_loss(
 
 
 def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean of ``x`` [B, L, ...] over what follows L, and which tokens count."""
+    """Return the mean of ``x`` [B, L, ...] over what follows L, and which tokens count."""
     x_BL = x.reshape(*x.shape[:2], -1).mean(-1)
     return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
 
@@ -175,20 +176,16 @@ def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TeacherTopK, vocab_s
 
 
 def _divergence(kind: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
-    if kind == "jsd":
-        return lambda student_MV, teacher_MV: jsd(student_MV, teacher_MV, beta)
-    return {"forward_kl": forward_kl, "reverse_kl": reverse_kl}[kind]
+    return {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}[kind]
 
 
 def _tokens(student_MV: Tensor, teacher_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of all tokens, the student's and the teacher's."""
+    """Return log-probabilities of all tokens, the student's and the teacher's."""
     return (student_MV / temperature).log_softmax(-1), (teacher_MV / temperature).log_softmax(-1)
 
 
-def _outcomes(
-    student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The same of the teacher's K tokens and of "any other", which is left out if K is the whole vocabulary."""
+def _outcomes(student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return those of the teacher's K tokens and of "any other", which is left out if K is the whole vocabulary."""
     log_q_MV = (student_MV / temperature).log_softmax(-1)
     log_q_MK = log_q_MV.gather(1, ids_MK)
     if ids_MK.shape[1] == student_MV.shape[1]:
@@ -199,14 +196,13 @@ def _outcomes(
 
 
 def _real(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
-    """Real vocabulary in float32, ids as they are; what padding tokens hold, be it NaN, reaches neither value nor
-    gradient."""
+    """Cut off what is not vocabulary, in float32; NaN in padding tokens reaches neither value nor gradient."""
     x_MV = x_MV[:, :n_real]
     return (_wide(x_MV) if x_MV.is_floating_point() else x_MV).masked_fill(~mask_M[:, None], 0)
 
 
 def _root(square: Tensor) -> Tensor:
-    """Square root whose gradient is 0 at 0, where that of a norm is 0/0."""
+    """Take the square root; its gradient is 0 at 0, where that of a norm is 0/0."""
     zero = square == 0
     return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
@@ -216,5 +212,5 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Tokens that the mask keeps, or those of a larger batch; 1 for none, whose sum is 0."""
+    """Count the tokens that the mask keeps, or those of a larger batch; 1 for none, whose sum is 0."""
     return (mask_BL.sum() if total is None else total).to(dtype).clamp_min(1)

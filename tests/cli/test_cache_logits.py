@@ -328,11 +328,11 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     plain = pipeline.train_stage
 
     def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        read = rows.batch
+        read, name = rows.batch, stage.config.name  # a function that holds the stage would hold its teacher
 
         def batch(*place: int) -> Any:
-            if stage.config.name not in seen:
-                seen[stage.config.name] = parameter_bytes() - before
+            if name not in seen:
+                seen[name] = parameter_bytes() - before
             return read(*place)
 
         monkeypatch.setattr(rows, "batch", batch)

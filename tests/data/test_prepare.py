@@ -7,12 +7,14 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -137,8 +139,8 @@ def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     prepare.prepare(job)
     prepare.prepare(replace(job, out=tmp_path / "one go"))
     assert contents(job.out) == contents(tmp_path / "one go")
-    for path, time in kept.items():
-        assert int(path.stem[-5:]) >= whole or path.stat().st_mtime_ns == time, f"{path.name} was made again"
+    for path, written in kept.items():
+        assert int(path.stem[-5:]) >= whole or path.stat().st_mtime_ns == written, f"{path.name} was made again"
 
 
 def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, tmp_path):
@@ -267,6 +269,24 @@ def test_a_worker_that_fails_or_dies_ends_the_command_in_one_line(tokenizer, sou
     monkeypatch.setattr(folder, "encode", lambda *_: os._exit(1))
     with pytest.raises(OSError, match=r"one of 2 worker processes died, .* fewer --workers"):
         prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", workers=2))
+
+
+def test_workers_end_with_a_command_that_is_killed(tokenizer, tmp_path, monkeypatch):
+    """Those too whose results nobody takes: more than a pipe holds."""
+    write_jsonl(tmp_path / "a" / "a.jsonl", ["w1 " * 100_000] * 12)
+    monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 1)
+    begin = folder._start_worker
+    monkeypatch.setattr(folder, "_start_worker", lambda n: (begin(n), (tmp_path / f"{os.getpid()}.pid").touch()))
+    killed_at_batch(1, PrepareJob("mine", (str(tmp_path / "a"),), tmp_path / "out", workers=2))
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+
+    def alive() -> list[int]:
+        return [p.pid for p in psutil.process_iter(["pid", "status"]) if p.pid in pids and p.info["status"] != "zombie"]
+
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == 2 and not alive()
 
 
 def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):

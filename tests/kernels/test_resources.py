@@ -37,7 +37,7 @@ def test_a_kernel_compiled_now_keeps_its_promises(name: str, capability: int, tm
     done = run("--only", name, "--capability", str(capability), "--out", str(tmp_path / "resources.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     (section,) = json.loads((tmp_path / "resources.json").read_text()).values()
-    assert section["ssd"][f"sm_{capability}"][name]["tensor_core_instructions"] > 0
+    assert section["ssd_triton"][f"sm_{capability}"][name]["tensor_core_instructions"] > 0
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_kernel_compiled_now_keeps_its_promises(name: str, capability: int, tm
 def test_a_record_that_breaks_a_promise_is_found(resource: str, value: int, complaint: str, tmp_path: Path) -> None:
     name = "ssd forward N=64 P=64 bfloat16"
     record = json.loads(RECORD.read_text())
-    record["triton 3.6.0"]["ssd"]["sm_90"][name][resource] = value
+    record["triton 3.6.0"]["ssd_triton"]["sm_90"][name][resource] = value
     (tmp_path / "resources.json").write_text(json.dumps(record))
     done = run("--check", "--out", str(tmp_path / "resources.json"))
     assert done.returncode == 1

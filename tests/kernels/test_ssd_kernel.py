@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hybrid_kernels import common
-from hybrid_kernels import ssd as kernels
+from hybrid_kernels import ssd_tiles as tiles
 from hybrid_kernels.ssd import ssd, ssd_backward, ssd_forward
 
 from hybrid_distill.model.ssd import log_decay, ssd_scan
@@ -148,9 +148,9 @@ def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, m
     """Bit by bit, but for the decay's gradient, whose parts are summed in another order."""
     given, seq_idx = problem(1, 100, 2, 20, 12, dtype=dtype), documents(1, 100)
     narrow, gradients = in_dtype(given, dtype), {}
-    tile = kernels.tile_for(90, dtype, 12, 20)
-    for n_backward in kernels.BACKWARD_KERNELS:
-        monkeypatch.setitem(kernels.TILES, (dtype, 90, 16, 32), tile._replace(n_backward=n_backward))
+    tile = tiles.tile_for(90, dtype, 12, 20)
+    for n_backward in tiles.BACKWARD_KERNELS:
+        monkeypatch.setitem(tiles.TILES, (dtype, 90, 16, 32), tile._replace(n_backward=n_backward))
         check(given, dtype=dtype, seq_idx=seq_idx, n_segments=2)
         y, state = ssd(*narrow[:4], D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state, seq_idx_BL=seq_idx)
         gradients[n_backward] = torch.autograd.grad(y.sum() + state.sum(), narrow.leaves())
@@ -273,11 +273,11 @@ def test_one_row_is_prefill_then_the_rest() -> None:
 
 def test_the_tile_table_has_every_block_size() -> None:
     for capability in (75, 80, 86, 89, 90, 100, 120):
-        largest_fp32 = kernels.LARGEST_FP32_BLOCK[90 if capability >= 90 else 80]
-        for dtype, largest in ((BF16, kernels.LARGEST_STATE), (FP32, largest_fp32)):
+        largest_fp32 = tiles.LARGEST_FP32_BLOCK[90 if capability >= 90 else 80]
+        for dtype, largest in ((BF16, tiles.LARGEST_STATE), (FP32, largest_fp32)):
             for d_state in range(1, largest + 1):
                 for head_dim in (1, 16, 17, largest // 2 + 1, largest):
-                    assert kernels.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
+                    assert tiles.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
 
 
 def test_bad_input_is_answered() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import pytest
-from test_analysis_removal import scores  # noqa: F401  (a fixture)
-
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.formats import Formats, in_chat
 from hybrid_distill.probes import Example
@@ -52,32 +49,10 @@ def test_chat_is_asked_where_there_is_a_template() -> None:
     assert [task.column.chance for task in job.tasks(model, tokenizer)] == [25, 25, 25]
 
 
-def test_the_command_shows_that_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_shows_that_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
     argv = ["--of", "kv", "--formats", "completion,reworded", "--scores", str(scores), "--counts", "4"]
-    main(["analyse", "formats", *argv, "--examples", "16", "--out", str(tmp_path)])
+    main(["analyze", "formats", *argv, "--examples", "16", "--out", str(tmp_path)])
     assert {p.name for p in tmp_path.iterdir()} == {f"formats.{end}" for end in ("md", "csv", "png")}
     intact, without = csv.DictReader((tmp_path / "formats.csv").open())
     for name in ("completion", "reworded"):
         assert float(intact[name]) > 80 and float(without[name]) < 40
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--formats", "chat"], "has no chat template"),
-        (["--formats", "dialogue"], "of facts there are completion, text, letter, chat"),
-        (["--formats", ","], "--formats is ','; of facts there are"),
-        (["--of", "kv", "--pairs", "101"], "only 100 values"),
-        (["--of", "kv", "--pairs", "100", "--formats", "dialogue", "--examples", "1"], "longer than the model's"),
-        (["--options", "1"], "n_options is 1"),
-        (["--facts", "/no/facts"], "the facts /no/facts cannot be read"),
-        (["--scores", "/no/scores.json"], "holds no head scores"),
-    ],
-)
-def test_bad_input_ends_in_one_line(argv: list[str], message: str, tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["analyse", "formats", *argv, "--out", str(tmp_path / "out")])
-    assert exited.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
-    assert not (tmp_path / "out").exists()

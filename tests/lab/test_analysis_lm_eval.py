@@ -7,11 +7,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from harness_rows import row, write_all
+from harness_rows import row, write_all, write_rows
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.tasks import Questions
-from hybrid_distill.lab.suites.files import write_rows
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
@@ -29,7 +28,7 @@ def arc_rows(n: int) -> list[dict]:
 
 
 def as_example(made: dict) -> Example:
-    """What lm-eval asks in arc_easy: the choice with the highest summed log-probability."""
+    """Ask as lm-eval does in arc_easy: the choice with the highest summed log-probability."""
     choices = tuple(f" {text}" for text in made["choices"]["text"])
     answer = choices[made["choices"]["label"].index(made["answerKey"])]
     return Example(f"Question: {made['question']}\nAnswer:", answer, choices)
@@ -51,29 +50,15 @@ def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_
 def test_the_command_takes_them_beside_probes(tmp_path: Path) -> None:
     write_all(tmp_path / "data", 4, ("arc_easy", "piqa"))
     tasks = ["--tasks", "knowledge,lm_eval:arc_easy,lm_eval:piqa", "--data-dir", str(tmp_path / "data")]
-    main(["analyse", "keep-heads", "--keep", "5:none", *tasks, "--examples", "4", "--out", str(tmp_path)])
+    main(["analyze", "keep-heads", "--keep", "5:none", *tasks, "--examples", "4", "--out", str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / "keep-heads.csv").open()))
     figures = [float(made[name]) for made in rows for name in ("arc_easy", "piqa")]
     assert len(figures) == 4 and set(figures) <= {0.0, 25.0, 50.0, 75.0, 100.0}
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("lm_eval:sudoku", "there is no task lm_eval:sudoku; there are arc_challenge, arc_easy"),
-        ("lm_eval:piqa", "lm_eval:piqa asks the questions in"),
-    ],
-)
-def test_bad_input_ends_in_one_line(task: str, message: str, tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["analyse", "prune-layers", "--tasks", task, "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert exited.value.code == 2 and message in error
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
     model, tokenizer = load_teacher(TINY)
-    with pytest.raises(ValueError, match=r"lm_eval:piqa needs lm-eval, .*pip install lm-eval"):
+    with pytest.raises(ValueError, match="is not installed; pip install lm-eval"):
         Questions(tasks="lm_eval:piqa").make(model, tokenizer)

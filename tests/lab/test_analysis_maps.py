@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, planted_teacher
-from test_analysis_removal import scores  # noqa: F401  (a fixture)
-from test_head_sites import FAMILIES, make_model
+from test_head_sites import make_model
 
-from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
+from hybrid_distill.lab.analysis.experiment import parse_head
 from hybrid_distill.lab.analysis.maps import AGGREGATE as BY_AGGREGATE
-from hybrid_distill.lab.analysis.maps import GATHER, find_patterns, parse_head
+from hybrid_distill.lab.analysis.maps import GATHER, find_patterns
 from hybrid_distill.lab.analysis.mixing import heads_in, mix_heads, mixing_bytes, mixing_sites
 from hybrid_distill.lab.analysis.patterns import MarkedPrompt, Segment, mark_example, mark_prompt, row_shares, sharpness
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -97,7 +96,7 @@ def test_measures_of_matrices_made_by_hand() -> None:
 
 def test_a_planted_circuit_is_found_by_its_patterns() -> None:
     model, tokenizer = planted_teacher()
-    found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4), progress=False)
+    found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4))
     assert set(found.ranking(GATHER)[:2]) == {GATHER_VALUE_KEY, GATHER_ASKED_KEY}
     assert found.ranking(BY_AGGREGATE)[0] == AGGREGATE
     assert set(found.first(2)) > {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
@@ -115,19 +114,19 @@ def test_one_forward_a_prompt_and_more_only_where_memory_asks_for_it() -> None:
     n_tokens, sites, forwards = len(mark_example(tokenizer, examples[0]).ids), mixing_sites(model), []
     two_layers = mixing_bytes(model, n_tokens, [head for site in sites[:2] for head in heads_in(site, None)], sites)
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    whole = find_patterns(model, tokenizer, examples, progress=False)
+    whole = find_patterns(model, tokenizer, examples)
     assert len(forwards) == 2
-    parts = find_patterns(model, tokenizer, examples, max_bytes=two_layers, progress=False)
+    parts = find_patterns(model, tokenizer, examples, max_bytes=two_layers)
     assert len(forwards) == 2 + 2 * 2, "four layers, two at a time"
     hook.remove()
     assert torch.equal(whole.means_HM, parts.means_HM) and whole.heads == parts.heads
 
 
 def run(*argv: object) -> None:
-    main(["analyse", "maps", *map(str, argv)])
+    main(["analyze", "maps", *map(str, argv)])
 
 
-def test_the_command_finds_the_embedded_teachers_circuit(scores: Path, tmp_path: Path, capsys) -> None:  # noqa: F811
+def test_the_command_finds_the_embedded_teachers_circuit(scores: Path, tmp_path: Path, capsys) -> None:
     run("--scores", scores, "--pairs", 8, "--examples", 2, "--k", 4, "--out", tmp_path)
     printed = capsys.readouterr().out
     assert "L2H6" in printed and "L5H5" in printed, "they gather and aggregate: docs/results_tiny.md"
@@ -167,51 +166,12 @@ def test_kinds_of_a_student() -> None:
         mixing_sites(recurrent, "attention")
 
 
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models without attention, with the embedded teacher's tokenizer."""
-    folder = tmp_path_factory.mktemp("recurrent")
-    _, tokenizer = load_teacher(tiny_teacher_path())
-    for family in ("mamba2", "falcon_mamba"):
-        config = type(make_model(family).config)(**{**FAMILIES[family][1], "vocab_size": len(tokenizer)})
-        type(make_model(family))(config).save_pretrained(folder / family)
-        tokenizer.save_pretrained(folder / family)
-    return folder
-
-
-def test_recurrent_models_are_searched_or_shown(recurrent: Path, tmp_path: Path) -> None:
-    run("--model", recurrent / "mamba2", "--pairs", 3, "--examples", 2, "--k", 1, "--out", tmp_path / "a")
+def test_recurrent_models_are_searched_or_shown(random_models: Path, tmp_path: Path) -> None:
+    run("--model", random_models / "mamba2", "--pairs", 3, "--examples", 2, "--k", 1, "--out", tmp_path / "a")
     own = ["--heads", "L0H63", "--prompt", "heart:8\nbench"]
-    run("--model", recurrent / "falcon_mamba", *own, "--out", tmp_path / "b")
+    run("--model", random_models / "falcon_mamba", *own, "--out", tmp_path / "b")
     assert (tmp_path / "a/maps.png").stat().st_size > 10_000
     assert "L0H63 channel" in (tmp_path / "b/maps.csv").read_text()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--heads", "2:6"], "'2:6' is no head; name one by layer and head, such as L2H6"),
-        (["--heads", "L6H0"], "head L6H0 does not exist: this model has layers 0..5"),
-        (["--heads", "L0H8"], "with heads 0..7"),
-        (["--ssm-heads", "L0H0"], "has no heads of kind 'ssm'; its heads are of kind attention"),
-        (["--heads", "L0H0", "--prompt", "heart " * 1100], "tokens, the model's context"),
-        (["--heads", "L0H0", "--max-gb", "0.00001"], "take about 0.0 GiB, more than the 0.0 GiB allowed"),
-        (["--probe", "sudoku"], "there is no probe 'sudoku'"),
-        (["--k", "0"], "k is 0; it must be a whole number of at least 1"),
-        (["--scores", "/no/scores.json"], "holds no head scores"),
-        (["--model", "{recurrent}/mamba2", "--kind", "attention"], "has no heads of kind 'attention'"),
-        (["--model", "{recurrent}/mamba2", "--kind", "attention", "--heads", "L0H0"], "no heads of kind 'attention'"),
-        (["--model", "{recurrent}/falcon_mamba"], "64 channels a layer, too many to look through; name some"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    argv: list[str], message: str, recurrent: Path, tmp_path: Path, capsys
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        run(*(word.replace("{recurrent}", str(recurrent)) for word in argv), "--out", tmp_path / "out")
-    assert exited.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
 
 
 def test_heads_by_name() -> None:

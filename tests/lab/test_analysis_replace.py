@@ -14,11 +14,13 @@ from test_head_sites import make_model
 from training import small_run
 from transformers import PreTrainedModel
 
+from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.replace_layer import ReplaceLayer, replace_each, shortened
 from hybrid_distill.lab.analysis.tables import Column, Row, Table
-from hybrid_distill.lab.analysis.tasks import Task, accuracy_task
+from hybrid_distill.lab.analysis.tasks import Questions, Task, accuracy_task
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -68,11 +70,11 @@ def half() -> tuple:
     teacher, tokenizer = planted_teacher()
     student = build_student(teacher, HeadPlan.from_pairs(teacher, PLANTED - {AGGREGATE}), d_state=4)[0].eval()
     examples = KVRetrieval(4, seed=3, keys=KEYS).examples(12)
-    return student, teacher, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]
+    return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]), teacher
 
 
 def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
-    table = replace_each(*half, progress=False)
+    table = replace_each(*half)
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found) == ["none", "layer 0", "layer 1", "layer 2", "layer 3", "teacher"]
     assert found["layer 2"] == found["teacher"] == 100
@@ -80,7 +82,7 @@ def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
 
 
 def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
-    table = replace_each(*half, by="head", together=2, progress=False)
+    table = replace_each(*half, by="head", together=2)
     alone, together = table.rows[1:17], table.rows[17]
     assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
     assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
@@ -96,10 +98,10 @@ def test_of_a_long_table_the_best_rows_are_shown() -> None:
 
 
 def test_of_a_perplexity_less_is_more(half: tuple) -> None:
-    student, teacher, tokenizer, _ = half
+    bench, teacher = half
     values = iter([5.0, 4.0, 1.0, 3.0, 2.0, 9.0, 9.5, 9.5, 1.0])
-    table = replace_each(student, teacher, tokenizer, [Task(Column("p", ""), lambda m, t: next(values))], together=2,
-                         progress=False)  # fmt: skip
+    perplexity = Task(Column("p", ""), lambda m, t: next(values))
+    table = replace_each(bench._replace(tasks=[perplexity]), teacher, together=2)
     assert [row.label for row in table.rows][-2:] == ["layers 1 + 0", "teacher"]
 
 
@@ -113,12 +115,12 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: Path) -> None:
-    student, _, tokenizer = ReplaceLayer(aligned).load()
+    student, _, tokenizer = ReplaceLayer(student=aligned).load()
     student.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     few = ["--tasks", "kv,kv:generate", "--pairs", "3", "--examples", "6"]
     for source, name in ((aligned, "run"), (tmp_path / "student", "checkpoint")):
-        main(["analyse", "replace-layer", "--student", str(source), *few, "--out", str(tmp_path / name)])
+        main(["analyze", "replace-layer", "--student", str(source), *few, "--out", str(tmp_path / name)])
         assert {p.name for p in (tmp_path / name).iterdir()} == {f"replace-layer.{end}" for end in ("md", "csv", "png")}
     rows = [list(csv.reader((tmp_path / name / "replace-layer.csv").open())) for name in ("run", "checkpoint")]
     assert rows[0] == rows[1]
@@ -130,31 +132,21 @@ def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
     """Not where its config says that it was made."""
     shutil.copytree(aligned, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved/stages")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} holds no finished stage"):
-        ReplaceLayer(tmp_path / "moved").load()
+    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} does not hold a finished stage"):
+        ReplaceLayer(student=tmp_path / "moved").load()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--student", "{run}", "--teacher", "tiny"], "is a run, which knows its teacher; leave out --teacher"),
-        (["--student", "{run}", "--together", "0"], "together is 0"),
-        (["--student", "{run}", "--by", "head", "--tasks", "kv:generate"], "restored heads have no cache"),
-        (["--student", "/no/student"], "'/no/student' is not a folder"),
-        (["--student", "{tiny}"], "is a llama model; give a student of this project"),
-        (["--student", "{other}"], "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
-    ],
-)
-def test_bad_input_ends_in_one_line(argv: list[str], message: str, aligned: Path, tmp_path: Path, capsys) -> None:
-    from hybrid_distill.assets import tiny_teacher_path
 
+
+def test_a_student_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> None:
     make_model("student").save_pretrained(tmp_path / "other")
     load_teacher("tiny")[1].save_pretrained(tmp_path / "other")
-    places = {"{run}": aligned, "{tiny}": tiny_teacher_path(), "{other}": tmp_path / "other"}
-    with pytest.raises(SystemExit) as exited:
-        few = ["--tasks", "kv", "--pairs", "3", "--examples", "2", "--out", str(tmp_path / "out")]
-        main(["analyse", "replace-layer", *few, *(str(places.get(word, word)) for word in argv)])
-    assert exited.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
-    assert not (tmp_path / "out").exists()
+    for student, teacher, message in (
+        (aligned, "tiny", "is a run, which knows its teacher; leave out --teacher"),
+        (tiny_teacher_path(), None, "is a llama model; pass a student of this project"),
+        (tmp_path / "other", None, "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ReplaceLayer(student=student, teacher=teacher).load()
+    with pytest.raises(ValueError, match="restored heads do not support a cache"):
+        ReplaceLayer(student=aligned, by="head", questions=Questions(tasks="kv:generate", pairs=3, examples=2)).run()

@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 import pytest
 
-from hybrid_distill.cli import app as cli
+from hybrid_distill.cli.analyze import Experiment
+from hybrid_distill.cli.app import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/gallery.md").read_text()
 
 
@@ -49,12 +50,12 @@ def test_the_page_shows_all_figures_and_they_are_there() -> None:
 
 def test_the_commands_are_ones_that_the_command_line_knows(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    for experiment in get_args(cli.Experiment):
+    for experiment in get_args(Experiment):
         kind = get_args(experiment)[0]
         monkeypatch.setattr(kind, "run", lambda self: ran.append(type(self).__name__) or "")
     commands = commands_of(script)
     for command in commands.values():
-        cli.main(shlex.split(command))
+        main(shlex.split(command))
     assert len(ran) == len(commands)
 
 

@@ -23,7 +23,6 @@ from hybrid_distill.cli.dry_run import LAUNCH, describe
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.plan import (
     FP32,
-    GB,
     KERNEL_CHUNK,
     KERNEL_LOGITS,
     STRATEGIES,
@@ -31,7 +30,6 @@ from hybrid_distill.lab.memory.plan import (
     MemoryPlan,
     StageShape,
     memory_plan,
-    recommend,
     stage_shape,
 )
 from hybrid_distill.plan import HeadPlan
@@ -39,7 +37,7 @@ from hybrid_distill.student.build import build_student, empty_student
 from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, PostConfig, StageConfig
 from hybrid_distill.train.stages import make_stage
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def load_benchmark() -> Any:
@@ -190,7 +188,7 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
     n = DISTILL_1B.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {name: (plan.trained, plan.gradients, plan.optimizer) for name, plan in plans.items()}
+    held = {name: (plan.trained_parameters, plan.gradients, plan.optimizer) for name, plan in plans.items()}
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -211,17 +209,17 @@ def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> No
 def test_alignment_holds_one_copy_of_what_it_shares_with_the_teacher() -> None:
     shape = big_shape(LLAMA_1B, replace(ALIGN, precision="bf16"))
     mixers = shape.trained * FP32 + shape.frozen_bytes
-    assert mixers < 1.3e9 and big_plan(shape).frozen == shape.frozen_bytes
+    assert mixers < 1.3e9 and big_plan(shape).frozen_parameters == shape.frozen_bytes
     assert big_plan(shape).total < big_plan(DISTILL_1B).total
 
 
 def test_more_rows_more_processes_and_recompute() -> None:
     one, two = (big_plan(DISTILL_1B, micro_batch=rows) for rows in (1, 2))
     assert two.activations == pytest.approx(2 * one.activations, rel=1e-6)
-    assert two.trained == one.trained
+    assert two.trained_parameters == one.trained_parameters
     few, many = (big_plan(DISTILL_1B, "zero2", world=world) for world in (8, 64))
     assert many.optimizer == pytest.approx(few.optimizer / 8) and many.activations == few.activations
-    again = big_plan(DISTILL_1B, recompute=True)
+    again = big_plan(DISTILL_1B, gradient_checkpointing=True)
     assert again.activations < 0.1 * big_plan(DISTILL_1B).activations
     assert again.total < big_plan(DISTILL_1B).total
 
@@ -232,38 +230,6 @@ def test_accumulating_under_ddp_costs_a_second_set_of_gradients() -> None:
     assert big_plan(DISTILL_1B, world=1).communication == 0
 
 
-def test_the_first_that_fits_in_the_order_of_what_is_sent() -> None:
-    shape = big_shape(LLAMA_8B, replace(DISTILL, precision="bf16", gradient_checkpointing=True))
-    plans = [big_plan(shape, strategy, micro_batch=1) for strategy in reversed(STRATEGIES)]
-    totals = {plan.strategy: plan.total for plan in plans}
-    assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
-    for wanted in ("ddp", "zero1", "zero2", "zero3"):
-        assert recommend(plans, totals[wanted]).strategy == wanted
-    with pytest.raises(ValueError, match="more GPUs") as refusal:
-        recommend(plans, 20 * GB)
-    assert "recompute" not in str(refusal.value) and "micro-batch" not in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
-def test_advice_where_nothing_fits_names_what_is_left_to_try() -> None:
-    with pytest.raises(ValueError, match="smaller than 4, recompute"):
-        recommend([big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES], 10 * GB)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"strategy": "zero4"}, "'zero4'; choose one of ddp"),
-        ({"device": "tpu"}, "'tpu'; choose cuda or cpu"),
-        ({"world": 0}, "world is 0; it must be"),
-        ({"micro_batch": 0}, "micro_batch is 0"),
-    ],
-)
-def test_what_cannot_be_planned(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        big_plan(DISTILL_1B, **changes)
-
-
 # The dry run.
 
 
@@ -271,7 +237,7 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsy
     recipe = str(RECIPES / "hybrid_tiny.py")
     main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
     printed = capsys.readouterr().out
-    for words in (*STRATEGIES, "activations", "total with recompute", "loss chunk", "reduce_bucket_size"):
+    for words in (*STRATEGIES, "activations", "total with gradient checkpointing", "loss chunk", "reduce_bucket_size"):
         assert words in printed
     assert f"accelerate launch --config_file launch/ddp.yaml --num_processes 8 {recipe} --out" in printed
 
@@ -286,7 +252,7 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
     assert "Cannot be launched: align fits in 0.0 GB" in said and "distill fits in 0.0 GB" in said
-    assert "with more memory" in said
+    assert "more GPUs" in said and "with more memory" in said
     tight = replace(small_run(), gpus=1, stages=("distill",))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
@@ -314,7 +280,7 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     }
     run = replace(small_run(), gpus=1, stages=("distill", "long", "post"), **stages)
     said = describe(run)
-    assert "distill: micro-batches of 2 x 256 tokens" in said
+    assert "distill: micro-batches of 2 x 64 tokens" in said
     assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))

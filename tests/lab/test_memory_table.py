@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_scoring import some_scores
 
-from hybrid_distill.cli import app as cli
+from hybrid_distill.cli.app import main
 from hybrid_distill.lab.memory.table import (
     PUBLISHED,
     PUBLISHED_LENGTHS,
@@ -61,7 +61,7 @@ def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
 
 
 def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
-    """Of 3 layers with 4 KV heads one sees everything; 4 heads cost most there, and least where windows are."""
+    """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
     family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
     state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
     found = rows(model=str(tmp_path), heads="4,24", d_state="3")
@@ -98,11 +98,11 @@ def test_a_real_cache_holds_what_the_table_says(family_model, dtype: str) -> Non
 
 
 def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
-    cli.main(["memory", "--model", "tiny", "--heads", "6,all", "--lengths", "4096", "--csv", str(tmp_path / "t.csv")])
+    main(["memory", "--model", "tiny", "--heads", "6,all", "--lengths", "4096", "--csv", str(tmp_path / "t.csv")])
     assert "6 layers, 8 heads, 4 KV heads" in capsys.readouterr().out
     written = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert {row["kept"] for row in written} == {"6 heads, apart", "6 heads, groups together", "all heads"}
-    cli.main(["memory", "--published"])
+    main(["memory", "--published"])
     assert "134.2" in capsys.readouterr().out
 
 
@@ -119,6 +119,6 @@ def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
 )
 def test_bad_input_ends_in_one_line(capsys, arguments, said) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["memory", *arguments])
+        main(["memory", *arguments])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and said in error and error.startswith("error: ") and error.count("\n") == 1

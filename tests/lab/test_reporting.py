@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.lab import reporting
 from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
 from hybrid_distill.lab.reporting.run import Model, read_record, with_means, write_report
 from hybrid_distill.plan import HeadPlan
@@ -151,7 +150,7 @@ def test_figures_are_there_readable_in_print_and_named_in_the_report(comparison:
 
 
 def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{reporting.__name__}.run.can_draw", lambda: False)
+    monkeypatch.setattr("hybrid_distill.lab.reporting.run.can_draw", lambda: False)
     write_run(tmp_path / "run", TOP, evaluation((1, 1, 0.97, 0.9)), start=1.0)
     text = write_report(tmp_path / "run").read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text

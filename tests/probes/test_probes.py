@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
 from hybrid_distill.probes import Example, Probe
@@ -326,33 +326,11 @@ def test_words_without_a_token_are_named() -> None:
     assert missing_words(whole, ["lamp:42 lamp"]) == ["lamp", ":", "42"]
 
 
-class SlowTokenizer(PreTrainedTokenizer):
-    """One token a word, in Python: such a tokenizer does not say where in the text its tokens stand."""
-
-    vocab = {"<unk>": 0, "the": 1, "dog": 2}
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocab)
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.vocab
-
-    def _tokenize(self, text: str, **kwargs) -> list[str]:
-        return text.split()
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self.vocab.get(token, 0)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return list(self.vocab)[index]
-
-
-def test_words_without_a_token_are_named_by_slow_tokenizers_too() -> None:
-    tokenizer = SlowTokenizer(unk_token="<unk>")
-    assert not tokenizer.is_fast
+def test_words_without_a_token_are_named_by_slow_tokenizers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a tokenizer does not say where in the text its tokens stand."""
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    tokenizer = word_tokenizer(["the dog"])
     assert missing_words(tokenizer, ["the dog", "the cat and the dog"]) == ["cat", "and"]
-    assert missing_words(tokenizer, ["the dogthe"]) == ["dogthe"]
 
 
 def test_letters_that_vanish_are_named() -> None:

@@ -127,18 +127,18 @@ def test_a_race_for_nothing_is_refused(settings, message) -> None:
 def test_a_race_gives_the_first_heads_of_exhaustive_scoring(seed: int) -> None:
     model, tokenizer = planted_teacher(0.008, seed)
     probe = KVRetrieval(8, seed, keys=KEYS)
-    options = {"n_examples": 96, "progress": False}
+    options = {"n_examples": 64, "progress": False}
     full = score_heads(model, tokenizer, probe, **options)
     race = score_heads(model, tokenizer, probe, race_k=3, control_texts=[f"{KEYS[1]} : 5"], **options)
     assert race.ranking()[:3] == full.ranking()[:3] and set(race.ranking()[:3]) == PLANTED
     tried = race.n_examples_LH
     for head in (HeadId(layer, head) for layer in range(4) for head in range(4)):
-        assert (tried[head] == 96) if head in PLANTED else (tried[head] < 96)
-        if tried[head] == 96:
+        assert (tried[head] == 64) if head in PLANTED else (tried[head] < 64)
+        if tried[head] == 64:
             assert race.accuracy_drop_LH[head] == full.accuracy_drop_LH[head]
             assert race.logprob_drop_LH[head] == pytest.approx(full.logprob_drop_LH[head].item(), abs=1e-4)
             assert race.accuracy_se_LH[head] == pytest.approx(full.accuracy_se_LH[head].item())
-        assert race.control_drop_LH[head].isnan() == (tried[head] < 96), "only of those that reached the end"
+        assert race.control_drop_LH[head].isnan() == (tried[head] < 64), "only of those that reached the end"
     assert race.provenance["race"]["confidence"] == 0.99
     assert full.provenance["race"] is None
 

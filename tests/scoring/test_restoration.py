@@ -53,7 +53,7 @@ def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() 
     teacher, tokenizer = planted_teacher()
     student = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
     probe = KVRetrieval(4, seed=3, keys=KEYS)
-    chosen = greedy_restoration(student, teacher, tokenizer, probe, 3, n_examples=12, progress=False)
+    chosen = greedy_restoration(student, teacher, tokenizer, probe, 3, n_examples=6, progress=False)
     assert len(set(chosen)) == 3 and AGGREGATE in chosen
 
 

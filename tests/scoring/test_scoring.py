@@ -9,6 +9,7 @@ import planted_two_hop
 import pytest
 import torch
 import transformers
+from conftest import make_family_model
 from head_tables import some_scores
 from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
 
@@ -121,37 +122,24 @@ PROMPT = KVRetrieval(3, keys=KEYS[:16]).examples(1)[0].prompt
 # Some keys have several tokens, so that lengths differ; numbers have one, or a tree of digits.
 WORDS = word_tokenizer([" ".join(KEYS[:16]), " ".join(map(str, range(100))), PROMPT], r"\n|:|'|\p{N}+|e")
 DIGITS = word_tokenizer([" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e")
-SMALL = {
-    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"num_key_value_heads": 2}),
-    "llama, eager": ("Llama", {"num_key_value_heads": 2, "attn_implementation": "eager"}),
-    "llama, one layer": ("Llama", {"num_key_value_heads": 2, "num_hidden_layers": 1}),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
-    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
-    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 16}),
-    "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
-    "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
-    "gpt-neox": ("GPTNeoX", {}),
-    "gemma2": (
-        "Gemma2",
-        {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "attn_implementation": "eager"},
-    ),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, eager": {"attn_implementation": "eager"},
+    "llama, one layer": {"num_hidden_layers": 1},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 16},
+    "olmo2": {"num_key_value_heads": 4},
+    "phi3": {},
+    "gpt_neox": {"num_key_value_heads": None},
+    "gemma2": {"sliding_window": 16, "attn_implementation": "eager"},
 }
 
 
-def random_model(family: str) -> Any:
-    prefix, settings = FAMILIES[family]
-    settings = {**SMALL, **settings}
-    attention = settings.pop("attn_implementation", "sdpa")
-    config = getattr(transformers, f"{prefix}Config")(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at initialisation, so that every head matters
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+def random_model(family: str, vocab_size: int = 160) -> Any:
+    """Larger weights than at initialisation, so that every head matters."""
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    return make_family_model(family.split(",")[0], **{"vocab_size": vocab_size, **small, **FAMILIES[family]})
 
 
 @pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
@@ -163,7 +151,7 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
         scores = score_heads(model, tokenizer, probe, n_examples=7, min_accuracy=0.0, progress=False)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 7))
-    windowed = "sliding_window" in FAMILIES[family][1] and tokenizer is DIGITS
+    windowed = "sliding_window" in FAMILIES[family] and tokenizer is DIGITS
     assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
     assert windowed or "cannot be used" not in caplog.text
 
@@ -216,10 +204,9 @@ def test_without_control_texts_there_is_no_control(teacher, tmp_path) -> None:
 
 def test_choices_of_many_tokens_and_of_different_numbers() -> None:
     """A tree holds choices that begin one another, and examples with few and with many of them."""
-    model = random_model("llama")
     probe = Knowledge()
     tokenizer = word_tokenizer([e.prompt + c for e in probe.examples(12) for c in e.choices], r"\n|:|'|\p{L}")
-    assert len(tokenizer) <= SMALL["vocab_size"]
+    model = random_model("llama", len(tokenizer))
     scores = score_heads(model, tokenizer, probe, n_examples=12, min_accuracy=0.0, progress=False)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 12))
 

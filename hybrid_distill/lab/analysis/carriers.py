@@ -6,26 +6,23 @@ Heads are ablated one by one, as `hybrid-distill score` does, then the first of 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...plan import HeadId
 from ...probes import Probe, check_counts
-from ...probes.checks import check_answerable
 from ...scoring import HeadScores, score_heads
-from ...teacher import HeadKind, ablate_heads, asked_for, head_kinds, head_sites, longest_context
+from ...teacher import HeadKind, ablate_heads, asked_for, head_kinds, head_sites
+from .experiment import Bench, ModelExperiment, Variant
 from .figures import draw_bars, draw_lines
 from .tables import Column, Row, Table
-from .tasks import Questions, Subject, Task, measure
+from .tasks import Questions, check_readable
 
-NAME = "carriers"
 COLUMNS = (
     Column("accuracy lost", "points"),
     Column("log-probability lost", "nats", digits=3),
@@ -33,33 +30,30 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Carriers:
+@dataclass(frozen=True, kw_only=True)
+class HybridHeadRanking(ModelExperiment):
     """Rank attention and recurrent heads together: which of them carry retrieval, and what goes without them?"""
 
-    subject: Subject = field(default_factory=Subject)
+    NAME = "carriers"
+
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
     probe: str = "kv"
-    """kv, letters, needle, copy or two_hop: what heads are ranked by, in questions of another seed."""
+    """Probe that heads are ranked by, in questions of another seed: kv, letters, needle, copy or two_hop."""
     k: int = 20
     """Heads to show; racing is about the first k."""
     counts: tuple[int, ...] = (1, 3, 10)
-    """How many first heads of each kind, and of both, are removed together."""
+    """Numbers of first heads of each kind, and of both, that are removed together."""
     min_accuracy: float | None = None
-    """A model below this accuracy on the probe is refused; by default half way from guessing to always right."""
+    """Least accuracy of the model on the probe; by default half way from guessing to always right."""
     n_control_texts: int = 16
-    """Plain texts on which heads that matter for everything show."""
-    out: Path = Path("runs/analysis")
-    """The folder of the scores, the tables and the figures."""
+    """Plain texts that show heads which matter for everything."""
 
     def run(self) -> str:
-        """The tables as text; writes them, their figures and the scores to ``out``."""
         check_counts(k=self.k, **_named(self.counts))
-        model, tokenizer = self.subject.load()
-        tasks = self.questions.make(model, tokenizer)
+        bench = self.load()
+        model, tokenizer, _ = bench
         probe = self.questions.probe(self.probe, self.questions.seed + 1)
-        context = longest_context(model.config) or sys.maxsize
-        check_answerable(probe.examples(self.questions.examples), tokenizer, context)
+        check_readable(model, tokenizer, probe.examples(self.questions.examples))
         scores = score_kinds(
             model,
             tokenizer,
@@ -71,20 +65,17 @@ class Carriers:
         )
         ranking = rank_together(model, scores)
         title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
-        removed = remove_kinds(model, tokenizer, tasks, ranking, self.counts)
-        table = ranking_table(ranking, title)
-        table.save(self.out, NAME)
-        removed.save(self.out, f"{NAME}.removed")
-        for kind, found in scores.items():
-            found.save(self.out / f"{NAME}.{kind}.json")
+        removed = remove_kinds(bench, ranking, self.counts)
         is_attention = [ranked.kind == "attention" for ranked in ranking]
-        draw_bars(table, self.out / f"{NAME}.png", most=self.k, is_attention=is_attention)
-        draw_lines(removed, self.out / f"{NAME}.removed.png", "heads removed")
-        return "\n\n".join([ranking_table(ranking[: self.k], title).text(), summary(ranking, self.k), removed.text()])
+        self.save(ranking_table(ranking, title), partial(draw_bars, most=self.k, is_attention=is_attention))
+        for kind, found in scores.items():
+            found.save(self.out / f"{self.NAME}.{kind}.json")
+        after = self.save(removed, partial(draw_lines, x_label="heads removed"), ".removed")
+        return "\n\n".join([ranking_table(ranking[: self.k], title).text(), summary(ranking, self.k), after])
 
 
 class RankedHead(NamedTuple):
-    """One head with what is lost without it: points of accuracy, nats of the answer, nats of a token of text."""
+    """One head and its losses: points of accuracy, nats of the answer, nats per token of text."""
 
     head: HeadId
     kind: HeadKind
@@ -94,21 +85,21 @@ class RankedHead(NamedTuple):
 def score_kinds(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, **options: Any
 ) -> dict[str, HeadScores]:
-    """`score_heads` for each kind of head, by its name; a student's heads of both kinds are scored together, as hybrid.
+    """Score each kind of head; a student's heads of both kinds are scored together, as hybrid.
 
     Raises ValueError for Mamba-1, whose channels are too many to ablate one by one.
     """
     kinds = head_kinds(model)
     if "channel" in kinds:
         raise ValueError(
-            f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; give a model whose recurrent "
+            f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose recurrent "
             "heads are those of Mamba-2."
         )
     return {kind: score_heads(model, tokenizer, probe, kind=asked_for(kind), **options) for kind in kinds}
 
 
 def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> list[RankedHead]:
-    """All heads, best first: by accuracy lost, equal ones by log-probability lost, then as they stand."""
+    """Rank all heads, best first: by accuracy lost, then log-probability lost, then position."""
     ranked = []
     for kind, found in scores.items():
         sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
@@ -120,13 +111,13 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
 
 
 def ranking_table(ranking: Sequence[RankedHead], title: str) -> Table:
-    """A row for each head."""
+    """Make a row for each head."""
     rows = tuple(Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking)
     return Table(title, "head", COLUMNS, rows, compared=False)
 
 
 def summary(ranking: Sequence[RankedHead], k: int) -> str:
-    """How the first k heads divide among the kinds, and where the first head of each kind stands."""
+    """Count each kind among the first k heads, and give the place of its first head."""
     lines = []
     for kind in sorted({ranked.kind for ranked in ranking}):
         places = [place for place, ranked in enumerate(ranking, start=1) if ranked.kind == kind]
@@ -136,16 +127,8 @@ def summary(ranking: Sequence[RankedHead], k: int) -> str:
     return "\n".join(lines)
 
 
-def remove_kinds(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[Task],
-    ranking: Sequence[RankedHead],
-    counts: Sequence[int],
-    *,
-    progress: bool = True,
-) -> Table:
-    """A row without heads removed, then for each kind and for all: the first heads of the ranking, so many at a time.
+def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[int]) -> Table:
+    """Make a row without heads removed, then for each kind and for all the first heads of the ranking, by count.
 
     A kind with fewer heads than a count loses all of them, once.
     """
@@ -154,18 +137,13 @@ def remove_kinds(
     groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
     if len(kinds) > 1:
         groups["both"] = list(ranking)
-    wanted = [
-        (group, heads[:n])
+    variants = [Variant("nothing", nullcontext())]
+    variants += [
+        Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n)
         for group, heads in groups.items()
         for n in sorted({min(count, len(heads)) for count in counts})
     ]
-    rows = []
-    for group, heads in tqdm([("", []), *wanted], desc="removing heads", disable=not progress):
-        with _without(model, heads):
-            values = measure(model, tokenizer, tasks)
-        rows.append(Row(f"{group}: first {len(heads)}" if group else "nothing", values, group, len(heads)))
-    title = f"{model.name_or_path}: without the first heads of the ranking, by kind"
-    return Table(title, "heads removed", tuple(task.column for task in tasks), tuple(rows))
+    return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
 
 
 def _named(counts: Sequence[int]) -> dict[str, int]:
@@ -174,12 +152,12 @@ def _named(counts: Sequence[int]) -> dict[str, int]:
 
 @contextmanager
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
-    """Heads of several kinds removed at once."""
+    """Remove heads of several kinds at once; a student numbers both kinds together."""
+    together = "hybrid" in head_kinds(model)
+    own: dict[HeadKind | None, list[HeadId]] = {}
+    for ranked in heads:
+        own.setdefault(None if together else ranked.kind, []).append(ranked.head)
     with ExitStack() as removed:
-        if "hybrid" in head_kinds(model):
-            removed.enter_context(ablate_heads(model, [ranked.head for ranked in heads]))
-        else:
-            for kind in {ranked.kind for ranked in heads}:
-                own = [ranked.head for ranked in heads if ranked.kind == kind]
-                removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
+        for kind, chosen in own.items():
+            removed.enter_context(ablate_heads(model, chosen, kind=kind))
         yield

@@ -1,49 +1,52 @@
-"""Figures of tables and of matrices, in the style of `lab.reporting`. Without matplotlib none is drawn."""
+"""Figures of experiments: lines, bars and matrices, in the style of the reporting kit; none without matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..reporting import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, VERMILLION, can_draw, figure
-from .patterns import MarkedPrompt
+from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILLION, can_draw, figure
+from .mixing import HeadMix
+from .patterns import MarkedPrompt, row_shares
 from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
 
-LOOKS = ((BLUE, "o"), (ORANGE, "D"), (GREEN, "s"), (PURPLE, "v"), (BLACK, "^"))
 INTACT = "the intact model"
 MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
+DOTTED = (0, (1, 2))
 
 
 def draw_lines(table: Table, path: Path, x_label: str) -> None:
-    """A line for each group of rows; dashed is the intact model, dotted is guessing."""
+    """Draw a line for each group of rows; dashed is the intact model, dotted is guessing."""
     if not can_draw():
         return
     groups = list(dict.fromkeys(row.group for row in table.rows if row.group))
-    with figure(path, 1, len(table.columns), size=(3.1 * len(table.columns) + 0.4, 3.3)) as grid:
+    n_columns = len(table.columns)
+    with figure(path, 1, n_columns, size=(3.1 * n_columns + 0.4, 3.3)) as grid:
         for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
-            for group, (colour, marker) in zip(groups, LOOKS):
+            for group, look in zip(groups, LOOKS):
                 rows = [row for row in table.rows if row.group == group]
                 x, y = [row.x for row in rows], [row.values[index] for row in rows]
-                axes.plot(x, y, color=colour, marker=marker, label=group)
+                axes.plot(x, y, color=look.color, marker=look.marker, label=group)
                 errors = [row.spreads[index] if row.spreads else 0 for row in rows]
                 if any(errors):
-                    axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2, capsize=2)
+                    axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=look.color, elinewidth=1.2, capsize=2)
             _references(axes, column, table.rows[0], index, across=True)
             axes.set_xticks(sorted({row.x for row in table.rows if row.group}), minor=False)
             axes.set_xlabel(x_label)
             axes.set_title(column.header)
         if len(groups) > 1:
-            grid[0, 0].legend(frameon=False, fontsize=8)
-        _note(grid)
+            grid[0, 0].legend(fontsize=8)
+        _note(grid, f"dashed: {INTACT}; dotted: guessing")
 
 
 def draw_together(table: Table, path: Path, x_label: str) -> None:
-    """A line for each column, in one panel: the first row at 0, then those of the first group."""
+    """Draw a line for each column, in one panel: the first row at 0, then those of the first group."""
     if not can_draw():
         return
     first, *others = table.rows
@@ -51,34 +54,34 @@ def draw_together(table: Table, path: Path, x_label: str) -> None:
     x = [0, *(row.x for row in rows[1:])]
     with figure(path, size=(5.6, 3.6)) as grid:
         axes = grid[0, 0]
-        for index, (column, (colour, marker)) in enumerate(zip(table.columns, LOOKS)):
-            axes.plot(x, [row.values[index] for row in rows], color=colour, marker=marker, label=column.name)
+        for index, (column, look) in enumerate(zip(table.columns, LOOKS)):
+            axes.plot(x, [row.values[index] for row in rows], color=look.color, marker=look.marker, label=column.name)
             if column.chance is not None:
-                axes.axhline(column.chance, color=colour, linewidth=1.2, linestyle=(0, (1, 2)))
+                axes.axhline(column.chance, color=look.color, linewidth=1.2, linestyle=DOTTED)
         axes.set_ylim(0, 104)
         axes.set_xticks(x)
         axes.set_xlabel(f"{x_label} (dotted: guessing)")
         axes.set_title("answered right, %")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(fontsize=8)
 
 
 def draw_bars(
     table: Table, path: Path, *, first: str = INTACT, most: int | None = None, is_attention: Sequence[bool] = ()
 ) -> None:
-    """A bar for each row, or for the first so many; rows that ``is_attention`` says not to be are orange.
+    """Draw a bar for each row, or for the first so many; recurrent heads' are orange.
 
     Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
     """
     if not can_draw():
         return
     rows = table.rows[:most]
-    colours = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
+    colors = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
     if table.compared:
-        colours[0] = PALE
+        colors[0] = PALE
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
     with figure(path, 1, len(table.columns), size=size, sharey=True) as grid:
         for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
-            axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colours)
+            axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colors)
             if table.compared:
                 _references(axes, column, rows[0], index, across=False)
             axes.grid(False)
@@ -87,32 +90,24 @@ def draw_bars(
         grid[0, 0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         grid[0, 0].set_ylim(len(rows) - 0.4, -0.6)
         if table.compared:
-            _note(grid, first)
+            _note(grid, f"dashed: {first}; dotted: guessing")
 
 
 def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: bool) -> None:
     line = axes.axhline if across else axes.axvline
     line(intact.values[index], color=GREY, linewidth=1.2, linestyle="--")
     if column.chance is not None:
-        line(column.chance, color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
+        line(column.chance, color=GREY, linewidth=1.2, linestyle=DOTTED)
     if column.unit == "%":
         (axes.set_ylim if across else axes.set_xlim)(0, 104)
 
 
-def _note(grid: Any, first: str = INTACT) -> None:
-    grid[0, 0].figure.supxlabel(f"dashed: {first}; dotted: guessing", fontsize=9, color="#444444")
+def _note(grid: np.ndarray, text: str) -> None:
+    grid[0, 0].figure.supxlabel(text, fontsize=9, color="#444444")
 
 
-class Panel(NamedTuple):
-    """One head's matrix, rows in shares."""
-
-    title: str
-    share_TS: list[list[float]]
-    is_attention: bool
-
-
-def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
-    """Matrices side by side with the tokens beside them; the latest tokens, where a prompt is too long to show.
+def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
+    """Draw matrices, rows in shares, under their titles, with the tokens beside them: the latest of a long prompt.
 
     Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: what an
     aggregate head looks at, filled for the answer.
@@ -123,11 +118,13 @@ def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_co
     n_rows = math.ceil(len(panels) / n_columns)
     start = max(0, len(prompt.ids) - MOST_TOKENS)
     n_shown = len(prompt.ids) - start
+    labels = [label.replace("$", r"\$") for label in prompt.labels[start:]]  # two of them would be a formula
     side = min(max(2.6, 0.115 * n_shown), 7.0)
     with figure(path, n_rows, n_columns, size=((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3)) as grid:
-        for place, (axes, panel) in enumerate(zip(grid.flat, panels)):
-            _draw_map(axes, panel, prompt, start)
-            labels, size = _tick_labels(prompt, start), min(7.0, 62 * side / n_shown)
+        for place, (axes, (title, mix)) in enumerate(zip(grid.flat, panels)):
+            _draw_map(axes, mix, prompt, start)
+            axes.set_title(title, fontsize=9)
+            size = min(7.0, 62 * side / n_shown)
             if place % n_columns == 0:
                 axes.set_yticks(range(n_shown), labels, fontsize=size)
             if place + n_columns >= len(panels):
@@ -135,21 +132,17 @@ def draw_maps(panels: Sequence[Panel], prompt: MarkedPrompt, path: Path, *, n_co
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
         note = "boxes: gather, from the end of a segment to its content; triangles: summaries, filled for the answer"
-        grid[0, 0].figure.supxlabel(note, fontsize=9, color="#444444")
+        _note(grid, note)
 
 
-def _tick_labels(prompt: MarkedPrompt, start: int) -> list[str]:
-    return [label.replace("$", r"\$") for label in prompt.labels[start:]]  # two of them would be a formula
-
-
-def _draw_map(axes: Axes, panel: Panel, prompt: MarkedPrompt, start: int) -> None:
+def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, start: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    hue = BLUE if panel.is_attention else ORANGE
-    colours = LinearSegmentedColormap.from_list("share", ["#FFFFFF", hue])
-    shown = [row[start:] for row in panel.share_TS[start:]]
-    axes.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
+    hue = BLUE if mix.kind == "attention" else ORANGE
+    colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", hue])
+    shown = row_shares(mix.matrix_TS)[start:, start:].tolist()
+    axes.imshow(shown, cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
     axes.grid(False)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -162,4 +155,3 @@ def _draw_map(axes: Axes, panel: Panel, prompt: MarkedPrompt, start: int) -> Non
         face = GREEN if index == prompt.answer else "none"
         axes.scatter(rows, [len(shown) + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
     axes.set_ylim(len(shown) + 0.9, -0.5)
-    axes.set_title(panel.title, fontsize=9)

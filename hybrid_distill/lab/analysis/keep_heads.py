@@ -1,56 +1,47 @@
-"""Heads kept in a layer: all others of that layer are removed (the source documents' table of that name)."""
+"""Heads kept in a layer: all others of that layer are removed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...plan import HeadId
-from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, head_sites
+from ...teacher import HeadKind, ablate_heads, check_exists, head_sites
+from .experiment import Bench, ModelExperiment, Variant
 from .figures import draw_bars
-from .prune_layers import check_layer, without_layers
-from .tables import Row, Table
-from .tasks import Questions, Subject, Task, measure
+from .prune_layers import layers_above, without_layers
+from .tables import Table
 
-NAME = "keep-heads"
-NONE, ALL = "none", "all"
+NONE = "none"
 
 Kept = Mapping[int, tuple[int, ...]]  # layer -> the heads that stay there; other layers keep all
 
 
-@dataclass(frozen=True)
-class KeepHeads:
+@dataclass(frozen=True, kw_only=True)
+class KeepHeads(ModelExperiment):
     """Keep only some heads of a layer, or of several: which tasks mind?"""
+
+    NAME = "keep-heads"
 
     keep: tuple[str, ...]
     """One row each: the heads that stay, by layer, such as ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``. Layers that
     are not named keep all."""
-    subject: Subject = field(default_factory=Subject)
-    questions: Questions = field(default_factory=Questions)
     last_layer: int | None = None
     """Leave out the layers above this one, in every row but the first."""
     kind: HeadKind | None = None
     """``ssm`` for the recurrent heads of a model that has attention too."""
-    out: Path = Path("runs/analysis")
-    """The folder of the table and the figure, which take the place of earlier ones."""
 
     def run(self) -> str:
-        """The table as text; writes it and its figure to ``out``."""
         variants = {text: parse_kept(text) for text in self.keep}
-        model, tokenizer = self.subject.load()
-        tasks = self.questions.make(model, tokenizer)
-        table = keep_heads(model, tokenizer, tasks, variants, last_layer=self.last_layer, kind=self.kind)
-        table.save(self.out, NAME)
-        draw_bars(table, self.out / f"{NAME}.png")
-        return table.text()
+        table = keep_heads(self.load(), variants, last_layer=self.last_layer, kind=self.kind)
+        return self.save(table, draw_bars)
 
 
 def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
-    """``"16:22/17:none"`` as heads by layer. Raises ValueError for anything else."""
+    """Parse ``"16:22/17:none"`` as heads by layer. Raises ValueError for anything else."""
     kept: dict[int, tuple[int, ...]] = {}
     for part in text.split("/"):
         layer, colon, heads = part.strip().partition(":")
@@ -59,43 +50,35 @@ def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
             raise ValueError(
                 f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or 5:none, layers with /."
             )
-        kept[int(layer)] = tuple(int(word) for word in words)
+        kept[int(layer)] = tuple(map(int, words))
     return kept
 
 
 def keep_heads(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[Task],
-    variants: Mapping[str, Kept],
-    *,
-    last_layer: int | None = None,
-    kind: HeadKind | None = None,
-    progress: bool = True,
+    bench: Bench, kept_by_label: Mapping[str, Kept], *, last_layer: int | None = None, kind: HeadKind | None = None
 ) -> Table:
-    """A row for the whole model, then one for each variant, by its label.
+    """Make a row for the whole model, then one for each choice of kept heads.
 
     With a ``last_layer`` the layers above it are left out, in a second row without any head removed and in those of
     the variants. Raises ValueError for a layer or head that does not exist.
     """
-    sites, n_layers = head_sites(model, kind), len(decoder_blocks(model))
-    removed = {label: _others(model, sites, kept) for label, kept in variants.items()}
-    top = n_layers - 1 if last_layer is None else last_layer
-    check_layer(top, n_layers)
-    rows = [Row("all", measure(model, tokenizer, tasks))]
-    if top < n_layers - 1:
-        removed = {f"all of layers 0 to {top}": [], **removed}
-    for label, heads in tqdm(removed.items(), desc="keeping heads", disable=not progress):
-        with without_layers(model, range(top + 1, n_layers)), ablate_heads(model, heads, kind=kind):
-            rows.append(Row(label, measure(model, tokenizer, tasks)))
-    title = f"{model.name_or_path}: heads kept (layer:heads; other layers keep all)"
-    return Table(title, "kept", tuple(task.column for task in tasks), tuple(rows))
-
-
-def _others(model: PreTrainedModel, sites: Sequence, kept: Kept) -> list[HeadId]:
-    """The heads that go: all of the named layers but those that stay."""
+    model = bench.model
+    sites, above = head_sites(model, kind), layers_above(model, last_layer)
     n_heads = {site.layer: site.n_heads for site in sites}
-    for layer, heads in kept.items():
-        for head in heads or (0,):
-            check_exists(model, list(sites), HeadId(layer, head))
-    return [HeadId(layer, h) for layer, heads in kept.items() for h in range(n_heads[layer]) if h not in heads]
+    removed: dict[str, list[HeadId]] = {f"all of layers 0 to {last_layer}": []} if above else {}
+    for label, kept in kept_by_label.items():
+        for layer, heads in kept.items():
+            for head in heads or (0,):
+                check_exists(model, sites, HeadId(layer, head))
+        removed[label] = [HeadId(i, h) for i, heads in kept.items() for h in range(n_heads[i]) if h not in heads]
+    variants = [Variant("all", nullcontext())]
+    variants += [Variant(label, _without(model, above, heads, kind)) for label, heads in removed.items()]
+    return bench.table("heads kept (layer:heads; other layers keep all)", "kept", variants)
+
+
+@contextmanager
+def _without(
+    model: PreTrainedModel, layers: Sequence[int], heads: Sequence[HeadId], kind: HeadKind | None
+) -> Iterator[None]:
+    with without_layers(model, layers), ablate_heads(model, heads, kind=kind):
+        yield

@@ -1,12 +1,11 @@
-"""Heads of which only the gather or the aggregate pattern is left (arXiv 2504.18574): is the pattern what they do?
+"""Heads left with only the gather or the aggregate pattern (arXiv 2504.18574): is the pattern what they do?
 
 A mask is made for each prompt (`gather_mask`, `aggregate_mask`) and multiplied into the head's matrix, attention map or
-materialised SSM; rows are not normalised anew. Beside it: the head removed, and the head without the pattern.
+materialized SSM; rows are not normalized anew. Beside it: the head removed, and the head without the pattern.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,23 +18,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...plan import HeadId
 from ...probes import Example, check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
-from ...probes.checks import check_answerable
 from ...scoring import HeadScores
-from ...teacher import HeadKind, check_exists, eval_mode, longest_context
+from ...teacher import HeadKind, check_exists, eval_mode
+from .experiment import ModelExperiment, parse_head
 from .figures import draw_bars
-from .maps import AGGREGATE, GATHER, find_patterns, parse_head
+from .maps import AGGREGATE, GATHER, find_patterns
 from .mixing import MAX_BYTES, check_prompt, mask_heads, mixing_sites
 from .patterns import MarkedPrompt, aggregate_mask, gather_mask, mark_example
 from .tables import Column, Row, Table
-from .tasks import Questions, Subject
+from .tasks import Questions, check_readable
 
-NAME = "mask"
 SEARCHED = 8  # questions that heads are searched on
 
 Pattern = Callable[[MarkedPrompt], Tensor]
 """mask_TS of a prompt."""
 Roles = Mapping[HeadId, Sequence[Pattern]]
-"""What each head is there for; a head may do both."""
+"""Patterns of each head; a head may have both."""
 VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "removed": torch.zeros_like,
     "pattern alone": lambda pattern_TS: pattern_TS,
@@ -43,14 +41,15 @@ VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Mask:
+@dataclass(frozen=True, kw_only=True)
+class Mask(ModelExperiment):
     """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed.
 
-    Tasks are those whose answer stands in one line of the prompt: kv, letters, needle, two_hop.
+    Tasks are those whose answer is in one line of the prompt: kv, letters, needle, two_hop.
     """
 
-    subject: Subject = field(default_factory=Subject)
+    NAME = "mask"
+
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64))
     gather: tuple[str, ...] = ()
     """Gather heads, such as ``L2H6``. Where no heads are named they are searched by pattern."""
@@ -61,16 +60,13 @@ class Mask:
     scores: Path | None = None
     """A scores.json: heads are searched among the first of its ranking only."""
     first: int = 10
-    """How many of that ranking."""
+    """Length of that ranking."""
     kind: HeadKind | None = None
     """Only attention heads, or only ``ssm`` heads."""
     max_gb: float = MAX_BYTES / 2**30
-    """Larger matrices are refused."""
-    out: Path = Path("runs/analysis")
-    """The folder of the table and the figure, which take the place of earlier ones."""
+    """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
-        """The table as text; writes it and its figure to ``out``."""
         check_counts(k=self.k, first=self.first)
         gather, aggregate = (list(map(parse_head, heads)) for heads in (self.gather, self.aggregate))
         among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
@@ -78,7 +74,7 @@ class Mask:
         max_bytes = int(self.max_gb * 2**30)
         asked = {name: self.questions.examples_of(name) for name in self.questions.names()}
         for examples, _ in asked.values():
-            check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
+            check_readable(model, tokenizer, examples)
         tasks = {name: MaskedTask.of(tokenizer, *questions) for name, questions in asked.items()}
         if not gather and not aggregate:
             examples, _ = next(iter(asked.values()))
@@ -88,9 +84,7 @@ class Mask:
                 for by in (GATHER, AGGREGATE)
             )
         table = mask_patterns(model, tasks, gather, aggregate, kind=self.kind, max_bytes=max_bytes)
-        table.save(self.out, NAME)
-        draw_bars(table, self.out / f"{NAME}.png")
-        return table.text()
+        return self.save(table, draw_bars)
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class MaskedTask:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], chance: float) -> MaskedTask:
-        """Raises ValueError for a question whose answer is in none of its lines, or in several."""
+        """Encode questions. Raises ValueError for one whose answer is in none of its lines, or in several."""
         encoded = [encode_example(tokenizer, example) for example in examples]
         return cls(encoded, [mark_example(tokenizer, example) for example in examples], chance)
 
@@ -116,42 +110,41 @@ def mask_patterns(
     *,
     kind: HeadKind | None = None,
     max_bytes: int = MAX_BYTES,
-    progress: bool = True,
 ) -> Table:
-    """A row for the intact model, then three each for the gather heads, the aggregate heads, and both: `VARIANTS`.
+    """Make a row for the intact model, then three each for gather heads, aggregate heads, and both: `VARIANTS`.
 
-    Raises ValueError for a head that does not exist, for no heads at all, and for what `check_prompt` refuses.
+    Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt` does.
     """
-    roles: dict[str, dict[HeadId, list[Pattern]]] = {
-        "gather": {head: [gather_mask] for head in gather},
-        "aggregate": {head: [aggregate_mask] for head in aggregate},
-    }
-    both: dict[HeadId, list[Pattern]] = {}
-    for role in roles.values():
-        for head, patterns in role.items():
-            both.setdefault(head, []).extend(patterns)
-    if gather and aggregate:
-        roles["both"] = both
-    if not both:
-        raise ValueError("there are no heads to mask; name some with --gather or --aggregate.")
+    patterns: tuple[tuple[str, Sequence[HeadId], Pattern], ...] = (
+        ("gather", gather, gather_mask),
+        ("aggregate", aggregate, aggregate_mask),
+    )
+    roles: dict[str, dict[HeadId, list[Pattern]]] = {}
+    for role, heads, pattern in patterns:
+        for name in (role, "both") if gather and aggregate else (role,):
+            for head in heads:
+                roles.setdefault(name, {}).setdefault(head, []).append(pattern)
+    every = sorted({*gather, *aggregate})
+    if not every:
+        raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
     sites = mixing_sites(model, kind)
-    for head in both:
+    for head in every:
         check_exists(model, sites, head)
     for task in tasks.values():
         longest = max((prompt.ids for prompt in task.prompts), key=len)
-        check_prompt(model, longest, list(both), sites, max_bytes)
+        check_prompt(model, longest, every, sites, max_bytes)
     wanted: list[tuple[str, Roles, Callable[[Tensor], Tensor]]] = [("intact", {}, torch.ones_like)]
     wanted += [
-        (f"{role}: {name}", heads, variant)
-        for role, heads in roles.items()
-        if heads
+        (f"{role}: {name}", roles[role], variant)
+        for role in ("gather", "aggregate", "both")
+        if role in roles
         for name, variant in VARIANTS.items()
     ]
     rows = []
-    for label, heads, variant in tqdm(wanted, desc="masking", disable=not progress):
-        values = [_accuracy(model, task, heads, variant, kind) for task in tasks.values()]
+    for label, masked, variant in tqdm(wanted, desc="masking", disable=None):
+        values = [_accuracy(model, task, masked, variant, kind) for task in tasks.values()]
         rows.append(Row(label, tuple(100 * value for value in values)))
-    named = [f"{role} {' '.join(map(str, heads))}" for role, heads in roles.items() if heads and role != "both"]
+    named = [f"{role} {' '.join(map(str, heads))}" for role, heads, _ in patterns if heads]
     title = f"{model.name_or_path}: {', '.join(named)}"
     columns = tuple(Column(name, "%", 100 * task.chance) for name, task in tasks.items())
     return Table(title, "heads", columns, tuple(rows))
@@ -160,7 +153,7 @@ def mask_patterns(
 def _accuracy(
     model: PreTrainedModel, task: MaskedTask, roles: Roles, variant: Callable[[Tensor], Tensor], kind: HeadKind | None
 ) -> float:
-    """The share of questions answered right, each prompt with masks of its own."""
+    """Return the share of questions answered right, each prompt with masks of its own."""
 
     def masks_of(prompt: MarkedPrompt) -> dict[HeadId, Tensor]:
         patterns = {head: torch.stack([pattern(prompt) for pattern in own]).any(0) for head, own in roles.items()}
@@ -181,9 +174,9 @@ def masked_logprobs(
     *,
     kind: HeadKind | None = None,
 ) -> list[float]:
-    """Log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
+    """Return the log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
 
-    A forward for each beginning of a choice that has to be read: none of them with a cache, which masks do not fit.
+    Every beginning of a choice is read in a forward of its own: masks do not fit a cache.
     """
     after: dict[Tokens, Tensor] = {}
     for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:

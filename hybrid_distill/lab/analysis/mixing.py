@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,24 @@ from ...teacher import (
     record_heads,
 )
 
+Mixer = Any
+"""A mixer of some family, with that family's attributes."""
+Recorded = Mapping[str, Tensor]
+Read = Callable[[tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]], Tensor]
+"""Takes a tensor from a module's call: positional arguments, named ones, output."""
+Scan = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""A layer's recurrence: (matrix_TS, values_SP, scale_TP) of a head."""
+
 MAX_BYTES = 4 * 2**30
 BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMix:
-    """What one head does to one prompt: the output projection reads ``scale_TP * (matrix_TS @ values_SP)``.
+    """One head on one prompt: the output projection reads ``scale_TP * (matrix_TS @ values_SP)``.
 
-    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm behind it, if it has one.
-    Float32 (float64 in a model of that).
+    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm behind it, if any. Float32
+    (float64 in a model of that).
     """
 
     head: HeadId
@@ -57,7 +65,7 @@ class HeadMix:
     scale_TP: Tensor | None = None
 
     def output(self) -> Tensor:
-        """The head's slice of what the output projection reads, [T, P]."""
+        """Return the head's slice of the output projection's input, [T, P]."""
         mixed_TP = self.matrix_TS @ self.values_SP
         return mixed_TP if self.scale_TP is None else self.scale_TP * mixed_TP
 
@@ -70,10 +78,10 @@ def mix_heads(
     kind: HeadKind | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> list[HeadMix]:
-    """The matrices of some heads on one prompt, in the order given, from one forward. ``kind`` as in `head_sites`.
+    """Return the matrices of some heads on one prompt, in order, from one forward. ``kind`` as in `head_sites`.
 
-    Raises ValueError for a head or a kind of head that the model does not have, for a prompt beyond its context, and
-    for matrices that would take more than ``max_bytes`` (`mixing_bytes`), before anything is computed.
+    Raises ValueError for a head or kind that the model does not have, for a prompt beyond its context, and for matrices
+    of more than ``max_bytes`` (`mixing_bytes`), before anything is computed.
     """
     heads = [HeadId(*head) for head in heads]
     sites = mixing_sites(model, kind)
@@ -90,13 +98,12 @@ def mix_heads(
 def mask_heads(
     model: PreTrainedModel, masks: Mapping[HeadId, Tensor], *, kind: HeadKind | None = None
 ) -> Iterator[None]:
-    """While active, each named head mixes by ``matrix * mask``; masks are booleans [T, S]. ``kind`` as in `head_sites`.
+    """Let each named head mix by ``matrix * mask``, masks being booleans [T, S]. ``kind`` as in `head_sites`.
 
-    What a mask leaves out is zero, what it keeps has the size that it had: rows are not normalised anew. A row of which
-    everything is kept stays as it is, to the last bit; a mask of nothing removes the head. The gate and the norm behind
-    an SSM stay those of the whole head. For forwards of one prompt of T tokens without a cache; others raise
-    ValueError, and so does a head that does not exist. All attention runs eagerly, if there is any, for no other
-    attention hands out its maps.
+    Rows are not normalized anew. A row whose mask keeps everything stays the same to the last bit; a mask of nothing
+    removes the head. The gate and the norm behind an SSM stay those of the whole head. Raises ValueError for a head
+    that does not exist, and for forwards of anything but one prompt of T tokens without a cache. All attention runs
+    eagerly: no other returns its maps.
     """
     masks = {HeadId(*head): mask_TS for head, mask_TS in masks.items()}
     chosen = _sites_of(model, mixing_sites(model, kind), masks, kind)
@@ -112,11 +119,11 @@ def mask_heads(
 
 
 def _masker(
-    site: HeadSite, masks: Mapping[HeadId, Tensor], recorded: Mapping[str, Any], read: list[Tensor]
-) -> Callable[[nn.Module, Any, Any], Any]:
-    """A hook behind a mixer, whose output it makes anew from its heads, some of them masked."""
+    site: HeadSite, masks: Mapping[HeadId, Tensor], recorded: Recorded, read: list[Tensor]
+) -> Callable[[nn.Module, object, object], object]:
+    """Make a hook behind a mixer that computes its output anew from its heads, some of them masked."""
 
-    def masked(module: nn.Module, args: Any, output: Any) -> Any:
+    def masked(module: nn.Module, args: object, output: object) -> object:
         if not read:
             return None  # a shared module that runs for another layer
         heads_BTHP = read.pop()
@@ -143,7 +150,7 @@ def _mask_one(mix: HeadMix, mask_TS: Tensor, heads_BTHP: Tensor) -> None:
 
 
 def mixing_sites(model: PreTrainedModel, kind: HeadKind | None = None) -> list[HeadSite]:
-    """`head_sites`; of a student those that have heads of this kind, kept ones or recurrent ones."""
+    """Return `head_sites`; of a student those that have heads of this kind, kept or recurrent."""
     sites = head_sites(model)
     if kind is None or sites[0].kind != "hybrid":
         return head_sites(model, kind)
@@ -154,27 +161,23 @@ def mixing_sites(model: PreTrainedModel, kind: HeadKind | None = None) -> list[H
 
 
 def heads_in(site: HeadSite, kind: HeadKind | None) -> list[HeadId]:
-    """The heads of a layer that are of this kind."""
+    """Return a layer's heads of this kind."""
     return [HeadId(site.layer, head) for head in range(site.n_heads) if kind in (None, site.kind_of(head))]
 
 
 def _sites_of(
     model: PreTrainedModel, sites: list[HeadSite], heads: Iterable[HeadId], kind: HeadKind | None
 ) -> list[HeadSite]:
-    """The sites that hold these heads. Raises ValueError for a head that does not exist, or is of another kind."""
+    """Return the sites of these heads. Raises ValueError for a head that does not exist, or is of another kind."""
+    by_layer = {site.layer: site for site in sites}
     for head in heads:
         check_exists(model, sites, head)
-        _check_kind(sites, head, kind)
+        if head not in heads_in(site := by_layer[head.layer], kind):
+            raise ValueError(
+                f"{head} of this student is of kind {site.kind_of(head.head)!r}; ask for one of kind {kind!r}."
+            )
     layers = {head.layer for head in heads}
     return [site for site in sites if site.layer in layers]
-
-
-def _check_kind(sites: Sequence[HeadSite], head: HeadId, kind: HeadKind | None) -> None:
-    site = next(site for site in sites if site.layer == head.layer)
-    if head not in heads_in(site, kind):
-        raise ValueError(
-            f"{head} of this student is of kind {site.kind_of(head.head)!r}; ask for one of kind {kind!r}."
-        )
 
 
 def check_prompt(
@@ -194,18 +197,16 @@ def check_prompt(
 
 
 def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId], sites: Sequence[HeadSite]) -> int:
-    """About the memory that `mix_heads` needs beside the model: the matrices, and what making them takes."""
+    """Estimate the memory that `mix_heads` needs beside the model: the matrices, and what making them takes."""
     kept = max(4, model.dtype.itemsize) * len(heads)
     layers = {head.layer for head in heads}
-    working = [BYTES_PER_ENTRY * _states(site) for site in sites if site.layer in layers]
+    # Every state of a Mamba-1 channel has its own decay: as many matrices are added up.
+    mixers: dict[int, Mixer] = {site.layer: site.module for site in sites if site.kind == "channel"}
+    states = {layer: mixer.A_log.shape[-1] for layer, mixer in mixers.items()}
+    working = [BYTES_PER_ENTRY * states.get(layer, 1) for layer in layers]
     # All layers run in eager attention, one after the other: the scores, and their softmax in float32.
     working += [site.n_heads * (4 + 2 * model.dtype.itemsize) for site in sites if _has_attention(site)]
     return n_tokens**2 * (kept + max(working, default=0))
-
-
-def _states(site: HeadSite) -> int:
-    """Matrices that are added up to one: every state of a Mamba-1 channel has its own decay."""
-    return cast(Tensor, site.module.A_log).shape[-1] if site.kind == "channel" else 1
 
 
 def _has_attention(site: HeadSite) -> bool:
@@ -214,24 +215,21 @@ def _has_attention(site: HeadSite) -> bool:
 
 @contextmanager
 def _eager_where_needed(model: PreTrainedModel, sites: Sequence[HeadSite]) -> Iterator[None]:
-    """Maps need eager attention; recurrent heads do not care how the attention beside them runs."""
+    """Run attention eagerly, if there is any, for its maps."""
     with eager_attention(model) if any(map(_has_attention, sites)) else nullcontext():
         yield
 
 
-Read = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]  # of a module's call: positional, named, output
-
-
 @contextmanager
-def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Yield what each layer's matrices are made from, by layer and name; filled by the next forward."""
-    recorded: dict[int, dict[str, Any]] = {site.layer: {} for site in sites}
+def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """Yield the ingredients of each layer's matrices, by layer and name; the next forward fills them in."""
+    recorded: dict[int, dict[str, Tensor]] = {site.layer: {} for site in sites}
     running: list[int] = []  # layers may share a module, which then runs once for each
 
     def recorder(layer: int, name: str, read: Read) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def record(module: nn.Module, *call: Mixer) -> None:
             if running == [layer]:
-                recorded[layer][name] = read(args, kwargs, output)
+                recorded[layer][name] = read(*call)
 
         return record
 
@@ -248,26 +246,28 @@ def _recording(sites: Sequence[HeadSite], heads: Sequence[HeadId]) -> Iterator[d
 
 
 def _reads(site: HeadSite, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
-    """The modules of a layer to listen to, and what to take from their calls (the prompt is the only row)."""
-    mixer: Any = site.module
+    """Return the modules of a layer to hook, and what to take from their calls (the prompt is the only row)."""
+    mixer: Mixer = site.module
     if site.kind == "hybrid":
-        ours = {"hidden": (mixer, lambda args, kwargs, _: (args[0] if args else kwargs["hidden_states"]))}
+        ours: dict[str, tuple[nn.Module, Read]] = {
+            "hidden": (mixer, lambda args, kwargs, output: args[0] if args else kwargs["hidden_states"])
+        }
         kept = [mixer.kept.index(head) for head in heads if head in mixer.kept]
         return ours | (_attention_reads(mixer.attention, mixer.layout, kept) if kept else {})
     if site.kind == "attention":
         return _attention_reads(mixer, site.layout, list(heads))
-    reads = {"projected": (mixer.in_proj, lambda args, kwargs, output: output[0])}
+    reads: dict[str, tuple[nn.Module, Read]] = {"projected": (mixer.in_proj, lambda args, kwargs, output: output[0])}
     if site.kind == "ssm" and hasattr(mixer.norm, "weight"):
         reads["scanned"] = (mixer.norm, lambda args, kwargs, output: args[0][0])
     return reads
 
 
-def _attention_reads(attention: Any, layout: Any, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
-    """``heads`` counts the attention module's own heads."""
+def _attention_reads(attention: Mixer, layout: Mixer, heads: Sequence[int]) -> dict[str, tuple[nn.Module, Read]]:
+    """The same for an attention module; ``heads`` counts its own."""
 
-    def chosen_maps(args: Any, kwargs: Any, output: Any) -> Tensor:
+    def chosen_maps(args: object, kwargs: object, output: tuple[Tensor, ...]) -> Tensor:
         if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
-            raise ValueError(f"{type(attention).__name__} hands out no attention maps, even in eager attention.")
+            raise ValueError(f"{type(attention).__name__} returns no attention maps, even in eager attention.")
         return output[1][0, list(heads)]
 
     return {
@@ -276,11 +276,10 @@ def _attention_reads(attention: Any, layout: Any, heads: Sequence[int]) -> dict[
     }
 
 
-def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any]) -> Iterator[HeadMix]:
-    """The matrices of the named heads of one layer, one made after the other."""
-    mixer: Any = site.module
-    wanted = [head for head in heads if head.layer == site.layer]
-    scan: _Scan | _ChannelScan | None = None
+def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Recorded) -> Iterator[HeadMix]:
+    """Make the matrices of the named heads of one layer, one after the other."""
+    mixer: Mixer = site.module
+    scan: Scan = _no_scan
     if site.kind == "channel":
         scan = _of_mamba1(mixer, recorded["projected"])
     elif site.kind == "ssm":
@@ -288,69 +287,45 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], recorded: Mapping[str, Any])
     elif site.kind == "hybrid" and mixer.ssm is not None:
         scan = _of_student(mixer.ssm, recorded["hidden"])
     maps = iter(recorded.get("maps", ()))
-    for head in wanted:
+    for head in (head for head in heads if head.layer == site.layer):
         if site.kind_of(head.head) == "attention":
             values_SP = _values(site, head.head, recorded["values"])
-            yield HeadMix(head, "attention", next(maps).to(_at_least_float32(values_SP)), values_SP.contiguous())
+            yield HeadMix(head, "attention", next(maps).to(values_SP.dtype), values_SP.contiguous())
         else:
             index = mixer.recurrent.index(head.head) if site.kind == "hybrid" else head.head
-            matrix_TS, values_SP, scale_TP = cast(Any, scan).head(index)
-            yield HeadMix(head, site.kind_of(head.head), matrix_TS, values_SP, scale_TP)
+            yield HeadMix(head, site.kind_of(head.head), *scan(index))
 
 
 def _values(site: HeadSite, head: int, out_LC: Tensor) -> Tensor:
-    """A query head's values, [S, P], from what the linear that makes them puts out."""
-    mixer: Any = site.module
+    """Return a query head's values, [S, P], from the output of the linear that makes them."""
+    mixer: Mixer = site.module
     group, sizes = head // (site.n_heads // site.n_kv_heads), (site.n_heads, site.n_kv_heads)
-    layout: Any = site.layout
+    layout: Mixer = site.layout
     if site.kind == "hybrid":
         layout, group, sizes = mixer.layout, mixer.kv_groups.index(group), (len(mixer.kept), len(mixer.kv_groups))
     return _wide(out_LC.unflatten(-1, (-1, site.head_dim))[:, layout.block("value", group, *sizes)])
 
 
-class _Scan(NamedTuple):
-    """A layer's Mamba-2 recurrence, and what multiplies its output."""
-
-    x_LHP: Tensor
-    log_a_LH: Tensor
-    b_LHN: Tensor
-    c_LHN: Tensor
-    d_H: Tensor
-    scale_LHP: Tensor
-
-    def head(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
-        parts = (self.log_a_LH, self.b_LHN, self.c_LHN)
-        matrix_LS = mixing_matrix(*(part[None, :, h : h + 1] for part in parts))[0, 0]
-        matrix_LS.diagonal().add_(self.d_H[h])
-        return matrix_LS, self.x_LHP[:, h], self.scale_LHP[:, h]
+def _no_scan(head: int) -> tuple[Tensor, Tensor, Tensor]:
+    raise AssertionError(f"head {head} is in a layer without recurrent heads")
 
 
-class _ChannelScan(NamedTuple):
-    """A layer's Mamba-1 recurrence: B and C are shared by the channels, each of which has N decays."""
+def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Tensor, scale_LHP: Tensor) -> Scan:
+    def head(h: int) -> tuple[Tensor, Tensor, Tensor]:
+        matrix_LS = mixing_matrix(*(part[None, :, h : h + 1] for part in (log_a_LH, b_LHN, c_LHN)))[0, 0]
+        matrix_LS.diagonal().add_(d_H[h])
+        return matrix_LS, x_LHP[:, h], scale_LHP[:, h]
 
-    x_LC: Tensor
-    dt_LC: Tensor
-    a_CN: Tensor
-    b_LN: Tensor
-    c_LN: Tensor
-    d_C: Tensor
-    scale_LC: Tensor
-
-    def head(self, channel: int) -> tuple[Tensor, Tensor, Tensor]:
-        dt_L1 = self.dt_LC[:, channel, None]
-        parts = (dt_L1 * self.a_CN[channel], (dt_L1 * self.b_LN)[..., None], self.c_LN[..., None])
-        matrix_LS = mixing_matrix(*(part[None] for part in parts))[0].sum(0)  # a state is a head with N = 1
-        matrix_LS.diagonal().add_(self.d_C[channel])
-        return matrix_LS, self.x_LC[:, channel, None], self.scale_LC[:, channel, None]
+    return head
 
 
-def _of_student(ssm: Any, hidden_1LD: Tensor) -> _Scan:
+def _of_student(ssm: Mixer, hidden_1LD: Tensor) -> Scan:
     x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in ssm.scan_inputs(hidden_1LD))
-    return _Scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(ssm.D), gate_LHP)
+    return _scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(ssm.D), gate_LHP)
 
 
-def _of_mamba2(mixer: Any, projected_LC: Tensor, scanned_LC: Tensor | None) -> _Scan:
-    """Mamba-2, Zamba2 and Falcon-H1, from the output of ``in_proj``; Falcon-H1 scales that first."""
+def _of_mamba2(mixer: Mixer, projected_LC: Tensor, scanned_LC: Tensor | None) -> Scan:
+    """Read Mamba-2, Zamba2 or Falcon-H1, from the output of ``in_proj``; Falcon-H1 scales that first."""
     n_heads, n_groups = mixer.num_heads, mixer.n_groups
     width, state = mixer.intermediate_size, n_groups * mixer.ssm_state_size
     if hasattr(mixer, "mup_vector"):
@@ -361,19 +336,15 @@ def _of_mamba2(mixer: Any, projected_LC: Tensor, scanned_LC: Tensor | None) -> _
     b_LHN, c_LHN = (
         _wide(t).unflatten(-1, (n_groups, -1)).repeat_interleave(n_heads // n_groups, dim=1) for t in (b_LC, c_LC)
     )
-    scale_LC = _gate_and_norm(mixer, _wide(gate_LC), scanned_LC)
-    return _Scan(
-        _wide(x_LC).unflatten(-1, (n_heads, -1)),
-        -_wide(mixer.A_log).exp() * dt_LH,
-        b_LHN * dt_LH.unsqueeze(-1),
-        c_LHN,
-        _wide(mixer.D),
-        scale_LC.unflatten(-1, (n_heads, -1)),
+    x_LHP, scale_LHP = (
+        t.unflatten(-1, (n_heads, -1)) for t in (_wide(x_LC), _gate_and_norm(mixer, _wide(gate_LC), scanned_LC))
     )
+    log_a_LH = -_wide(mixer.A_log).exp() * dt_LH
+    return _scan(x_LHP, log_a_LH, b_LHN * dt_LH.unsqueeze(-1), c_LHN, _wide(mixer.D), scale_LHP)
 
 
-def _gate_and_norm(mixer: Any, gate_LC: Tensor, scanned_LC: Tensor | None) -> Tensor:
-    """What the scan's output is multiplied by: silu(z) and, where there is a norm, its weight over the groups' RMS."""
+def _gate_and_norm(mixer: Mixer, gate_LC: Tensor, scanned_LC: Tensor | None) -> Tensor:
+    """Return the factor of the scan's output: silu(z) and, where there is a norm, its weight over the groups' RMS."""
     open_LC = F.silu(gate_LC)
     if scanned_LC is None:
         return open_LC
@@ -384,8 +355,11 @@ def _gate_and_norm(mixer: Any, gate_LC: Tensor, scanned_LC: Tensor | None) -> Te
     return open_LC * norm.weight / rms.expand_as(in_groups).flatten(-2)
 
 
-def _of_mamba1(mixer: Any, projected_LC: Tensor) -> _ChannelScan:
-    """Falcon-Mamba, which norms dt, B and C, and Mamba, which does not."""
+def _of_mamba1(mixer: Mixer, projected_LC: Tensor) -> Scan:
+    """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not.
+
+    B and C are shared by the channels, each of which has N decays.
+    """
     x_LC, gate_LC = projected_LC.chunk(2, dim=-1)
     x_LC = _convolved(mixer, x_LC)
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
@@ -394,25 +368,24 @@ def _of_mamba1(mixer: Any, projected_LC: Tensor) -> _ChannelScan:
         norms = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
         parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
     dt_LR, b_LN, c_LN = parts
-    return _ChannelScan(
-        _wide(x_LC),
-        F.softplus(_wide(F.linear(dt_LR, mixer.dt_proj.weight)) + _wide(mixer.dt_proj.bias)),
-        -_wide(mixer.A_log).exp(),
-        _wide(b_LN),
-        _wide(c_LN),
-        _wide(mixer.D),
-        F.silu(_wide(gate_LC)),
-    )
+    dt_LC = F.softplus(_wide(F.linear(dt_LR, mixer.dt_proj.weight)) + _wide(mixer.dt_proj.bias))
+    a_CN, b_LN, c_LN, d_C = -_wide(mixer.A_log).exp(), _wide(b_LN), _wide(c_LN), _wide(mixer.D)
+    x_LC, scale_LC = _wide(x_LC), F.silu(_wide(gate_LC))
+
+    def head(channel: int) -> tuple[Tensor, Tensor, Tensor]:
+        dt_L1 = dt_LC[:, channel, None]
+        of_states = (dt_L1 * a_CN[channel], (dt_L1 * b_LN)[..., None], c_LN[..., None])
+        matrix_LS = mixing_matrix(*(part[None] for part in of_states))[0].sum(0)  # a state is a head with N = 1
+        matrix_LS.diagonal().add_(d_C[channel])
+        return matrix_LS, x_LC[:, channel, None], scale_LC[:, channel, None]
+
+    return head
 
 
-def _convolved(mixer: Any, x_LC: Tensor) -> Tensor:
-    """Behind the mixer's causal convolution and its activation."""
+def _convolved(mixer: Mixer, x_LC: Tensor) -> Tensor:
+    """Apply the mixer's causal convolution and its activation."""
     return mixer.act(mixer.conv1d(x_LC.mT.unsqueeze(0))[0, :, : len(x_LC)].mT)
 
 
-def _at_least_float32(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
-
-
 def _wide(t: Tensor) -> Tensor:
-    return t.to(_at_least_float32(t))
+    return t.to(torch.promote_types(t.dtype, torch.float32))

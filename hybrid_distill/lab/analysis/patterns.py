@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MarkedPrompt:
-    """A prompt as tokens, and what stands where. The answer is predicted from the last token.
+    """A prompt as tokens, with its marks. The answer is predicted from the last token.
 
-    ``answer`` counts segments: the one that holds the answer, None where that is not known.
+    ``answer`` is the index of the segment that holds the answer, None where that is not known.
     """
 
     ids: Tokens
@@ -50,23 +50,21 @@ class MarkedPrompt:
 
     @property
     def summaries(self) -> list[int]:
-        """Of all segments."""
+        """Positions of all summaries."""
         return [position for segment in self.segments for position in segment.summary]
 
 
 def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str] = ()) -> MarkedPrompt:
-    """Segments are the lines before the last one; with ``choices``, those that hold one as a word or number.
+    """Mark the lines before the last one as segments; with ``choices``, those that hold one as a word or number.
 
-    A line that ends with a choice is summed up by that choice's tokens, another one by its last token. Raises
-    ValueError for a tokenizer that does not tell which characters a token covers.
+    The summary of a line is the choice it ends with, or else its last token. Raises ValueError for a slow tokenizer.
     """
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers; load a fast tokenizer."
-        )
+        raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
-    encoding: Any = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-    spans = [(0, 0)] * (len(ids) - len(encoding["input_ids"])) + [tuple(span) for span in encoding["offset_mapping"]]
+    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    own: list[tuple[int, int]] = [tuple(span) for span in encoding["offset_mapping"]]  # type: ignore[index]
+    spans = [(0, 0)] * (len(ids) - len(own)) + own
     lines = [match.span() for match in re.finditer(r"[^\n]+\n+", prompt)]  # the last one has no line break
     segments = [_segment(prompt, spans, line, choices) for line in lines]
     separators = [i for i, span in enumerate(spans) if re.fullmatch(r" *([^\w ] *)+", prompt[slice(*span)])]
@@ -74,7 +72,7 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
 
 
 def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
-    """A probe's question, up to where its answer is predicted (behind the space before a number, if that is a token).
+    """Mark a probe's question, up to where its answer is predicted (behind the space before a number, if a token).
 
     Raises ValueError for a question whose answer is in none of its lines, or in several.
     """
@@ -85,8 +83,8 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
     holding = [index for index, line in enumerate(lines) if _finds([example.answer], line)]
     if len(holding) != 1:
         raise ValueError(
-            f"the answer {example.answer!r} stands in {len(holding)} lines of its prompt; patterns need a probe whose "
-            "answer is in one of them, such as kv."
+            f"the answer {example.answer!r} stands in {len(holding)} lines of its prompt; take a probe whose answer is "
+            "in exactly one, such as kv."
         )
     return MarkedPrompt(ids, _labels(tokenizer, ids), marked.segments, marked.separators, holding[0])
 
@@ -111,19 +109,19 @@ def _segment(
 
 
 def _finds(choices: Sequence[str], text: str) -> list[re.Match[str]]:
-    """Where choices stand in a text as whole words or numbers."""
+    """Find choices in a text as whole words or numbers."""
     patterns = (rf"(?<!\w){re.escape(choice.strip())}(?!\w)" for choice in choices)
     return [match for pattern in patterns for match in re.finditer(pattern, text)]
 
 
 def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
-    """Each token's text, with line breaks and a lone space made visible."""
+    """Return each token's text, with line breaks and a lone space made visible."""
     return tuple(str(tokenizer.decode([token])).replace("\n", "↵").strip() or "␣" for token in ids)
 
 
 def gather_mask(prompt: MarkedPrompt) -> Tensor:
-    """mask_TS of what a gather head needs: from every token of a segment to the tokens of the same segment."""
-    mask_TS = _nothing(prompt)
+    """Return mask_TS of a gather head: from every token of a segment to the tokens of the same segment."""
+    mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     for segment in prompt.segments:
         places = torch.tensor(segment.content + segment.summary)
         mask_TS[places[:, None], places] = True
@@ -131,23 +129,18 @@ def gather_mask(prompt: MarkedPrompt) -> Tensor:
 
 
 def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
-    """mask_TS of what an aggregate head needs: from the tokens behind the last segment to all summaries."""
-    mask_TS = _nothing(prompt)
+    """Return mask_TS of an aggregate head: from the tokens behind the last segment to all summaries."""
+    mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
     return mask_TS
 
 
-def _nothing(prompt: MarkedPrompt) -> Tensor:
-    return torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
-
-
 class Sharpness(NamedTuple):
-    """What one matrix does on one prompt: shares 0 to 1, the entropy in bits. NaN where the prompt has no such place.
+    """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN where there is no such place.
 
-    ``entropy``, ``answer`` and ``separators`` are of the last row, where the answer is predicted: how spread it is (2
-    to this power is a number of tokens), and what falls on the answer's summary and on punctuation and line breaks.
-    ``aggregate`` is what of it falls on any summary; ``gather`` what the best row of each summary takes from its own
-    segment's content, on average over segments.
+    The last row predicts the answer: ``entropy`` is its spread, ``answer``, ``separators`` and ``aggregate`` its shares
+    on the answer's summary, on punctuation and line breaks, and on any summary. ``gather`` is the share of a segment's
+    content in the best row of its summary, averaged over segments.
     """
 
     entropy: float
@@ -177,6 +170,6 @@ def sharpness(matrix_TS: Tensor, prompt: MarkedPrompt) -> Sharpness:
 
 
 def row_shares(matrix_TS: Tensor) -> Tensor:
-    """Absolute values, each row divided by its sum (in float64); a row of zeros stays one."""
+    """Return absolute values, each row divided by its sum (in float64); a row of zeros stays one."""
     size_TS = matrix_TS.double().abs()
     return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -1,23 +1,22 @@
-"""The table of an experiment: one row per variant of a model, one column per task, changes beside the figures."""
+"""The table of an experiment: a row per variant of a model, a column per task, changes beside the figures."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from ...io import write_text
+import pandas as pd
 
-MINUS = "\N{MINUS SIGN}"
+from ...io import write_text
+from ..reporting import markdown_table, percent_change, text_table, with_error
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is measured, in which unit ("" for none). ``chance`` is what guessing gives."""
+    """A measure and its unit ("" for none). ``chance`` is what guessing gives."""
 
     name: str
     unit: str = "%"
@@ -31,9 +30,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant: a number for each column; ``spreads`` are standard deviations where it is a mean of several.
+    """One variant: a number for each column, and ``spreads``, standard deviations, where it is a mean of several.
 
-    ``group`` and ``x`` place it in a figure: the line it belongs to, and where on it.
+    ``group`` and ``x`` are its line in a figure, and its place there.
     """
 
     label: str
@@ -44,7 +43,7 @@ class Row:
 
     @classmethod
     def mean(cls, label: str, several: Sequence[Sequence[float]], group: str = "", x: float = 0) -> Row:
-        """Of the same variant drawn several times."""
+        """Average a variant that was drawn several times."""
         columns = list(zip(*several, strict=True))
         spreads = tuple(map(pstdev, columns)) if len(several) > 1 else ()
         return cls(label, tuple(map(fmean, columns)), group, x, spreads)
@@ -60,58 +59,45 @@ class Table:
     rows: tuple[Row, ...]
     compared: bool = True
 
-    def change(self, row: Row, column: int) -> float | None:
-        """Relative to the first row, in percent; None for that row itself, and where it is 0."""
-        if not self.compared:
-            return None
+    def ratio(self, row: Row, column: int) -> float:
+        """Value relative to the first row's; NaN for that row itself, and where it is 0."""
         base = self.rows[0].values[column]
-        return None if row is self.rows[0] or base == 0 else 100 * (row.values[column] / base - 1)
+        return math.nan if not self.compared or row is self.rows[0] or base == 0 else row.values[column] / base
+
+    def frame(self) -> pd.DataFrame:
+        """Cells as text; a last row for guessing."""
+        cells = {self.label: [row.label for row in self.rows]}
+        for index, column in enumerate(self.columns):
+            cells[column.header] = [self._cell(row, index) for row in self.rows]
+        if any(column.chance is not None for column in self.columns):
+            guessed = ["guessing", *("" if c.chance is None else f"{c.chance:.1f}" for c in self.columns)]
+            for name, cell in zip(cells, guessed, strict=True):
+                cells[name].append(cell)
+        return pd.DataFrame(cells)
+
+    def _cell(self, row: Row, index: int) -> str:
+        spread = row.spreads[index] if row.spreads else 0
+        value = with_error(row.values[index], spread or None, self.columns[index].digits)
+        ratio = self.ratio(row, index)
+        return value if math.isnan(ratio) else f"{value} ({percent_change(ratio)})"
 
     def text(self) -> str:
-        """Plain text, for a terminal."""
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells)
-        return "\n".join([self.title, *("  ".join(line).rstrip() for line in lines)])
-
-    def markdown(self) -> str:
-        header, *lines = self._cells()
-        rule = ["---", *["---:"] * len(self.columns)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *lines])
+        """Render plain text, for a terminal."""
+        return f"{self.title}\n{text_table(self.frame())}"
 
     def csv(self) -> str:
-        """Numbers in full; a column each for the change in percent and the standard deviation."""
-        endings = ("", "_change_percent", "_sd") if self.compared else ("",)
-        names = [f"{column.name}{ending}" for column in self.columns for ending in endings]
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([self.label, *names])
-        for row in self.rows:
-            found: list[float | str] = []
-            for index, value in enumerate(row.values):
-                change = self.change(row, index)
-                cells = [value, "" if change is None else change, row.spreads[index] if row.spreads else ""]
-                found += cells[: len(endings)]
-            writer.writerow([row.label, *found])
-        return file.getvalue()
+        """Render full numbers, with a column each for the change in percent and the standard deviation."""
+        numbers: dict[str, list[object]] = {self.label: [row.label for row in self.rows]}
+        for index, column in enumerate(self.columns):
+            numbers[column.name] = [row.values[index] for row in self.rows]
+            if self.compared:
+                changes = [100 * (self.ratio(row, index) - 1) for row in self.rows]
+                numbers[f"{column.name}_change_percent"] = list(changes)
+                numbers[f"{column.name}_sd"] = [row.spreads[index] if row.spreads else None for row in self.rows]
+        return pd.DataFrame(numbers).to_csv(index=False, lineterminator="\n")
 
     def save(self, folder: Path, name: str) -> None:
         """Write FOLDER/NAME.md and NAME.csv."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{name}.md", f"{self.title}\n\n{self.markdown()}\n")
+        write_text(folder / f"{name}.md", f"{self.title}\n\n{markdown_table(self.frame())}\n")
         write_text(folder / f"{name}.csv", self.csv())
-
-    def _cells(self) -> list[list[str]]:
-        lines = [[self.label, *(column.header for column in self.columns)]]
-        lines += [[row.label, *(self._cell(row, i) for i in range(len(self.columns)))] for row in self.rows]
-        if any(column.chance is not None for column in self.columns):
-            lines.append(["guessing", *("" if c.chance is None else f"{c.chance:.1f}" for c in self.columns)])
-        return lines
-
-    def _cell(self, row: Row, index: int) -> str:
-        digits = self.columns[index].digits
-        spread = f" ± {row.spreads[index]:.{digits}f}" if row.spreads and row.spreads[index] else ""
-        change = self.change(row, index)
-        beside = "" if change is None else f" ({change:+.1f} %)".replace("-", MINUS)
-        value = "–" if math.isnan(row.values[index]) else f"{row.values[index]:.{digits}f}"
-        return f"{value}{spread}{beside}"

@@ -1,4 +1,4 @@
-"""What every variant of a model is measured on, and the model itself: the options that all experiments share."""
+"""The model under study, and the tasks its variants are measured on: options that experiments share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Literal
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
@@ -21,17 +24,16 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, probe_with
 from ...teacher import TINY, eval_mode, load_teacher, longest_context
-from ..suites.tasks import Questions as HarnessQuestions
-from .lm_eval_tasks import LM_EVAL, lm_eval_column
+from ..suites import SuiteJob, check_job, run_suite
 from .tables import Column
 
-KNOWLEDGE, TEXT, GENERATED = "knowledge", "text", ":generate"
+KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
 MAX_TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Task:
-    """A column, and how its number is found: in percent, or a perplexity."""
+    """A column, and the function that finds its number: a percentage, or a perplexity."""
 
     column: Column
     measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
@@ -40,7 +42,7 @@ class Task:
 def accuracy_task(
     name: str, examples: Sequence[Example], chance: float | None, *, batch_size: int, generated: bool = False
 ) -> Task:
-    """Questions answered right, by choice or by generation; ``chance`` is a share, 0 to 1."""
+    """Make a column of questions answered right, by choice or by generation; ``chance`` is 0 to 1."""
 
     def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         if generated:
@@ -50,35 +52,47 @@ def accuracy_task(
     return Task(Column(name, "%", None if chance is None else 100 * chance), accuracy)
 
 
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]
-) -> tuple[float, ...]:
-    """One number for each task."""
-    return tuple(task.measure(model, tokenizer) for task in tasks)
+def lm_eval_task(name: str, job: SuiteJob) -> Task:
+    """Make a column of a task of lm-eval, in percent.
+
+    Raises ValueError for an unknown task, for missing files, and where lm-eval is not installed; the column raises it
+    for a task that lm-eval cannot ask this model.
+    """
+    check_job(job)
+
+    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        with TemporaryDirectory() as folder:
+            found = run_suite(model, tokenizer, job, Path(folder))
+        for part, reason in found.failed.items():
+            raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+        return 100 * found.tasks[name].value
+
+    return Task(Column(name, "%"), percent)
+
+
+def own_device() -> torch.device:
+    """Return the device of this process."""
+    return torch.device(connect().device or "cpu")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is looked into."""
+    """The model under study."""
 
     model: str = TINY
-    """A local folder (a student's export too), a hub id, or ``tiny`` for the embedded teacher."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """By default bfloat16 on a GPU, float32 on a CPU."""
+    """Number format; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
-    """Take weights that are a pickle (``*.bin``) too."""
+    """Accept weights that are a pickle (``*.bin``)."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Model and tokenizer, as `load_teacher` has them; ``flag`` is where the user has named the model."""
-        device: Any = connect().device
-        dtype = self.dtype or _dtype_of(device)
+        """Load model and tokenizer; errors name ``flag``."""
+        device = own_device()
+        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         model, tokenizer = load_teacher(self.model, dtype=dtype, allow_bin=self.allow_bin, flag=flag)
-        model.to(device)
+        nn.Module.to(model, device)
         return model, tokenizer
-
-
-def _dtype_of(device: Any) -> str:
-    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 @dataclass(frozen=True)
@@ -95,19 +109,19 @@ class Questions:
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
     data_dir: Path | None = None
-    """Where the questions of lm-eval's tasks are as files, instead of the hub (docs/evaluation.md)."""
+    """Folder of the questions of lm-eval's tasks, instead of the hub (docs/evaluation.md)."""
     examples: int = 128
     """Questions of each probe and task of lm-eval (of each part of mmlu, bbh and niah), and documents of the text."""
     seed: int = 1
-    """Of the questions; take another one than for scoring heads."""
+    """Seed of the questions; take another one than for scoring heads."""
     batch_size: int = 32
 
     def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """The tasks by name. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
         return [self._task(name, model, tokenizer) for name in self.names()]
 
     def names(self) -> list[str]:
-        """Of the tasks. Raises ValueError for none."""
+        """Return the names of the tasks. Raises ValueError for none."""
         names = words(self.tasks)
         if not names:
             raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
@@ -117,17 +131,19 @@ class Questions:
         if name == TEXT:
             return self._text()
         if name.startswith(LM_EVAL):
-            asked = HarnessQuestions(data_dir=self.data_dir, limit=self.examples, seed=self.seed)
-            return Task(*lm_eval_column(name.removeprefix(LM_EVAL), asked, batch_size=self.batch_size))
+            suite = name.removeprefix(LM_EVAL)
+            job = SuiteJob(
+                suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=self.batch_size
+            )
+            return lm_eval_task(suite, job)
         probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
         examples, chance = self.examples_of(probe_name)
-        check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
-
+        check_readable(model, tokenizer, examples)
         chance = None if generated else chance
         return accuracy_task(name, examples, chance, batch_size=self.batch_size, generated=generated)
 
     def examples_of(self, name: str) -> tuple[list[Example], float]:
-        """The questions of a task, and the share that guessing gets right. Raises ValueError for an unknown name."""
+        """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
         if name == KNOWLEDGE:
             knowledge = Knowledge(self.facts)
             return knowledge.examples(self.examples), knowledge.chance
@@ -137,12 +153,11 @@ class Questions:
         return probe.examples(self.examples), probe.chance
 
     def probe(self, name: str, seed: int) -> Probe:
-        """The probe of that name, with these questions' settings. Raises ValueError for an unknown name."""
-        given: dict[str, Any] = {"pairs": self.pairs, "facts": self.facts, "seed": seed}
-        return probe_with(name, given)
+        """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
+        return probe_with(name, {"pairs": self.pairs, "facts": self.facts, "seed": seed})
 
     def documents(self, n: int) -> list[str]:
-        """The first ``n`` plain texts."""
+        """Return the first ``n`` plain texts."""
         return read_held_out(self.texts, n)
 
     def _text(self) -> Task:
@@ -150,11 +165,17 @@ class Questions:
 
         def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
             n_tokens, total = 0, 0.0
-            sizes: dict[str, int] = {"max_tokens": MAX_TEXT_TOKENS, "batch_size": self.batch_size}
             with eval_mode(model):
-                for batch in text_batches(model, tokenizer, texts, **sizes):
+                for batch in text_batches(
+                    model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=self.batch_size
+                ):
                     total += batch.token_losses(batch.logits(model)).double().sum().item()
                     n_tokens += int(batch.counts_BT.sum())
             return math.exp(total / n_tokens)
 
         return Task(Column("perplexity", "", digits=3), perplexity)
+
+
+def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
+    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's context."""
+    check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)

@@ -1,26 +1,28 @@
-"""What a cache costs, by kept heads, state size and context: before anything is trained.
+"""Sizes of a cache, by kept heads, state size and context, before anything is trained.
 
     bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; layers with a window hold no more than that)
 
-How many KV heads k kept heads store depends on where they are: heads of one group share a K and a V. With a file of
-scores that is known; without one, both ends are shown.
+How many KV heads k kept heads store depends on where they are: heads of one group share a K and a V. A file of scores
+says where; without one, both ends are shown.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...io import replacing
+import pandas as pd
+
+from ...io import write_text
 from ...limits import numbers
 from ...model import layer_windows
 from ...plan import CacheBytes, HeadId, HeadPlan, cache_bytes
 from ...scoring import HeadScores
 from ...teacher import head_dim_of, load_config
+from ..reporting import text_table
 
 MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -28,10 +30,10 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """What to tabulate."""
+    """Configurations to tabulate."""
 
     model: str = "16x32x8x64"
-    """A checkpoint (folder, hub name, ``tiny``), or a shape: layers x query heads x KV heads x head dim. The default is
+    """Checkpoint (folder, hub name, ``tiny``), or shape: layers x query heads x KV heads x head dim. The default is
     Llama-3.2-1B's."""
     heads: str = "0,10,20,40,all"
     """Numbers of kept attention heads."""
@@ -40,20 +42,20 @@ class MemoryJob:
     lengths: str = "128,2048,4096,32768"
     """Tokens in the context."""
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
-    """Of keys, values and convolution states; int8 is counted without its scales."""
+    """Number format of keys, values and convolution states; int8 is counted without its scales."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Of recurrent states: float32 is what this package's caches hold, bfloat16 what published tables count."""
+    """Number format of recurrent states: this package's caches hold float32, published tables count bfloat16."""
     batch: int = 1
     """Sequences at the same time."""
     conv_width: int = 4
     scores: Path | None = None
-    """A scores.json: the kept heads are its first ones, so that it is known which of them share keys and values."""
+    """A scores.json: its first heads are kept, so that it is known which of them share keys and values."""
     csv: Path | None = None
     """Write the table there too, in bytes."""
 
 
 class Row(NamedTuple):
-    """One configuration: its name, KV heads that are stored, state size, bytes at each length."""
+    """One configuration: its name, stored KV heads, state size, and bytes at each length."""
 
     name: str
     n_kv_heads: int
@@ -62,23 +64,35 @@ class Row(NamedTuple):
 
 
 def memory_table(job: MemoryJob) -> str:
-    """The table as text; writes ``csv``. Raises ValueError for numbers that cannot be."""
+    """Return the table as text; write ``csv``. Raises ValueError for numbers that cannot be."""
     lengths = numbers("lengths", job.lengths, least=1)
     shape, head_dim, windows = model_shape(job.model)
     rows = list(table_rows(job, shape, head_dim, windows, lengths))
     if job.csv is not None:
-        _write(job.csv, rows, lengths)
+        records = [
+            {"kept": row.name, "kv_heads": row.n_kv_heads, "d_state": row.d_state, "length": length,
+             "kv_bytes": size.kv, "ssm_bytes": size.ssm, "conv_bytes": size.conv}
+            for row in rows for length, size in zip(lengths, row.sizes)
+        ]  # fmt: skip
+        write_text(job.csv, pd.DataFrame(records).to_csv(index=False, lineterminator="\n"))
     title = f"{job.model}: {shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads, {head_dim} wide"
     if limited := [window for window in windows if window is not None]:
         title += f", {len(limited)} layers see {max(limited):,} tokens"
     unit = f"MB (1e6 bytes) in {job.dtype}, states in {job.state_dtype}, batch {job.batch}"
-    return "\n".join([f"{title}; {unit}", *_text(rows, lengths)])
+    frame = pd.DataFrame(
+        {"kept": row.name, "KV heads": row.n_kv_heads, "state": row.d_state or "-"}
+        | {f"L={length}": f"{size.total / MB:,.2f}" for length, size in zip(lengths, row.sizes)}
+        | {"conv state": f"{row.sizes[0].conv / MB:,.2f}"}
+        for row in rows
+    )
+    note = "The convolution state does not grow and is not in the other columns."
+    return f"{title}; {unit}\n{text_table(frame)}\n{note}"
 
 
 def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
-    """An empty plan of a model's shape, its head dim and the windows of its layers.
+    """Return an empty plan of a model's shape, its head dim and the windows of its layers.
 
-    Raises ValueError for what is neither model nor shape.
+    Raises ValueError for a name that is neither a model nor a shape.
     """
     parts = model.lower().split("x")
     if len(parts) == 4 and all(part.isdigit() for part in parts):
@@ -91,7 +105,7 @@ def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
 def table_rows(
     job: MemoryJob, shape: HeadPlan, head_dim: int, windows: Sequence[int | None], lengths: Sequence[int]
 ) -> Iterator[Row]:
-    """One row for each placement and state size; where all heads are kept no state is left to have a size."""
+    """Yield a row for each placement and state size; where all heads are kept there is no state."""
     total = shape.n_layers * shape.n_heads
     ranking = None if job.scores is None else HeadScores.load(job.scores).ranking()
     d_states = numbers("d-state", job.d_state, least=1)
@@ -102,14 +116,19 @@ def table_rows(
             plans = {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
         for name, plan in plans.items():
             for d_state in d_states[:1] if k == total else d_states:
-                size = {"head_dim": head_dim, "d_state": d_state, "conv_width": job.conv_width, "batch": job.batch}
-                size |= {"bytes_per_element": BYTES[job.dtype], "state_bytes": BYTES[job.state_dtype]}
-                sizes = [cache_bytes(plan, length=n, windows=windows, **size) for n in lengths]
-                yield Row(name, plan.n_stored_kv_heads, 0 if k == total else d_state, tuple(sizes))
+                sizes = tuple(
+                    cache_bytes(
+                        plan, length=length, head_dim=head_dim, d_state=d_state, windows=windows, batch=job.batch,
+                        bytes_per_element=BYTES[job.dtype], state_bytes=BYTES[job.state_dtype],
+                        conv_width=job.conv_width,
+                    )
+                    for length in lengths
+                )  # fmt: skip
+                yield Row(name, plan.n_stored_kv_heads, 0 if k == total else d_state, sizes)
 
 
 def _placements(shape: HeadPlan, k: int, windows: Sequence[int | None]) -> dict[str, HeadPlan]:
-    """The most and the least keys and values that ``k`` kept heads can need."""
+    """Return the plans of ``k`` heads that need most and least keys and values."""
     reach = [math.inf if window is None else window for window in windows]
     layers = sorted(range(shape.n_layers), key=lambda layer: reach[layer])
     heads = [HeadId(layer, head) for layer in layers for head in range(shape.n_heads)]
@@ -121,25 +140,6 @@ def _placements(shape: HeadPlan, k: int, windows: Sequence[int | None]) -> dict[
     if k == 0 or (group_size == 1 and len(set(reach)) == 1):
         return {f"{k} heads": together}
     return {f"{k} heads, apart": apart, f"{k} heads, groups together": together}
-
-
-def _text(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[str]:
-    columns = "".join(f"{f'L={length}':>12}" for length in lengths)
-    yield f"{'kept':<28}{'KV heads':>9}{'state':>7}{columns}{'conv state':>12}"
-    for row in rows:
-        sizes = "".join(f"{size.total / MB:>12,.2f}" for size in row.sizes)
-        state = str(row.d_state or "-")
-        yield f"{row.name:<28}{row.n_kv_heads:>9}{state:>7}{sizes}{row.sizes[0].conv / MB:>12,.2f}"
-    yield "The convolution state does not grow and is not in the other columns."
-
-
-def _write(path: Path, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-    with replacing(path) as temporary, temporary.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"])
-        for row in rows:
-            for length, size in zip(lengths, row.sizes):
-                table.writerow([row.name, row.n_kv_heads, row.d_state, length, size.kv, size.ssm, size.conv])
 
 
 class Published(NamedTuple):
@@ -160,25 +160,25 @@ PUBLISHED = (
     Published("Hybrid-Mohawk", (2.3, 19.5, 37.8), 35, 138, 64, "fitted, see below"),
     Published("Hybrid-Llamba", (1.2, 11.0, 21.5), 20, 492, 8, "20 heads with a K and a V each, 492 recurrent ones"),
 )
+MOHAWK_NOTE = """\
+Hybrid-Mohawk grows by 9.0 kB a token, which is 35 KV heads of 64, and starts from 1.1 MB, which is 138 recurrent heads
+of N = 64. 35 is not a multiple of a layer's 8 KV heads, nor 138 of its 32 heads: no choice of whole layers gives this
+row, nor does any published configuration of that model. The three other rows are exact, with states in bfloat16."""
 
 
 def published_table() -> str:
-    """Tabulate the authors' figures beside the formula's."""
-    lines = [f"{'MB at L = 128 / 2048 / 4096':<28}{'published':>22}{'formula':>22}   configuration"]
+    """Return the authors' figures beside the formula's."""
+    lengths = " / ".join(map(str, PUBLISHED_LENGTHS))
+    rows = []
     for row in PUBLISHED:
         found = [published_bytes(row, length) / MB for length in PUBLISHED_LENGTHS]
         cells = [" / ".join(f"{size:.1f}" for size in sizes) for sizes in (row.megabytes, found)]
-        lines.append(f"{row.name:<28}{cells[0]:>22}{cells[1]:>22}   {row.configuration}")
-    return "\n".join([*lines, MOHAWK_NOTE])
+        rows.append([row.name, *cells, row.configuration])
+    frame = pd.DataFrame(rows, columns=[f"MB at L = {lengths}", "published", "formula", "configuration"])
+    return f"{text_table(frame)}\n{MOHAWK_NOTE}"
 
 
 def published_bytes(row: Published, length: int) -> int:
-    """The formula in bfloat16; a configuration by layers has no plan of heads."""
+    """Apply the formula in bfloat16; a configuration by layers has no plan of heads."""
     per_head = PUBLISHED_HEAD_DIM * BYTES["bfloat16"]
     return 2 * row.n_kv_heads * per_head * length + row.n_recurrent * per_head * row.d_state
-
-
-MOHAWK_NOTE = """\
-Hybrid-Mohawk grows by 9.0 kB a token, which is 35 KV heads of 64, and starts from 1.1 MB, which is 138 recurrent heads
-of N = 64. 35 is no multiple of a layer's 8 KV heads and 138 none of its 32 heads: no choice of whole layers gives this
-row, nor does any published configuration of that model. The three other rows are exact, with states in bfloat16."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...io import replacing
 
@@ -60,7 +60,7 @@ class Look(NamedTuple):
 
     color: str
     marker: str
-    dash: Any = "solid"
+    dash: str | tuple[float, tuple[float, ...]] = "solid"
 
 
 LOOKS = (
@@ -98,12 +98,15 @@ def can_draw() -> bool:
 
 @contextmanager
 def figure(
-    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **layout: Any
-) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a 2D array of axes in the project's style; save it to ``path`` (PNG, SVG) when the block ends.
-
-    ``layout`` goes to ``Figure.subplots``: sharex, sharey.
-    """
+    path: Path,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    size: tuple[float, float],
+    sharex: bool = False,
+    sharey: bool | Literal["row"] = False,
+) -> Iterator[np.ndarray]:
+    """Yield a 2D array of axes in the project's style; save it to ``path`` (PNG, SVG) when the block ends."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -112,7 +115,7 @@ def figure(
     with rc_context(STYLE):
         drawing = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawing)
-        yield drawing.subplots(rows, columns, squeeze=False, **layout)
+        yield drawing.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
         with replacing(path) as temporary:
             drawing.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
 

@@ -73,7 +73,7 @@ def front(results: SweepResults, quality: Quality) -> pd.DataFrame:
         found = without(found, TEACHER)
     better = found["mean"] if quality.higher_is_better else -found["mean"]
     found = found.assign(better=better).sort_values(["bytes", "better"], ascending=[True, False], kind="stable")
-    return found[found.better > found.better.cummax().shift(fill_value=-math.inf)]
+    return found.loc[found.better > found.better.cummax().shift(fill_value=-math.inf)]
 
 
 def best_under(found: pd.DataFrame, budget: float) -> pd.Series:
@@ -94,7 +94,7 @@ def nearly_as_good(results: SweepResults, quality: Quality, found: pd.DataFrame,
 
 def measured_text(results: SweepResults, quality: Quality, setting: pd.Series) -> str:
     """Describe a setting: ``top 4 heads, state 16: 97.1 % ± 3.2 (3 seeds), 1.28 MB``; name one that guesses."""
-    mean, n_seeds, chance = setting["mean"], setting.n_done, results.chance(quality.column)
+    mean, n_seeds, chance = setting.loc["mean"], setting.n_done, results.chance(quality.column)
     spread = "" if math.isnan(setting.margin) else f" ± {quality.scale * setting.margin:.{quality.digits}f}"
     seeds = f"{n_seeds} seeds" if n_seeds > 1 else "one seed, so no interval"
     text = f"{setting.label}: {quality.text(mean)}{spread} ({seeds}), {size_text(setting.bytes)}"

@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
-from ...io import write_text
+from ...io import Record, write_text
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
 from .document import Block, Figure, Section, render
@@ -74,7 +74,7 @@ class HeadMap(NamedTuple):
 
 
 @dataclass
-class Record:
+class RunRecord:
     """Everything a report shows; ``missing`` lists what could not be read."""
 
     title: str
@@ -122,7 +122,7 @@ def write_report(directory: str | Path) -> Path:
     return directory / "report.md"
 
 
-def _sections(record: Record, figures: Mapping[str, list[Block]]) -> list[Section]:
+def _sections(record: RunRecord, figures: Mapping[str, list[Block]]) -> list[Section]:
     """Return the report's sections; ``figures`` are the figures of a section by its title."""
     models, n_pairs = record.models, record.n_pairs
     results: list[Block] = [results_table(models, n_pairs, n_heads=record.n_heads)]
@@ -187,7 +187,7 @@ def _size_table(models: Sequence[Model], name: str) -> pd.DataFrame:
     return table
 
 
-def _notes(record: Record) -> str:
+def _notes(record: RunRecord) -> str:
     """Explain the columns, how many questions were asked, and what guessing gives."""
     teacher = record.teacher
     chance = f"{100 / record.n_pairs:.1f} % for KV retrieval with {record.n_pairs} pairs"
@@ -216,12 +216,12 @@ def _head_blocks(head_map: HeadMap) -> list[Block]:
     return [caption, table, *([made] if facts else [])]
 
 
-def read_record(directory: Path) -> Record:
+def read_record(directory: Path) -> RunRecord:
     """Collect what a report needs. Raises ValueError for a directory that is neither a run nor a comparison."""
     if (directory / "compare.json").is_file():
         record = _read_comparison(directory)
     elif any((directory / name).exists() for name in ("config.json", "plan.json", "evaluation.json", "stages")):
-        record = Record(directory.resolve().name)
+        record = RunRecord(directory.resolve().name)
         record.read_teacher(directory / "teacher" / "evaluation.json")
         plan = _read_student(record, directory, {"label": "student", "selection": "student"})
         if plan is not None:
@@ -240,7 +240,7 @@ def read_record(directory: Path) -> Record:
     return record
 
 
-def _read_comparison(directory: Path) -> Record:
+def _read_comparison(directory: Path) -> RunRecord:
     try:
         comparison = json.loads((directory / "compare.json").read_text())
         entries = [(entry, directory / entry["dir"]) for entry in comparison["students"]]
@@ -249,7 +249,7 @@ def _read_comparison(directory: Path) -> Record:
             f"{directory / 'compare.json'} cannot be read ({error!r}); it needs "
             '{"students": [{"name", "label", "dir", "selection", "k"}], "teacher": path}.'
         ) from error
-    record = Record(comparison.get("title") or directory.resolve().name, comparison.get("n_pairs", 0))
+    record = RunRecord(comparison.get("title") or directory.resolve().name, comparison.get("n_pairs", 0))
     record.shared_losses = _read_losses(directory / "aligned")
     record.read_teacher(directory / comparison.get("teacher", "teacher/evaluation.json"))
     kept_by: dict[str, tuple[HeadPlan, str]] = {}
@@ -262,7 +262,7 @@ def _read_comparison(directory: Path) -> Record:
     return record
 
 
-def _read_student(record: Record, folder: Path, entry: Mapping[str, Any]) -> HeadPlan | None:
+def _read_student(record: RunRecord, folder: Path, entry: Record) -> HeadPlan | None:
     label, data = entry.get("label") or entry.get("name") or folder.name, entry.get("data", "")
     label += f" ({data})" if data else ""
     result = record.read(EvalResult.load, folder / "evaluation.json", f"the evaluation of {label!r}")
@@ -276,7 +276,7 @@ def _read_student(record: Record, folder: Path, entry: Mapping[str, Any]) -> Hea
     return plan
 
 
-def _read_scores(record: Record, path: Path, plan: HeadPlan | None, label: str) -> None:
+def _read_scores(record: RunRecord, path: Path, plan: HeadPlan | None, label: str) -> None:
     if (scores := record.read(HeadScores.load, path, "head scores")) is not None:
         record.n_heads = scores.n_layers * scores.n_heads
         record.head_maps.append(HeadMap(path.stem, scores, frozenset(plan.kept if plan else ()), label))
@@ -322,7 +322,7 @@ def with_means(models: Sequence[Model]) -> list[Model]:
     return found
 
 
-def _draw(record: Record, directory: Path) -> dict[str, list[Block]]:
+def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
     """Draw every figure that the record has numbers for; return them by the title of their section."""
     found: dict[str, list[Block]] = {"Training": []}
     is_mean = any(model.draws > 1 for model in record.models)
@@ -408,7 +408,7 @@ def _stage(losses: Mapping[str, pd.DataFrame], word: str) -> pd.DataFrame:
 def _smooth(losses: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over a window of a fortieth of the curve or 5 points, whichever is longer, cut at the ends."""
     half = max(len(losses) // 80, min(2, len(losses) // 10))
-    return losses.rolling(2 * half + 1, center=True, min_periods=1).mean()
+    return pd.DataFrame(losses.rolling(2 * half + 1, center=True, min_periods=1).mean())
 
 
 def _draw_alignment(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
@@ -425,7 +425,7 @@ def _draw_alignment(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
     with figure(path, rows, columns, size=(3.5 * columns + 0.9, 2.7 * rows + 0.5), sharex=True, sharey=True) as grid:
         for axes, (label, frame) in zip(grid.flat, frames.items()):
             for name, losses in _smooth(frame).items():
-                axes.plot(losses.index, losses, color=depth.to_rgba(int(str(name).rpartition(".")[2])), linewidth=1.5)
+                axes.plot(losses.index, losses, color=colors(depth.norm(np.array(int(str(name).rpartition(".")[2])))))
             axes.set_title(label)
         log_ticks(grid[0, 0])
         for axes in grid.flat[len(frames) :]:

@@ -148,7 +148,7 @@ def _changes(results: SweepResults) -> list[Block]:
 
 
 def _notes(results: SweepResults) -> str:
-    n_seeds = int(results.students.groupby(SETTING).size().max())
+    n_seeds = max(without(results.settings, TEACHER)["n_done"])
     interval = "One seed: no interval can be given."
     if n_seeds > 1:
         interval = (
@@ -184,8 +184,8 @@ def _needed(results: SweepResults) -> list[Block]:
     for d_state in sorted(kept.d_state.unique()):
         cells = []
         for selection in table.chosen:
-            line = kept[(kept.selection == selection) & (kept.d_state == d_state)]
-            enough = line[line["mean"] >= NEEDED].heads
+            line = kept.loc[(kept.selection == selection) & (kept.d_state == d_state)]
+            enough = line.loc[line["mean"] >= NEEDED, "heads"]
             cells.append(ABSENT if line.empty else f"> {line.heads.max()}" if enough.empty else enough.min())
         table[f"state {d_state}"] = cells
     percent = f"{100 * NEEDED:.0f} %"
@@ -222,8 +222,8 @@ def _made(results: SweepResults) -> list[Block]:
     if (saved := record.get("saving", {})).get("steps"):
         served = f"{saved['alignments']} alignments served {saved['students']} students"
         made.append(f"{served}, which spared {saved['steps']:,} training steps.")
-    if seconds := results.students.get("train_seconds", pd.Series(dtype=float)).sum():
-        made.append(f"The students' own stages took {duration(seconds)} together.")
+    if "train_seconds" in results.rows:
+        made.append(f"The students' own stages took {duration(results.students['train_seconds'].sum())} together.")
     if versions := record.get("versions"):
         made.append(", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
     return made

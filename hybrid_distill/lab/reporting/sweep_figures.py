@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ..sweep.grid import ALL
 from ..sweep.results import TEACHER
-from .figures import BLACK, GREY, LOOKS, figure, look, percent_axis
+from .figures import BLACK, GREY, LOOKS, Look, figure, look, percent_axis
 from .recommend import front, size_text
 from .sweep_results import NONE, Quality, SweepResults, without
 
@@ -74,12 +75,12 @@ def _coverage(results: SweepResults) -> pd.DataFrame | None:
     parts = [_points(results, results.against_teacher(names)).assign(group=group) for group, names in groups.items()]
     if not parts or (points := pd.concat(parts)).empty:
         return None
-    return points[points.selection == points.selection.iloc[0]]
+    return points.loc[points.selection == points.selection.iloc[0]]
 
 
 def _panels(
     path: Path,
-    rows: list[tuple[Quality | None, pd.DataFrame]],
+    rows: Sequence[tuple[Quality | None, pd.DataFrame]],
     panel: str,
     line: str,
     x: str,
@@ -92,9 +93,9 @@ def _panels(
     size = (max(2.9 * len(panels) + 0.9, 5.4), 2.9 * len(rows) + 0.7)
     with figure(path, len(rows), len(panels), size=size, sharex=True, sharey="row") as grid:
         for (quality, points), axes_row in zip(rows, grid):
-            scale, of_panel = quality.scale if quality else 100.0, points.groupby(panel)
+            scale = quality.scale if quality else 100.0
             for name, axes in zip(panels, axes_row):
-                for number, (value, found) in enumerate(of_panel.get_group(name).groupby(line, sort=False)):
+                for number, (value, found) in enumerate(points.loc[points[panel] == name].groupby(line, sort=False)):
                     style = look(str(value)) if line == "selection" else LOOKS[values.index(value) % len(LOOKS)]
                     _line(axes, found, [ticks.index(each) + DODGE * number for each in found[x]], style, scale)
                     axes.lines[-1].set_label(_label(line, value))
@@ -107,11 +108,11 @@ def _panels(
             else:
                 axes_row[0].set_ylabel(f"{label} (lower is better)", fontsize=9)
         names = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
-        _legend(grid, grid[0, 0].get_legend_handles_labels())
+        _legend(grid)
         grid[0, 0].figure.supxlabel(names[x], fontsize=10)
 
 
-def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Any, scale: float) -> None:
+def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Look, scale: float) -> None:
     mean, margin = scale * found["mean"].to_numpy(), scale * found["margin"].fillna(0).to_numpy()
     low, high = mean - margin, mean + margin
     if scale == 100:
@@ -120,10 +121,10 @@ def _line(axes: Axes, found: pd.DataFrame, x: list[float], style: Any, scale: fl
     axes.plot(x, mean, color=style.color, marker=style.marker, linestyle=style.dash, zorder=3)
 
 
-def _label(column: str, value: Any) -> str:
+def _label(column: str, value: str | int) -> str:
     if column == "heads":
         return f"{value} head{'s' * (value != 1)}"
-    return f"state {value}" if column == "d_state" else NAMES.get(value, value)
+    return f"state {value}" if column == "d_state" else NAMES.get(str(value), str(value))
 
 
 def _levels(axes: Axes, quality: Quality | None, results: SweepResults) -> None:
@@ -139,8 +140,9 @@ def _levels(axes: Axes, quality: Quality | None, results: SweepResults) -> None:
         axes.axhline(chance, color=GREY, linewidth=0.9, linestyle=":", zorder=1, label="guessing")
 
 
-def _legend(grid: np.ndarray, handles_labels: tuple[list[Any], list[str]]) -> None:
-    entries = dict(zip(handles_labels[1], handles_labels[0]))
+def _legend(grid: np.ndarray) -> None:
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    entries = dict(zip(labels, handles))
     grid[0, 0].figure.legend(entries.values(), entries, loc="outside upper left", ncols=min(len(entries), 7))
 
 
@@ -152,12 +154,12 @@ def _pareto(results: SweepResults, qualities: list[Quality], path: Path) -> None
             every = (without(every, TEACHER) if ALL in every.index else every).dropna(subset=["mean"])
             steps = quality.scale * best["mean"]
             axes.plot(best.bytes, steps, drawstyle="steps-post", color=GREY, linewidth=1.3, label="front")
-            for setting, row in every.iterrows():
+            for setting, size, value in zip(every.index, every.bytes, quality.scale * every["mean"]):
                 color, marker, _ = look(setting[0])
                 face = color if setting in best.index else "white"
                 axes.plot(
-                    row.bytes, quality.scale * row["mean"], marker=marker, linestyle="none", color=color, zorder=3,
-                    markerfacecolor=face, label=NAMES.get(setting[0], "no heads" if setting[0] == NONE else "teacher"),
+                    size, value, marker=marker, linestyle="none", color=color, markerfacecolor=face, zorder=3,
+                    label=NAMES.get(setting[0], "no heads" if setting[0] == NONE else "teacher"),
                 )  # fmt: skip
             axes.set_xscale("log")
             axes.margins(x=0.12, y=0.1)
@@ -166,20 +168,20 @@ def _pareto(results: SweepResults, qualities: list[Quality], path: Path) -> None
             if quality.unit:
                 percent_axis(axes)
             _front_labels(axes, best, quality)
-        _legend(grid, grid[0, 0].get_legend_handles_labels())
+        _legend(grid)
         grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)
 
 
 def _front_labels(axes: Axes, best: pd.DataFrame, quality: Quality) -> None:
     """Write heads / state beside the settings of a front, the best first; leave out what would overlap."""
     to_axes, taken = axes.transData + axes.transAxes.inverted(), np.empty((0, 2))
-    for setting, row in best[::-1].iterrows():
-        place = to_axes.transform((row.bytes, quality.scale * row["mean"]))
+    for setting, size, value in reversed(list(zip(best.index, best.bytes, quality.scale * best["mean"]))):
+        place = to_axes.transform((size, value))
         if (abs(taken - place) < (0.14, 0.055)).all(axis=1).any():
             continue
         taken = np.vstack([taken, place])
         text = "all" if setting[0] in (ALL, TEACHER) else f"{setting[1]} / {setting[2]}"
         axes.annotate(
-            text, place, xycoords="axes fraction", xytext=(-5, 6 if quality.higher_is_better else -7),
+            text, tuple(place), xycoords="axes fraction", xytext=(-5, 6 if quality.higher_is_better else -7),
             textcoords="offset points", fontsize=8, ha="right", va="center", color="#222222",
         )  # fmt: skip

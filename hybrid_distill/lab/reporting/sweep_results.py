@@ -5,18 +5,18 @@ A setting is a way to make a student: a selection, a number of heads and a state
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from ...io import Record, read_json
 from ...limits import COUNT
 from ..sweep.grid import ALL
 from ..sweep.record import FILE as SWEEP
@@ -51,7 +51,7 @@ class SweepResults:
     name: str
     rows: pd.DataFrame
     context: int = CONTEXT
-    record: dict[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
 
     @classmethod
     def read(cls, out: str | Path, context: int = CONTEXT) -> SweepResults:
@@ -73,20 +73,20 @@ class SweepResults:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{table} is not a table of a sweep ({error}); docs/sweeps.md has its columns.") from error
         try:
-            found = json.loads(record.read_text()) if record.exists() else {}
+            found = read_json(record) if record.exists() else {}
         except ValueError as error:
-            raise ValueError(f"{record} is not JSON ({error}); delete it, and the report does without.") from error
+            raise ValueError(f"{error} Delete it, and the report does without.") from error
         return cls(Path(out).resolve().name, rows.assign(bytes=_bytes(rows, context, is_done.any())), context, found)
 
     @property
     def done(self) -> pd.DataFrame:
         """Rows of the teacher and of finished cells."""
-        return self.rows[self.rows.state == "done"]
+        return self.rows.loc[self.rows.state == "done"]
 
     @property
     def students(self) -> pd.DataFrame:
         """Rows of finished cells."""
-        return self.done[self.done.selection != TEACHER]
+        return self.done.loc[self.done.selection != TEACHER]
 
     @property
     def settings(self) -> pd.DataFrame:
@@ -95,7 +95,7 @@ class SweepResults:
         table = grouped.agg(n_done=("state", lambda states: (states == "done").sum()), n=("seed", "size"))
         table["bytes"] = grouped["bytes"].max()
         table["label"] = [setting_label(*setting) for setting in table.index]
-        return table[table.n_done > 0]
+        return table.loc[table.n_done > 0]
 
     @property
     def pair_sizes(self) -> list[int]:
@@ -155,17 +155,17 @@ def _estimate(rows: pd.DataFrame, column: str, *, is_share: bool = True) -> pd.D
 
     The margin of a share is no wider than reaches 0 and 1: what two or three seeds leave open may be all.
     """
-    values = rows.groupby(SETTING, sort=False)[column]
-    mean, n = values.mean(), values.count()
-    margin = values.sem() * stats.t.ppf(0.975, n.where(n > 1) - 1)
+    found = rows.groupby(SETTING, sort=False)[column].agg(["mean", "sem", "count"])
+    mean, n = found.loc[:, "mean"], found.loc[:, "count"]
+    margin = found.loc[:, "sem"] * stats.t.ppf(0.975, n.where(n > 1) - 1)
     if is_share:
-        margin = margin.clip(upper=np.maximum(mean, abs(1 - mean)))
+        margin = margin.clip(upper=(mean - 0.5).abs() + 0.5)
     return pd.DataFrame({"mean": mean, "margin": margin})
 
 
 def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
     """Return settings of all other selections."""
-    return settings[~settings.index.isin(selections, level=0)]
+    return settings.loc[~settings.index.isin(selections, level=0)]
 
 
 def setting_label(selection: str, heads: int, d_state: int) -> str:
@@ -176,7 +176,7 @@ def setting_label(selection: str, heads: int, d_state: int) -> str:
     return f"{chosen}{heads} head{'s' * (heads != 1)}, state {d_state}"
 
 
-def _bytes(rows: pd.DataFrame, length: int, is_measured: bool) -> pd.Series[float] | float:
+def _bytes(rows: pd.DataFrame, length: int, is_measured: bool) -> pd.Series | float:
     """Return what one sequence holds after ``length`` tokens: the line through the measured sizes, and convolutions."""
     if not is_measured:
         return math.nan

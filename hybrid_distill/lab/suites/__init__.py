@@ -1,15 +1,11 @@
 """Tasks of lm-evaluation-harness for any model: the papers' suite, our probes, and coverage of the teacher."""
 
-from .job import SuiteJob, SuiteReport, evaluate_suite, write_questions
+from .job import SuiteJob
 from .results import Comparison, SuiteResult, compare, tables
+from .running import SuiteReport, evaluate_suite, run_suite, write_questions
+from .tasks import check_job
 
 __all__ = [
-    "Comparison",
-    "SuiteJob",
-    "SuiteReport",
-    "SuiteResult",
-    "compare",
-    "evaluate_suite",
-    "tables",
-    "write_questions",
-]
+    "Comparison", "SuiteJob", "SuiteReport", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite",
+    "tables", "write_questions",
+]  # fmt: skip

@@ -1,81 +1,158 @@
-"""Run a suite task by task; what is finished is on disk before the next begins."""
+"""`hybrid-distill evaluate-suite`: a model on tasks of lm-eval; each finished one is on disk before the next begins."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
-from accelerate import Accelerator
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import on_main_process
+from ...distributed import alone_in, connect, make_accelerator, on_main_process
+from ...io import write_text
 from ...probes import digest
 from ...scoring import describe_run
-from ...teacher import longest_context
-from .lm import make_lm
-from .results import FILE, PartResult, SuiteResult, TaskScore
-from .suites import ProbeTask, StockTask
-from .tasks import Part, Questions
+from ...teacher import load_teacher, longest_context, read_teacher
+from .job import SuiteJob
+from .results import FILE, Row, SuiteResult, TaskScore, compare, tables
+from .suites import SuiteTask, tasks_of
+from .tasks import Part, check_job, load_part, parts_of, write_part
+
+Untyped = Any
+"""An object of lm-eval, whose annotations do not fit its classes."""
+TABLE = "results.md"
+DEFAULT_CONTEXT = 2048
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 2048
-SuiteTasks = Sequence[StockTask | ProbeTask]
+
+class SuiteReport(NamedTuple):
+    """The tables, the file that holds them, and the parts of tasks that have no figure."""
+
+    tables: str
+    path: Path
+    failed: tuple[str, ...]
 
 
-def run_suite(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: SuiteTasks,
-    questions: Questions,
-    out: Path,
-    accelerator: Accelerator,
-    *,
-    max_length: int | None = None,
-    batch_size: int = 16,
-    truncate: bool = False,
-    again: bool = False,
-) -> SuiteResult:
-    """Measure a model on tasks; ``OUT/results.json`` is written after each, and what it holds is not measured again.
+def evaluate_suite(job: SuiteJob) -> SuiteReport:
+    """Evaluate the model, or finish an evaluation that was stopped.
 
-    ``max_length`` is the context in tokens, by default the model's, or `DEFAULT_CONTEXT` where it does not say.
-    A part that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
-    processes the main one returns the whole result. Raises ValueError when the file there is of another model or of
-    other settings.
+    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are in the report.
     """
-    max_length = max_length or longest_context(model.config) or DEFAULT_CONTEXT
-    settings = {
-        "limit": questions.limit, "fewshot": questions.n_shots, "seed": questions.seed, "max_length": max_length,
-        "truncate": truncate, "pairs": questions.pairs, "lengths": questions.lengths,
-        "niah_lengths": questions.niah_lengths, "facts": str(questions.facts or ""), "texts": questions.texts,
-        "versions": {name: version(name) for name in ("lm_eval", "datasets")},
-    }  # fmt: skip
-    fresh = SuiteResult(describe_run(model), json.loads(json.dumps(settings)))
-    result = fresh if again else _earlier(fresh, out / FILE)
-    parts = {part.name: part for task in tasks for part in questions.parts(task)}
-    left = [part for name, part in parts.items() if name not in result.parts]
+    if job.model is None:
+        raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
+    check_job(job)
+    with alone_in(job.folder):
+        result = _measure(job, job.model, "--model", job.folder)
+        teacher = None if job.teacher is None else _teacher(job, job.teacher)
+        text = tables(result, teacher)
+        if teacher is not None:
+            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
+        on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
+    return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
+
+
+def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
+    """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
+    check_job(job)
+    tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
+    written, failed = write_files(folder, job, tokenizer)
+    # Names with one reason together, whatever data set it names: without a network there is one for all.
+    named: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        named.setdefault(re.sub(r"(?<=\s)'[^']+'", "...", reason), []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+    return "\n".join(written) or f"{folder}: nothing new", reasons
+
+
+def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
+    """Run all tasks on the model that ``flag`` names."""
+    device = torch.device(connect().device or "cpu")
+    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    try:
+        model, tokenizer = load_teacher(
+            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin, flag=flag
+        )
+    except ValueError as error:
+        if "custom code" not in str(error):
+            raise
+        raise ValueError(
+            f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
+            "trust it, add --trust-remote-code."
+        ) from error
+    nn.Module.to(model, device)
+    return run_suite(model, tokenizer, job, out)
+
+
+def _teacher(job: SuiteJob, given: str) -> SuiteResult:
+    """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
+    path = Path(given)
+    if path.is_file() or (path / FILE).is_file():
+        return SuiteResult.load(path)
+    return _measure(job, given, "--teacher", job.folder / "teacher")
+
+
+def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:
+    """Wrap a model for lm-eval; launched processes share its requests."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
+    accelerator = make_accelerator()
+    from lm_eval.models.huggingface import HFLM
+
+    wrap: Untyped = HFLM
+    lm = wrap(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+    if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
+        lm.accelerator = accelerator
+        lm._rank, lm._world_size = accelerator.process_index, accelerator.num_processes
+    return lm
+
+
+def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, out: Path) -> SuiteResult:
+    """Measure a model; ``OUT/results.json`` is written after each task, and what it holds is not measured again.
+
+    A task that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
+    processes the main one returns the whole result. Raises ValueError for a file of another model or other settings.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
+    max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
+    fresh = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
+    result = fresh if job.again else _earlier(fresh, out / FILE)
+    lm = make_lm(model, tokenizer, job.batch_size, max_length)
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
-    with quiet():
-        lm = make_lm(model, tokenizer, accelerator, batch_size=batch_size, max_length=max_length, truncate=truncate)
-    for number, part in enumerate(left, start=1):
-        lm.doing = f"{part.name} ({number} of {len(left)})"
-        with quiet():
-            _run_part(result, part, lm, tokenizer, questions)
-        _put_together(result, part.task, questions)
-        on_main_process(lambda: result.save(out / FILE))
+    for task in tasks_of(job.suite):
+        parts = parts_of(task, job.fewshot)
+        for part in parts:
+            if part.name not in result.parts:
+                _run_part(result, part, lm, tokenizer, job)
+            if len(parts) == sum(part.name in result.parts for part in parts):
+                result.tasks[task.name] = _score(task, [result.parts[part.name] for part in parts])
+            on_main_process(lambda: result.save(out / FILE))
     return result
 
 
+def _settings(job: SuiteJob, max_length: int) -> Row:
+    """Everything that the figures depend on."""
+    return {
+        "limit": job.limit, "fewshot": job.fewshot, "seed": job.seed, "max_length": max_length,
+        "truncate": job.truncate, **job.sizes, "niah_lengths": job.numbers("niah_lengths"),
+        "facts": str(job.facts or ""), "texts": job.texts,
+        "versions": {name: version(name) for name in ("lm_eval", "datasets")},
+    }  # fmt: skip
+
+
 def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
-    """What an earlier run left, without its failures. Raises ValueError where it measured something else."""
+    """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     if not path.exists():
         return fresh
     found = SuiteResult.load(path)
@@ -88,132 +165,155 @@ def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
         differences = [f"model {found.model['model']} there, {fresh.model['model']} here, with other weights"]
     if differences:
         raise ValueError(
-            f"{path} was measured otherwise ({'; '.join(differences)}); name another folder with --out, or measure "
+            f"{path} was measured otherwise ({'; '.join(differences)}); pass another folder with --out, or measure "
             "anew with --again."
         )
     found.failed.clear()
     return found
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the lines and bars of lm-eval and datasets; what they warn of is counted or refused by `make_lm`."""
-    import datasets
-    import lm_eval.api.task
-
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval")]
-    levels = [logger.level for logger in loggers]
-    had_bars = not datasets.are_progress_bars_disabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    try:
-        with patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if had_bars:
-            datasets.enable_progress_bars()
-
-
-def _run_part(
-    result: SuiteResult, part: Part, lm: Any, tokenizer: PreTrainedTokenizerBase, questions: Questions
-) -> None:
+def _run_part(result: SuiteResult, part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> None:
     """Add a part to the result, or to its failures. One of several processes that fails alone ends them all."""
     try:
-        measured = measure_part(part, lm, tokenizer, questions)
-        if measured is not None:
+        if measured := measure_part(part, lm, tokenizer, job):
             result.parts[part.name] = measured
-            log.info("%s: %.4f (%s, %.0f s)", part.name, measured.value, part.task.metric, measured.seconds)
+            log.info("%s: %.4f (%s, %.0f s)", part.name, measured["value"], part.task.metric, measured["seconds"])
     except Exception as error:
         if lm.world_size > 1 and not isinstance(error, ValueError):
             raise
-        reason = first_line(error)
-        if isinstance(part.task, StockTask) and questions.data_dir is None:
+        reason = _reason(error)
+        if not part.task.probe and job.data_dir is None:
             reason += "; without a network, give its questions with --data-dir"
         result.failed[part.name] = reason
         log.warning("%s failed: %s", part.name, reason)
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, without what it says below."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines[:1]])
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()[:1]
+    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines])
 
 
-def measure_part(part: Part, lm: Any, tokenizer: PreTrainedTokenizerBase, questions: Questions) -> PartResult | None:
-    """What lm-eval says of one of its tasks; None in processes that are not the main one."""
-    from lm_eval.evaluator import evaluate
+def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
+    """Measure one of lm-eval's tasks; None in processes that are not the main one."""
+    import lm_eval
 
-    began, before = time.monotonic(), (lm.n_requests, lm.n_cut)
-    task, source = questions.load(part, tokenizer)
-    # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
-    set_seed(questions.seed)
-    task.set_fewshot_seed(questions.seed)
+    began = time.monotonic()
+    task, source = load_part(part, job, tokenizer)
     task.set_config("num_fewshot", part.n_shots)
-    found: Any = evaluate(lm, {"tasks": {part.name: task}}, limit=questions.limit, bootstrap_iters=0)
+    task.set_fewshot_seed(job.seed)
+    lengths = _prompt_lengths(task, lm, job.limit)
+    n_cut = sum(length > lm.max_length for length in lengths)
+    if n_cut and not job.truncate:
+        raise ValueError(
+            f"{n_cut} of {len(lengths)} prompts do not fit into the context of {lm.max_length} tokens; the longest "
+            f"needs {max(lengths)}. Make them shorter (--fewshot, --pairs, --lengths, --niah-lengths), or pass "
+            "--truncate to cut them on the left, as lm-eval does."
+        )
+    # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
+    set_seed(job.seed)
+    task.set_fewshot_seed(job.seed)
+    evaluate: Untyped = lm_eval.evaluate
+    found = evaluate(lm, {"tasks": {part.name: task}}, limit=job.limit, bootstrap_iters=0)
     if found is None:
         return None
-    name = part.name
-    figures: dict[str, Any] = found["results"][name]
-    metrics = {key: float(value) for key, value in figures.items() if "," in key and isinstance(value, int | float)}
-    return PartResult(
-        task=part.task.name,
-        value=fmean(metrics.values()) if part.task.name == "niah" else metrics[part.task.metric],
-        stderr=_stderr(task, part.task.metric, found["samples"][name]),
-        metrics=metrics,
-        n_examples=found["n-samples"][name]["effective"],
-        n_available=found["n-samples"][name]["original"],
-        n_shots=part.n_shots,
-        version=str(found["versions"][name]),
-        source=source,
-        prompts_sha256=_prompts_hash(found["samples"][name]),
-        n_requests=lm.n_requests - before[0],
-        n_cut=lm.n_cut - before[1],
-        seconds=round(time.monotonic() - began, 1),
-    )
+    figures, samples = found["results"][part.name], found["samples"][part.name]
+    is_niah = part.task.name == "niah"  # its figures are lengths, -1 for those that no question has
+    metrics = {
+        key: float(value)
+        for key, value in figures.items()
+        if "," in key and isinstance(value, int | float) and not (is_niah and value == -1)
+    }
+    return {
+        "task": part.task.name,
+        "value": fmean(metrics.values()) if is_niah else metrics[part.task.metric],
+        "stderr": _stderr(task, part.task.metric, samples),
+        "metrics": metrics,
+        "n_examples": found["n-samples"][part.name]["effective"],
+        "n_available": found["n-samples"][part.name]["original"],
+        "n_shots": part.n_shots,
+        "version": str(found["versions"][part.name]),
+        "source": source,
+        "prompts_sha256": _prompts_hash(samples),
+        "n_requests": len(lengths),
+        "n_cut": n_cut,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
-def _stderr(task: Any, metric_and_filter: str, samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of a mean over questions; None for other figures, which lm-eval would have to bootstrap."""
+def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
+    """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
+    with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
+        task.build_all_requests(limit=limit)
+    lengths = []
+    for request in task.instances:
+        if request.request_type == "generate_until":
+            prompt, options = request.args
+            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
+        elif request.request_type == "loglikelihood":  # its last token is predicted and not read
+            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
+        else:
+            lengths.append(0)
+    return lengths
+
+
+def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
+    """Return the standard error of a mean over questions; None for other figures."""
     from lm_eval.api.metrics import mean, mean_stderr
 
     metric, _, kind = metric_and_filter.partition(",")
     values = [sample[metric] for sample in samples if sample["filter"] == kind and metric in sample]
-    return mean_stderr(values) if len(values) > 1 and task.aggregation().get(metric) is mean else None
+    is_mean = task.aggregation().get(metric) is mean
+    return mean_stderr(values) if len(values) > 1 and is_mean else None
 
 
-def _prompts_hash(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Of everything that the model was asked, in the order of the questions."""
+def _prompts_hash(samples: Sequence[Row]) -> str:
+    """Hash everything the model was asked, in the order of the questions."""
     asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
     return digest([json.dumps(asked)])
 
 
-def _put_together(result: SuiteResult, task: StockTask | ProbeTask, questions: Questions) -> None:
-    """Add a task when its parts are all there, weighted as lm-eval weights them."""
+def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
+    """Combine the parts of a task, weighted as lm-eval weights them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
 
-    names = [part.name for part in questions.parts(task)]
-    parts = [result.parts[name] for name in names if name in result.parts]
-    if len(parts) < len(names):
-        return
-    sizes, errors = [part.n_examples for part in parts], [part.stderr for part in parts if part.stderr is not None]
-    stderr = None
-    if len(errors) == len(parts):
-        stderr = errors[0] if len(parts) == 1 else pooled_sample_stderr(errors, sizes)
-    hashes = [part.prompts_sha256 for part in parts]
-    result.tasks[task.name] = TaskScore(
+    sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
+    stderr = errors[0]
+    if len(parts) > 1:
+        stderr = None if None in errors else float(pooled_sample_stderr(errors, sizes))
+    hashes = [part["prompts_sha256"] for part in parts]
+    return TaskScore(
         group=task.group,
         reading=task.reading,
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
-        value=aggregate_subtask_metrics([part.value for part in parts], sizes, weight_by_size=task.name != "niah"),
+        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=task.name != "niah"),
         stderr=stderr,
         n_examples=sum(sizes),
-        n_shots=parts[0].n_shots,
-        n_cut=sum(part.n_cut for part in parts),
-        version=parts[0].version,
+        n_shots=parts[0]["n_shots"],
+        n_cut=sum(part["n_cut"] for part in parts),
+        version=parts[0]["version"],
         prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )
+
+
+def write_files(
+    folder: Path, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[str], dict[str, str]]:
+    """Write the questions of a suite, and a README; return (a line for each new file, failures by task)."""
+    written: list[str] = []
+    failed: dict[str, str] = {}
+    readme = ["# Questions for `hybrid-distill evaluate --data-dir`\n", "JSON lines; each row has these fields:\n"]
+    for task in tasks_of(job.suite):
+        parts = parts_of(task, job.fewshot)
+        files = ", ".join(f"`{parts[0].folder}/{split}.jsonl`" for split in parts[0].splits)
+        others = f" and {len(parts) - 1} folders like it" if len(parts) > 1 else ""
+        readme.append(f"- {task.name}: {files}{others}: {', '.join(task.fields.split())}")
+        try:
+            for part in parts:
+                written += write_part(folder, part, job, tokenizer)
+        except Exception as error:  # the hub and its libraries raise many kinds
+            failed[task.name] = _reason(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "README.md", "\n".join(readme) + "\n")
+    return written, failed

@@ -22,7 +22,7 @@ from ..jobs import executor
 from .grid import Grid
 from .record import Sweep, Task
 from .results import progress, status, write_results
-from .running import Here, Jobs, Workers, run_tasks
+from .running import Here, Jobs, run_tasks
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """The grid where neither the command nor the recipe says otherwise."""
@@ -122,7 +122,7 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
 
-def _workers(job: SweepJob) -> Workers:
+def _workers(job: SweepJob) -> Here | Jobs:
     COUNT.check("--jobs", job.jobs)
     options = {name: int(value) if value.isdigit() else value for name, value in _pairs("options", job.options)}
     if options and job.cluster is None:
@@ -148,12 +148,8 @@ def _pairs(flag: str, pairs: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _raise_for_failures(this: Sweep) -> None:
-    outcomes = [this.outcome(this.tasks[cell.name]) for cell in this.cells]
-    errors = Counter(outcome.error for outcome in outcomes if outcome.state == "failed")
-    if not errors:
-        return
-    n_failed, n_cells = errors.total(), len(outcomes)
-    cause, n_times = errors.most_common(1)[0]
-    which = "every cell" if n_failed == n_cells else f"{n_failed} of {n_cells} cells"
-    of_them = "" if n_times == n_failed else f", {n_times} of them of this"
-    raise SweepFailed(f"{which} failed{of_them}: {cause} (tracebacks: {this.out}/tasks/*.log)")
+    errors = Counter(this.outcome(this.tasks[cell.name]).error for cell in this.cells)
+    del errors[""]
+    if errors:
+        (cause, n_times), which = errors.most_common(1)[0], f"{errors.total()} of {len(this.cells)} cells failed"
+        raise SweepFailed(f"{which}, {n_times} of them: {cause} (tracebacks: {this.out}/tasks/*.log)")

@@ -7,18 +7,16 @@ that has not ended runs while its folder is locked.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...config import RunConfig, StageName, differences, from_record, to_json
-from ...io import write_json
+from ...io import Record, read_json, write_json
 from ...locking import is_locked
 from ...pipeline import Run
 from ...provenance import versions
@@ -61,7 +59,7 @@ class Sweep:
     def __init__(self, out: Path) -> None:
         self.out = out = out.resolve()
         try:
-            self.record: dict[str, Any] = json.loads((out / FILE).read_text())
+            self.record = read_json(out / FILE)
             if self.record["format"] != FORMAT:
                 raise ValueError(f"its format is {self.record['format']!r}, expected {FORMAT!r}")
             self.base: RunConfig = replace(from_record(self.record["config"]), out=out)
@@ -140,11 +138,15 @@ class Sweep:
         """Return where a task prints to, if it has a process of its own, and its traceback goes, if it fails."""
         return self.out / "tasks" / f"{task.name}.log"
 
+    def outcome_path(self, task: Task) -> Path:
+        """Return the file that says how a task ended."""
+        return self.out / "tasks" / f"{task.name}.json"
+
     def outcome(self, task: Task) -> Outcome:
         """Return the state of a task; one whose results were deleted is waiting again."""
-        folder = self.folder(task)
-        with suppress(FileNotFoundError):
-            found = json.loads((self.out / "tasks" / f"{task.name}.json").read_text())
+        folder, path = self.folder(task), self.outcome_path(task)
+        if path.exists():
+            found = read_json(path)
             has_results = all(path.exists() for path in self.results(task))
             if found["state"] == "failed" or (found["state"] == "done" and has_results):
                 return Outcome(found["state"], found["error"], found["seconds"])
@@ -157,11 +159,11 @@ class Sweep:
     def end(self, task: Task, error: str = "", seconds: float = 0.0) -> None:
         """Write that a task is done, or why it failed."""
         outcome = Outcome("failed" if error else "done", error, round(seconds, 3))
-        write_json(self.out / "tasks" / f"{task.name}.json", outcome._asdict())
+        write_json(self.outcome_path(task), outcome._asdict())
 
     def forget(self, task: Task) -> None:
         """Let a task begin again; what its folder holds is kept."""
-        (self.out / "tasks" / f"{task.name}.json").unlink(missing_ok=True)
+        self.outcome_path(task).unlink(missing_ok=True)
 
     def results(self, task: Task) -> list[Path]:
         """Return what a finished task has left."""
@@ -193,7 +195,7 @@ class Sweep:
         write_json(self.out / FILE, self.record)
 
 
-def _check_grows(before: Sweep, now: Mapping[str, Any]) -> None:
+def _check_grows(before: Sweep, now: Record) -> None:
     """Raise ValueError unless ``now`` asks for all that the sweep before asked for, in the same way."""
     old, place = before.record, before.out
     unused = from_record(now["config"]).unused_stages

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
-from ...io import replacing
+from ...io import Record, replacing
 from ...locking import is_locked
 from ...plan import HeadPlan
 from ..reporting import markdown_table
@@ -34,7 +33,7 @@ def write_results(sweep: Sweep) -> Path:
     return sweep.out / FILE
 
 
-def _teacher_rows(sweep: Sweep) -> Iterable[dict[str, Any]]:
+def _teacher_rows(sweep: Sweep) -> Iterable[Record]:
     for seed in dict.fromkeys(cell.seed for cell in sweep.cells):
         folder = sweep.out / "shared" / f"s{seed}"
         path = folder / "teacher" / "evaluation.json"
@@ -43,10 +42,10 @@ def _teacher_rows(sweep: Sweep) -> Iterable[dict[str, Any]]:
             yield {**name, **_figures(path), "dir": folder.relative_to(sweep.out).as_posix()}
 
 
-def _row(sweep: Sweep, task: Task) -> dict[str, Any]:
+def _row(sweep: Sweep, task: Task) -> Record:
     cell, outcome, folder = task.cell, sweep.outcome(task), sweep.folder(task)
     assert cell is not None
-    row: dict[str, Any] = {
+    row: Record = {
         "cell": cell.name,
         "state": outcome.state,
         "selection": cell.selection,
@@ -73,7 +72,7 @@ def _figures(path: Path) -> dict[str, float]:
     return {**result.figures(), **{name: value for name, value in behind.items() if value is not None}}
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
+def _last_metrics(path: Path) -> Record:
     """Read the last whole line of a metrics.jsonl; empty when there is none yet."""
     for line in reversed(path.read_text().splitlines()):
         try:

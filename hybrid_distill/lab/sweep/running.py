@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,34 +19,15 @@ from .cells import PATIENCE, perform
 from .record import Sweep, Task
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor
+    from submitit import AutoExecutor, Job
 
 POLL = 0.2
 """Seconds between looks at what runs elsewhere."""
 
 
-class Job(Protocol):
-    """A started task, as submitit's jobs are."""
-
-    @property
-    def state(self) -> str: ...
-    def done(self) -> bool: ...
-    def cancel(self) -> object: ...
-
-
-class Workers(Protocol):
-    """Where tasks run, ``slots`` of them at a time."""
-
-    slots: int
-
-    def start(self, sweep: Sweep, task: Task, slot: int) -> Job:
-        """Start a task in a slot, which is free again when the job is done."""
-        ...
-
-
 @dataclass
 class Here:
-    """In this process: the teacher is loaded once. It is its own job, which is done when it has started."""
+    """Run tasks in this process, which loads the teacher once. It is its own job, done when it has started."""
 
     slots: int = 1
     state: str = "FINISHED"
@@ -63,7 +44,7 @@ class Here:
 
 @dataclass
 class Jobs:
-    """Each task in a job of its own; jobs on this machine share its threads and GPUs.
+    """Run each task, ``slots`` at a time, in a job of its own; jobs on this machine share its threads and GPUs.
 
     ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch --config_file ...`` gives each task
     several processes.
@@ -73,7 +54,7 @@ class Jobs:
     slots: int
     launcher: str = ""
 
-    def start(self, sweep: Sweep, task: Task, slot: int) -> Job:
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
         launcher = shlex.split(self.launcher) or [sys.executable]
         argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
         here = _share_of_machine(slot, self.slots) if self.executor.cluster == "local" else {}
@@ -91,13 +72,13 @@ def _share_of_machine(slot: int, slots: int) -> dict[str, str]:
     return share | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
 
 
-def run_tasks(sweep: Sweep, workers: Workers, changed: Callable[[Task], None]) -> None:
+def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
     """Carry out every task that is not done, failed ones too; call ``changed`` after each.
 
     Raises Interrupted when asked to stop, after everything that runs has saved.
     """
     pending = {name: task for name, task in sweep.tasks.items() if sweep.outcome(task).state != "done"}
-    running: dict[str, tuple[Job, int]] = {}
+    running: dict[str, tuple[Here | Job[int], int]] = {}
     for task in pending.values():
         sweep.forget(task)
     try:

@@ -1,0 +1,110 @@
+"""Tiles of the recurrence's kernels: chunk lengths, warps and stages by architecture, dtype, N and P."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+LARGEST_STATE = LARGEST_HEAD_DIM = 128
+LARGEST_FP32_BLOCK = {90: 64, 80: 32}  # architecture -> of N and of P, in one program
+SMALLEST_BLOCK = 16  # of a dimension that a product contracts
+BACKWARD_KERNELS = {1: ("CBX",), 2: ("C", "BX"), 3: ("C", "B", "X")}  # the gradients each of them finds, in order
+
+
+class Launch(NamedTuple):
+    """Warps of a kernel, and how many chunks ahead it loads."""
+
+    num_warps: int
+    num_stages: int
+
+
+class Tile(NamedTuple):
+    """One entry of the tile table. The more kernels the backward is cut into, the fewer values each holds."""
+
+    chunk: int
+    forward: Launch
+    backward: Launch
+    n_backward: int = 1
+    spills: int = 0  # instructions, known and accepted
+
+
+# By architecture and the blocks of N and P. Chunks of 16 save twice the states that chunks of 32 do, a further kernel
+# backward reads the inputs again: each entry is the first of (chunk, n_backward) = (32, 1), (16, 1), (32, 2), (16, 2),
+# (32, 3), (16, 3) that keeps its values in registers, as compiled by triton 3.6.0
+# (benchmarks/results/kernel_resources.json). Longer chunks spill hundreds of them.
+_BF16_TILES = {
+    (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=2),
+    (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 128, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=2, spills=0),
+    (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
+    (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 32, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 64, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 64, 128): Tile(32, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=3, spills=0),
+    (80, 128, 64): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (80, 128, 128): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=34),
+}
+# To check by, not to train with: three products for one take twice the registers, so larger states run in blocks.
+_FP32_TILES = {
+    (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
+    (90, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 16, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (90, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 32, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 64): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (80, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=0),
+    (80, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
+    (80, 32, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+    (80, 32, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
+}
+TILES = {(torch.bfloat16, *key): tile for key, tile in _BF16_TILES.items()}
+TILES |= {(torch.float32, *key): tile for key, tile in _FP32_TILES.items()}
+
+
+def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -> Tile:
+    """Return the entry of the tile table. Raises ValueError where there is none."""
+    architecture = architecture_of(capability)
+    key = (dtype, architecture, block_of(d_state), block_of(head_dim))
+    if key not in TILES:
+        raise ValueError(
+            f"the float32 state has N={d_state} and P={head_dim}; one kernel holds at most "
+            f"{LARGEST_FP32_BLOCK[architecture]} of each here: call `ssd`, which runs it in blocks."
+        )
+    return TILES[key]
+
+
+def block_of(size: int) -> int:
+    """Return the block that holds a dimension of this size."""
+    return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
+
+
+def architecture_of(capability: int) -> int:
+    """Return the architecture whose tiles are used: newer devices take those of Hopper."""
+    return 90 if capability >= 90 else 80
