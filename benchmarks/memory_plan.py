@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.data import Batch
-from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, memory_plan, stage_shape
+from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
 from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
@@ -151,7 +151,7 @@ def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
     """From the meta device; by default for one process."""
     teacher = make_teacher(case, "meta")
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    shape = stage_shape(case.config, empty_student(teacher, plan, case.d_state, 4), teacher)
+    shape = StageShape(case.config, empty_student(teacher, plan, case.d_state, 4), teacher)
     settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
     return memory_plan(shape, **{**settings, **options})
 

@@ -12,7 +12,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, to_json
-from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, memory_plan, stage_shape
+from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..pipeline import Run
@@ -196,7 +196,7 @@ def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Stag
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
     try:
         judge = model if other == teacher else shape_of_teacher(other)
-        shape = stage_shape(stage, student, judge)
+        shape = StageShape(stage, student, judge)
     except (OSError, ValueError) as error:
         return _StagePlans(name, problem=f"{name}: {str(error).strip().splitlines()[0]}")
     rows = stage.batch_size // config.gpus

@@ -30,7 +30,6 @@ from hybrid_distill.lab.memory.plan import (
     MemoryPlan,
     StageShape,
     memory_plan,
-    stage_shape,
 )
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
@@ -110,7 +109,7 @@ def test_and_the_stage_of_mixing_matrices(recompute: bool) -> None:
 def test_every_family(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     teacher = family_model(family, num_hidden_layers=2)
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random")
-    shape = stage_shape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))
+    shape = StageShape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))
     plan = memory_plan(shape, world=1, micro_batch=2, seq_len=128, strategy="ddp", device="cpu")
     batch = benchmark.make_batch(small_case(DISTILL), 101, "cpu")
     measured = benchmark.measure(make_stage(DISTILL, student, teacher).train(), batch, "cpu")
@@ -172,7 +171,7 @@ def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 
 
 def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
     student, teacher = meta_models(config, torch.bfloat16)
-    shape = stage_shape(stage, student, teacher)
+    shape = StageShape(stage, student, teacher)
     assert all(p.is_meta for model in (student, teacher) for p in model.parameters())
     return shape
 

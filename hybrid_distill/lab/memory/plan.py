@@ -1,6 +1,6 @@
 """Bytes that one process needs to train a stage, from shapes alone: no tensor is allocated.
 
-`stage_shape` reads off models on the meta device what a stage trains and keeps. `memory_plan` adds up, for one way to
+`StageShape` reads off models on the meta device what a stage trains and keeps. `memory_plan` adds up, for one way to
 share the work among processes, what is in memory when it is fullest: about the end of a forward pass, of a micro-batch
 that is not the first of its step, so that gradients are there already.
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
@@ -44,106 +43,64 @@ KERNEL_LOGITS, TORCH_LOGITS = 2**28, 2**25  # of a chunk of the fused loss: hybr
 LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, of a chunk's size; in plain torch
 
 
-@dataclass(frozen=True)
 class StageShape:
-    """Everything that a stage's memory depends on, besides batch and processes. Counts are elements, not bytes."""
+    """Everything that a stage's memory depends on, besides batch and processes. Counts are elements unless in bytes.
 
-    stage: str  # "matrix", "align", or "distill": any that is end to end
-    target: str  # of alignment: "mixer", "layer" or "head"
-    train: str  # "ssm", "mixer" or "all"
-    kind: str  # divergence of end-to-end distillation
-    fused: bool  # the loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does)
-    bf16: bool
-    gradient_checkpointing: bool
-    segment_len: int | None  # tokens that recurrent heads run over at a time; the backward computes them again
-    shardable: bool  # ZeRO-3 and FSDP2 may shard its weights
-    trained: int
-    frozen_bytes: int  # held beside them; those shared with the teacher are the teacher's
-    teacher_bytes: int
-    teacher_layer_bytes: int  # of its largest decoder layer
-    largest_layer_bytes: int  # of the parameters that the stage holds
-    trained_matrices: int  # under bf16, autocast copies them once in a forward and keeps the copies to its end
-    frozen_matrices: int  # in float32: copied at every use, and kept for the backward
-    kept: tuple[int, ...]  # heads that stay attention, by layer
-    n_heads: int
-    head_dim: int
-    width: int
-    mlp_width: int
-    gated: bool  # the MLP multiplies two projections of its input; GPT-NeoX's has one
-    vocabulary: int
-    d_state: int
-    conv_width: int
-    n_norms: int  # of a layer, over its whole width
-    eager: bool  # attention that holds its maps
-    teacher_itemsize: int
-    hidden_itemsize: int  # of the hidden states between the student's layers
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in the compute dtype."""
-        return BF16 if self.bf16 else FP32
-
-    @cached_property
-    def layers(self) -> list[tuple[int, int]]:
-        """(kept, recurrent) heads of the layers that the stage computes for the student."""
-        both = [(kept, self.n_heads - kept) for kept in self.kept]
-        return both if self.stage == "distill" else [layer for layer in both if layer[1]]
-
-
-def stage_shape(config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel) -> StageShape:
-    """Read the shape of a stage off its models; those on the meta device will do, and serve one stage each.
-
-    Makes the stage, which freezes and shares parameters. Raises ValueError as `make_stage` does.
+    Models on the meta device will do, and serve one stage each: making the stage freezes and shares parameters. Raises
+    ValueError as `make_stage` does.
     """
-    stage = make_stage(config, student, teacher)
-    end_to_end = isinstance(stage, EndToEnd)
-    backbone: Any = text_config(student.model)  # a stage of its own may have a larger teacher
-    target = getattr(config, "target", "mixer")
-    blocks: Any = student.model.layers
-    mixers = nn.ModuleList(student.mixers())
-    computed = blocks if end_to_end or target == "layer" else mixers
-    embedding: Any = (student if end_to_end else teacher).get_input_embeddings()
-    mlp_inputs = _linears(getattr(blocks[0], "mlp", nn.Module()))
-    return StageShape(
-        stage="distill" if end_to_end else "matrix" if isinstance(stage, MatrixAlignment) else "align",
-        target=target,
-        train=getattr(config, "train", "ssm"),
-        kind=getattr(config, "kind", "forward_kl"),
-        fused=getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher)))),
-        bf16=config.precision == "bf16",
-        gradient_checkpointing=config.gradient_checkpointing,
-        segment_len=getattr(config, "segment_len", None),
-        shardable=stage.shardable,
-        trained=sum(p.numel() for p in stage.parameters() if p.requires_grad),
-        frozen_bytes=_nbytes(p for p in stage.parameters() if not p.requires_grad),
-        teacher_bytes=sum(_nbytes(model.parameters()) for model in stage.teachers),
-        teacher_layer_bytes=max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher)),
-        largest_layer_bytes=max(_nbytes(layer.parameters()) for layer in (blocks if end_to_end else mixers)),
-        trained_matrices=sum(w.numel() for w in _float32_matrices(computed) if w.requires_grad),
-        frozen_matrices=sum(w.numel() for w in _float32_matrices(computed) if not w.requires_grad),
-        kept=tuple(len(mixer.kept) for mixer in student.mixers()),
-        n_heads=student.mixers()[0].n_heads,
-        head_dim=student.mixers()[0].head_dim,
-        width=backbone.hidden_size,
-        mlp_width=backbone.intermediate_size,
-        gated=sum(m.out_features for m in mlp_inputs if m.in_features == backbone.hidden_size)
-        != backbone.intermediate_size,
-        vocabulary=backbone.vocab_size,
-        d_state=student.config.d_state,
-        conv_width=student.config.conv_width,
-        n_norms=sum("norm" in name for name, _ in blocks[0].named_children()),
-        eager=backbone._attn_implementation == "eager",
-        teacher_itemsize=teacher.dtype.itemsize,
-        hidden_itemsize=embedding.weight.element_size(),
-    )
+
+    def __init__(self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
+        stage = make_stage(config, student, teacher)
+        end_to_end = isinstance(stage, EndToEnd)
+        self.stage = "distill" if end_to_end else "matrix" if isinstance(stage, MatrixAlignment) else "align"
+        self.target: str = getattr(config, "target", "mixer")
+        self.train: str = getattr(config, "train", "ssm")
+        self.kind: str = getattr(config, "kind", "forward_kl")
+        # Tokens that recurrent heads run over at a time; the backward computes them again.
+        self.segment_len: int | None = getattr(config, "segment_len", None)
+        self.bf16 = config.precision == "bf16"
+        self.itemsize = BF16 if self.bf16 else FP32
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.shardable = stage.shardable
+
+        backbone: Any = text_config(student.model)  # a stage of its own may have a larger teacher
+        blocks: Any = student.model.layers
+        mixers = student.mixers()
+        # The loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does).
+        self.fused = getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher))))
+        self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
+        # Parameters shared with the teacher are the teacher's.
+        self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
+        self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
+        self.teacher_layer_bytes = max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher))
+        self.largest_layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if end_to_end else mixers))
+        # Under bf16, autocast copies trained matrices once in a forward, and float32 frozen ones at every use.
+        computed = blocks if end_to_end or self.target == "layer" else nn.ModuleList(mixers)
+        matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
+        self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
+        self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
+
+        self.n_heads, self.head_dim = mixers[0].n_heads, mixers[0].head_dim
+        self.kept = tuple(len(mixer.kept) for mixer in mixers)
+        both = [(kept, self.n_heads - kept) for kept in self.kept]
+        # (kept, recurrent) heads of the layers that the stage computes for the student.
+        self.layers = both if end_to_end else [layer for layer in both if layer[1]]
+        self.width: int = backbone.hidden_size
+        self.mlp_width: int = backbone.intermediate_size
+        mlp_inputs = [m for m in _linears(getattr(blocks[0], "mlp", nn.Module())) if m.in_features == self.width]
+        self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width  # GPT-NeoX's has one projection
+        self.vocabulary: int = backbone.vocab_size
+        self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
+        self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())  # over a layer's whole width
+        self.eager = backbone._attn_implementation == "eager"  # attention that holds its maps
+        embedding: Any = (student if end_to_end else teacher).get_input_embeddings()
+        self.teacher_itemsize = teacher.dtype.itemsize
+        self.hidden_itemsize: int = embedding.weight.element_size()  # of hidden states between the student's layers
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
     return [m for m in module.modules() if isinstance(m, nn.Linear)]
-
-
-def _float32_matrices(layers: nn.Module) -> list[Tensor]:
-    return [m.weight for m in _linears(layers) if m.weight.dtype == torch.float32]
 
 
 def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
