@@ -8,13 +8,15 @@ import dataclasses
 import json
 import re
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
+from .io import Record
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .teacher import TINY
 from .train.config import (
@@ -231,19 +233,19 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
     )
 
 
-def config_of(recipe: Any) -> RunConfig:
+def config_of(recipe: ModuleType) -> RunConfig:
     """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
     return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
 
 
-def checked_config(config: Any, source: str) -> RunConfig:
+def checked_config(config: object, source: str) -> RunConfig:
     """Return ``config``. Raises ValueError for another type: a command line would silently take its own defaults."""
     if not isinstance(config, RunConfig):
         raise ValueError(f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig.")
     return config
 
 
-def ask_recipe(recipe: Any, name: str) -> Any:
+def ask_recipe(recipe: ModuleType, name: str) -> Any:
     """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
     with in_recipe(_file_of(recipe)):
         return getattr(recipe, name)()
@@ -260,7 +262,7 @@ def in_recipe(file: str) -> Iterator[None]:
         raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _file_of(recipe: Any) -> str:
+def _file_of(recipe: ModuleType) -> str:
     return str(getattr(recipe, "__file__", "the recipe"))
 
 
@@ -269,14 +271,14 @@ def current_flags(argv: Sequence[str]) -> list[str]:
     return [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
 
 
-def to_json(config: Any) -> dict[str, Any]:
+def to_json(config: RunConfig) -> Record:
     """Return a config as plain JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def differences(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
+    before: Record,
+    now: Record,
     leave_out: Collection[str] = (),
     leave_out_within: Collection[str] = (),
     prefix: str = "",
@@ -308,7 +310,7 @@ def from_json(path: Path) -> RunConfig:
         raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
 
 
-def from_record(record: dict[str, Any]) -> RunConfig:
+def from_record(record: Record) -> RunConfig:
     """Rebuild a run's config from what `to_json` made of it, in this version or an earlier one."""
     return _rebuilt(RunConfig, record)
 

@@ -49,18 +49,19 @@ Share = Annotated[float, SHARE]
 
 
 def check_options(options: object, prefix: str) -> None:
-    """Raise ValueError for a field of a dataclass outside of the `Limits` or the Literal that it is declared with.
+    """Raise ValueError for a field of a dataclass outside the `Limits` or the Literal that it is declared with.
 
-    Every entry of a tuple is checked; None always passes.
+    The message calls it ``prefix`` and name. Every entry of a tuple is checked; None always passes.
     """
     for name, rules in _rules_of(type(options)).items():
         value = getattr(options, name)
+        shown = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
         for entry in value if isinstance(value, tuple) else (value,):
             for rule in rules if entry is not None else ():
                 if isinstance(rule, Limits):
-                    rule.check(f"{prefix}{name}", entry)
+                    rule.check(shown, entry)
                 elif entry not in rule:
-                    raise ValueError(f"{prefix}{name} is {entry!r}; choose one of {', '.join(map(str, rule))}.")
+                    raise ValueError(f"{shown} is {entry!r}; pass one of {', '.join(map(str, rule))}.")
 
 
 @cache
@@ -77,19 +78,6 @@ def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
     else:
         for inner in get_args(hint):
             yield from _rules(inner)
-
-
-def check_fields(config: object, prefix: str, **limits: Limits) -> None:
-    """Raise ValueError for a field of ``config`` outside its limits; the message calls it ``prefix`` and name.
-
-    Every number of a tuple is checked; None passes.
-    """
-    for name, limit in limits.items():
-        value = getattr(config, name)
-        shown = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None:
-                limit.check(shown, number)
 
 
 def words(text: str) -> list[str]:

@@ -28,7 +28,7 @@ from .data import Batch, open_rows
 from .distributed import alone_in, connect, on_main_process
 from .evaluation.evaluate import EvalResult, evaluate
 from .export import GateReport, export_checkpoint, origin
-from .io import replacing, write_json
+from .io import Record, replacing, write_json
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 from .run_folder import outdated
@@ -380,7 +380,7 @@ class Run(RunInputs):
         on_main_process(write)
         return next(iter(reports), None)
 
-    def _training(self) -> list[dict[str, Any]]:
+    def _training(self) -> list[Record]:
         """List steps and tokens of each finished stage, first those of the run that aligned the heads, if any."""
         aligned = self.config.student.aligned
         before = self.out / "aligned" if self.config.plan.selection == "restoration" else aligned and aligned.parents[1]

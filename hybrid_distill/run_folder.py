@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .config import RunConfig, differences, to_json
+from .io import Record
 from .train.checkpoint import MANIFEST
 from .train.config import MAY_CHANGE as STAGE_MAY_CHANGE
 from .train.tracking import PROJECT
@@ -67,7 +67,7 @@ def outdated(config: RunConfig) -> list[Path]:
     return left
 
 
-def _check_same(config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_same(config: RunConfig, before: Record, now: Record) -> None:
     """Raise ValueError unless ``before`` is the record of this run's config. The evaluation may differ, and settings of
     stages that are not run or have not begun."""
     free = [stage for stage in config.stages if not _has_begun(config.out, stage)]

@@ -1,7 +1,7 @@
 """The embedded teacher by heads kept, state size and selection: 84 students, about 75 minutes on two cores.
 
 hybrid-distill sweep --recipe recipes/sweep_tiny.py --out runs/sweep_tiny --jobs 2
-python recipes/sweep_tiny.py --status runs/sweep_tiny
+hybrid-distill sweep-status runs/sweep_tiny
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Two hundred ways to damage an exported student, each a function of its folder and a random generator.
+"""Three hundred ways to damage an exported student, each a function of its folder and a random generator.
 
-What is planted writes the file CANARY beside the folder if it is ever run.
+Planted code writes the file CANARY beside the folder if it is ever run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 CANARY = "canary"
 INDEX = "model.safetensors.index.json"
 HUGE = 10**9
-Damage = Callable[[Path, Random], None]
+Damage = Callable[[Path, Random], object]
 
 
 class Bomb:
-    """Unpickled, it leaves the canary."""
+    """An object that leaves the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -41,7 +41,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def edit_json(file: str, edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """The file with what ``edit`` makes of its object, or does to it."""
+    """Replace the object of a file with what ``edit`` makes of its object, or does to it."""
 
     def damage(folder: Path, rng: Random) -> None:
         record = json.loads((folder / file).read_text())
@@ -63,26 +63,26 @@ def set_field(file: str, *path_and_value: Any) -> Damage:
 
 
 def write(file: str, content: str | bytes) -> Damage:
+    return lambda folder, rng: (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def edit_bytes(edit: Callable[[bytes, Random], bytes]) -> Damage:
+    """Replace the bytes of a weight file."""
+
     def damage(folder: Path, rng: Random) -> None:
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+        file = rng.choice(shards(folder))
+        file.write_bytes(edit(file.read_bytes(), rng))
 
     return damage
 
 
 def cut(share: float) -> Damage:
-    """A weight file's first bytes."""
-
-    def damage(folder: Path, rng: Random) -> None:
-        file = rng.choice(shards(folder))
-        whole = file.read_bytes()
-        file.write_bytes(whole[: min(int(len(whole) * share), len(whole) - 1)])
-
-    return damage
+    """Keep a weight file's first bytes alone."""
+    return edit_bytes(lambda content, rng: content[: min(int(len(content) * share), len(content) - 1)])
 
 
 def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
-    """A weight file rewritten with one of its tensors, of two dimensions, changed."""
+    """Rewrite a weight file with one of its tensors, of two dimensions, changed."""
 
     def damage(folder: Path, rng: Random) -> None:
         file = rng.choice(shards(folder))
@@ -95,10 +95,7 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
 
 
 def one_number(value: float) -> Damage:
-    def edit(tensors: dict[str, torch.Tensor], name: str) -> None:
-        tensors[name].view(-1)[tensors[name].numel() // 2] = value
-
-    return edit_tensors(edit)
+    return edit_tensors(lambda held, name: held[name].view(-1)[held[name].numel() // 2].fill_(value))
 
 
 def as_dtype(dtype: torch.dtype) -> Damage:
@@ -106,18 +103,16 @@ def as_dtype(dtype: torch.dtype) -> Damage:
 
 
 def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
-    """A weight file's header rewritten; ``edit`` gets it and the name of a tensor, and may return its text."""
+    """Rewrite a weight file's header; ``edit`` gets it and the name of a tensor, and may return its text."""
 
-    def damage(folder: Path, rng: Random) -> None:
-        file = rng.choice(shards(folder))
-        content = file.read_bytes()
+    def change(content: bytes, rng: Random) -> bytes:
         end = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:end])
         name = rng.choice([name for name in header if name != "__metadata__"])
         text = edit(header, name) or json.dumps(header)
-        file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[end:])
+        return len(text).to_bytes(8, "little") + text.encode() + content[end:]
 
-    return damage
+    return edit_bytes(change)
 
 
 def entry(field: str, value: Any) -> Damage:
@@ -125,24 +120,20 @@ def entry(field: str, value: Any) -> Damage:
 
 
 def header_length(change: Callable[[int], int]) -> Damage:
-    def damage(folder: Path, rng: Random) -> None:
-        file = rng.choice(shards(folder))
-        content = file.read_bytes()
-        length = change(int.from_bytes(content[:8], "little"))
-        file.write_bytes(length.to_bytes(8, "little") + content[8:])
-
-    return damage
+    return edit_bytes(
+        lambda content, rng: change(int.from_bytes(content[:8], "little")).to_bytes(8, "little") + content[8:]
+    )
 
 
-def flip_header_bit(folder: Path, rng: Random) -> None:
-    file = rng.choice(shards(folder))
-    content = bytearray(file.read_bytes())
-    content[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
-    file.write_bytes(content)
+@edit_bytes
+def flip_header_bit(content: bytes, rng: Random) -> bytes:
+    flipped = bytearray(content)
+    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
 
 
 def repeat_key(file: str) -> Damage:
-    """The file's first key twice, with another value."""
+    """Write the file's first key twice, with another value."""
 
     def damage(folder: Path, rng: Random) -> None:
         record = json.loads((folder / file).read_text())
@@ -153,7 +144,7 @@ def repeat_key(file: str) -> Damage:
 
 
 def link_out(file: str) -> Damage:
-    """The file moved out of the folder, and a link to it in its place."""
+    """Move a file out of the folder, with a link to it in its place."""
 
     def damage(folder: Path, rng: Random) -> None:
         outside = folder.parent / f"outside-{file}"
@@ -164,11 +155,7 @@ def link_out(file: str) -> Damage:
 
 
 def plant_pickle(file: str) -> Damage:
-    def damage(folder: Path, rng: Random) -> None:
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).write_bytes(pickle.dumps(Bomb(folder.parent / CANARY)))
-
-    return damage
+    return lambda folder, rng: (folder / file).write_bytes(pickle.dumps(Bomb(folder.parent / CANARY)))
 
 
 def only_a_pickle(folder: Path, rng: Random) -> None:
@@ -188,23 +175,15 @@ def plant_code(file: str, auto_map: str | None = None) -> Damage:
 
 
 def append_code(file: str, text: str) -> Damage:
-    def damage(folder: Path, rng: Random) -> None:
-        with (folder / file).open("a") as code:
-            code.write(f"\n{text}\n")
-
-    return damage
+    return lambda folder, rng: (folder / file).write_text(f"{(folder / file).read_text()}\n{text}\n")
 
 
 def remove(pattern: str) -> Damage:
-    def damage(folder: Path, rng: Random) -> None:
-        for file in folder.glob(pattern):
-            file.unlink()
-
-    return damage
+    return lambda folder, rng: [file.unlink() for file in folder.glob(pattern)]
 
 
 def move_weight(folder: Path, rng: Random) -> None:
-    """The index has a tensor in another file."""
+    """List a tensor in another file."""
     files = [file.name for file in shards(folder)]
     index = json.loads((folder / INDEX).read_text())
     name = rng.choice(sorted(index["weight_map"]))
@@ -339,7 +318,7 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
 
 
 def all_damages() -> dict[str, Damage]:
-    """Every damage by name."""
+    """Return every damage by name."""
     damages: dict[str, Damage] = {}
     sources = [config_edits(), weight_edits(), index_edits(), file_edits()]
     files = ("config.json", INDEX, "tokenizer_config.json", "plan.json", "generation_config.json")

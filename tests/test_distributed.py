@@ -11,7 +11,7 @@ from hybrid_distill.distributed import WorldError, _name_gloo_interface, check_t
 
 
 def test_a_tracker_is_asked_for_by_name(monkeypatch):
-    with pytest.raises(ValueError, match="tracker 'mlflow' is unknown; choose from tensorboard, trackio, wandb"):
+    with pytest.raises(ValueError, match="tracker 'mlflow' is unknown; pass one of tensorboard, trackio, wandb"):
         check_trackers(["mlflow"])
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -47,7 +47,7 @@ def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, mes
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if message is None:
-        monkeypatch.setattr("hybrid_distill.distributed.Accelerator", one_process)
+        monkeypatch.setattr("accelerate.Accelerator", one_process)
         message = "the launcher announced 2 processes and 1 run together"
     with pytest.raises(WorldError, match=message):
         make_accelerator()

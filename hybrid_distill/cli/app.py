@@ -98,7 +98,7 @@ def _loading() -> Iterator[None]:
         signal.signal(signal.SIGINT, _end)
     report = threading.Timer(QUIET, lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
     report.daemon = True
-    if is_launched_main():
+    if is_launched_main() and "torch" not in sys.modules:
         report.start()
     try:
         yield

@@ -35,7 +35,7 @@ from ..data import (
 from ..data.logits import HEADER, PARTIAL, ROW_IDS, SHARD_TOKENS, numbered, pack, row_ids_of, shard_path
 from ..distributed import alone_in, connect, is_launched_main, on_main_process
 from ..io import replacing
-from ..limits import COUNT, check_fields
+from ..limits import Count, check_options
 from ..pipeline import Run, finished_run
 from ..provenance import now
 from ..teacher import fingerprint
@@ -57,18 +57,18 @@ class CacheJob:
     """The run that will train from the logits."""
     stage: Literal["distill", "long", "post"] = "distill"
     """The stage whose rows are read; its ``teacher_logits`` is the folder to write."""
-    top_k: int = 64
+    top_k: Count = 64
     """Likeliest tokens stored for each token, about 4 bytes each. All others are one sum."""
-    shard_tokens: int = SHARD_TOKENS
+    shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file begins. A stopped command repeats at most one file."""
-    check_rows: int = 8
+    check_rows: Count = 8
     """Rows that are read back at the end and compared with the teacher."""
     student_run: Path | None = None
     """Directory of a run with a finished stage; its student's loss to these logits is compared to that to the teacher.
     """
 
     def __post_init__(self) -> None:
-        check_fields(self, "--", top_k=COUNT, shard_tokens=COUNT, check_rows=COUNT)
+        check_options(self, "--")
 
     @property
     def config(self) -> DistillConfig:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ..assets import tiny_teacher_path
 from ..data import write_tokens
 from ..data.folder import SHARD_TOKENS
-from ..limits import COUNT, check_fields
+from ..limits import Count, check_options
 from ..locking import locked
 from ..teacher import TINY
 
@@ -35,17 +35,17 @@ class PrepareJob:
     chat: bool = False
     """Records are conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. They are
     rendered by the tokenizer's chat template, and the assistant's tokens are marked."""
-    workers: int = 1
+    workers: Count = 1
     """Processes that tokenize. The result is the same for any number."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Stop before the first document that would exceed this many tokens."""
-    shard_tokens: int = SHARD_TOKENS
+    shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file begins, about. A stopped command repeats at most one file."""
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("--sources is empty; pass what to tokenize, for example --sources tiny.")
-        check_fields(self, "--", workers=COUNT, max_tokens=COUNT, shard_tokens=COUNT)
+        check_options(self, "--")
 
 
 def prepare(job: PrepareJob) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data import read_held_out
 from ..distributed import alone_in, connect, on_main_process
 from ..lab.reporting import can_draw
-from ..limits import COUNT, COUNT_OR_NONE, SHARE, check_fields, numbers
+from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..plan import HeadId
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -61,30 +61,30 @@ class ScoreJob:
     """Words of filler text in needle; several lengths are taken in turn."""
     facts: Path | None = None
     """JSON lines of questions for letters; by default the embedded facts."""
-    examples: int = 128
+    examples: Count = 128
     """Prompts, at most, for each head."""
     method: Method = "ablation"
     """``ablation`` zeroes a head, ``mean-ablation`` puts its mean output in its place: both are exact. The others are
     estimates from a pass or two: ``attribution``, ``attention`` to the answer, ``copy`` score."""
-    k: int = 20
+    k: Count = 20
     """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
-    prefilter: int | None = None
+    prefilter: Count | None = None
     """Number of heads to score: those that attribution puts first. The recall of that choice is recorded."""
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
     control_texts: str = TINY
     """Plain text, ``tiny`` or a file, on which heads that matter for everything show."""
-    n_control_texts: int = 16
-    min_accuracy: float | None = None
+    n_control_texts: CountOrZero = 16
+    min_accuracy: Share | None = None
     """Accuracy on the probe below which a model is refused: its heads cannot be ranked by a task that it fails. By
     default half way from guessing to always right."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Rows at a time; by default as many as are fast and fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """By default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
     """Load weights that are a pickle (``*.bin``) too."""
-    seed: int = 0
+    seed: CountOrZero = 0
     combine: str | None = None
     """Removed: a ranking is by one probe."""
     weights: str | None = None
@@ -93,13 +93,7 @@ class ScoreJob:
     """File for the scores; figures, and the measurements of an interrupted run, stand beside it."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "--",
-            **dict.fromkeys(("examples", "k", "prefilter", "batch_size"), COUNT),
-            n_control_texts=COUNT_OR_NONE,
-            min_accuracy=SHARE,
-        )
+        check_options(self, "--")
         for flag, value in (("combine", self.combine), ("weights", self.weights)):
             if value is not None:
                 raise ValueError(f"--{flag} is {value!r}: rankings are not combined any more; pass one --probe alone.")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
-from ..limits import POSITIVE, Limits, check_fields
+from ..limits import Limits, Positive, check_options
 from .chat import check_template
 from .documents import HUB, is_embedded, no_conversations, open_hub, source_files
 from .folder import HEADER, TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
 from .rows import PackedRows
 from .streaming import StreamingRows
 
-TOKENS_OF_A_ROW = Limits(2, whole=True)
+TokensOfARow = Annotated[int, Limits(2, whole=True)]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DataConfig:
     """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or by ``save_to_disk`` of
     `datasets`; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split``, which is streamed.
     """
-    weights: tuple[float, ...] = ()
+    weights: tuple[Positive, ...] = ()
     """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
     streamed ones in equal parts."""
     text_column: str = "text"
@@ -34,7 +35,7 @@ class DataConfig:
     chat: bool = False
     """Sources hold conversations, in a column ``messages`` or in ``prompt`` and ``completion``. The chat template
     renders them, and the loss is on the assistant's tokens."""
-    seq_len: int = 256
+    seq_len: TokensOfARow = 256
     """Tokens of a row."""
     seed: int = 0
     """Seed of the order of rows."""
@@ -44,7 +45,7 @@ class DataConfig:
             raise ValueError("data.sources is empty; pass a source, for example --data.sources tiny.")
         if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(f"data.weights is {self.weights} for {len(self.sources)} sources; pass one for each.")
-        check_fields(self, "data.", weights=POSITIVE, seq_len=TOKENS_OF_A_ROW)
+        check_options(self, "data.")
 
 
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

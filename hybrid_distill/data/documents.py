@@ -71,14 +71,14 @@ def document_batches(
     """
     documents = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, place)
     batch: list[str] = []
-    characters = 0
+    characters, here = 0, None
     for text, here in documents:
         batch.append(text)
         characters += len(text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
             yield batch, here()
             batch, characters = [], 0
-    if batch:
+    if batch and here:
         yield batch, here()
 
 

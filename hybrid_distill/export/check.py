@@ -102,6 +102,8 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
 
 
 def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     record, prompts = read_record(gate), load_prompts(gate, device)
     yield _none("pickled files", [path.name for path in folder.rglob("*") if path.suffix in PICKLES])
     if record["form"] != "remote-code":
@@ -109,9 +111,14 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
         code = sorted(path.name for path in folder.glob("*.py"))
         yield _none("remote code", [*code, *(f"auto_map: {name}" for name in sorted(named))])
     yield check_tensors_on_disk(folder, record)
+    # The model type of the form safetensors is not known to transformers; without trust, transformers 5 asks.
+    trust: Record = {"trust_remote_code": True} if record["form"] == "remote-code" else {}
     if record["texts"]:
-        yield check_tokenizer(folder, record)
-    model, loading = load_model(folder, record, device)
+        kind = PreTrainedTokenizerFast if record["form"] == "safetensors" else AutoTokenizer
+        tokenizer = kind.from_pretrained(folder, **trust)
+        wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
+        yield _none("tokenizer: texts with other ids", wrong)
+    model, loading = load_model(folder, record, device, trust)
     yield loading
     limits = dict(TOLERANCE[model.dtype])
     if record["quantized"]:
@@ -173,25 +180,14 @@ def check_tensors_on_disk(folder: Path, record: Record) -> Check:
     return _none(f"{len(expected)} tensors on disk: wrong", wrong)
 
 
-def check_tokenizer(folder: Path, record: Record) -> Check:
-    """Compare the stored tokenizer with the ids recorded for a few texts."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # The model type of the form safetensors is not known to transformers.
-    kind = PreTrainedTokenizerFast if record["form"] == "safetensors" else AutoTokenizer
-    tokenizer = kind.from_pretrained(folder, **_trust(record))
-    wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
-    return _none("tokenizer: texts with other ids", wrong)
-
-
-def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]:
+def load_model(folder: Path, record: Record, device: str, trust: Record) -> tuple[Model, Check]:
     """Load the model as its form is loaded; check that every tensor is in its place and none newly initialized."""
     if record["form"] == "safetensors":
         kind = importlib.import_module("hybrid_distill.model").HybridForCausalLM
     else:
         from transformers import AutoModelForCausalLM as kind
     dtype = getattr(torch, record["dtype"])
-    loaded: Model = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **_trust(record))
+    loaded: Model = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **trust)
     model, info = loaded
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
@@ -204,10 +200,6 @@ def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]
     if record.get("computes", record["dtype"]) != record["dtype"]:
         model.float()  # not .to(dtype), which would round RoPE's frequencies too
     return model.to(device).eval(), _none(f"{len(state)} tensors after loading: wrong", wrong)
-
-
-def _trust(record: Record) -> Record:
-    return {"trust_remote_code": True} if record["form"] == "remote-code" else {}  # else transformers 5 asks
 
 
 @torch.no_grad()
@@ -352,11 +344,10 @@ def table(checks: Sequence[Check]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check an exported checkpoint; needs torch and transformers only.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--record", type=Path, help="folder of what to compare with (default: FOLDER/gate)")
     parser.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 ...")
     parser.add_argument("--json", type=Path, help="also write the checks to this file")
     options = parser.parse_args()
-    gate = options.record or options.folder / "gate"
+    gate = options.folder / "gate"
     try:
         record = read_record(gate)
     except (OSError, ValueError) as error:

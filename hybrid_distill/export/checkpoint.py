@@ -95,11 +95,10 @@ def export_checkpoint(
         origin = {"license": license, "base_model": base_model}
         card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         write_text(folder / "README.md", card)
-        texts = export_gate.tokenized(tokenizer)
-        export_gate.write_record(student, folder / "gate", texts=texts, tied=tied, form=form)
+        export_gate.write_record(student, tokenizer, folder, tied=tied, form=form)
         if not gate:
             return GateReport()
-        report = export_gate.run_gate(folder, folder / "gate", str(student.device), called=path).require(path)
+        report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
         write_json(folder / "gate" / "report.json", report.to_dict())
         return report
 

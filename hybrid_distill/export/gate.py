@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,19 +71,13 @@ class GateReport:
         return {"ok": self.ok, "checks": [{**asdict(check), "ok": check.ok} for check in self.checks]}
 
 
-def verify_export(
-    path: str | Path,
-    student: HybridForCausalLM | None = None,
-    *,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-) -> GateReport:
+def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: bool = False) -> GateReport:
     """Check an exported folder of any form in a separate process, which cannot import this package unless it must.
 
-    The folder is compared with what was recorded when it was exported, or with ``student`` as it is now. ``device`` is
-    where the reloaded model runs (default: where the student is, else the CPU). The folder's code runs there, so it
-    must be this package's own, byte for byte, unless ``trust_remote_code``. Raises ExportError when the process ends
-    without a result, ValueError for a folder that is not an export or that `check_checkpoint` refuses.
+    The folder is compared with what was recorded when it was exported; ``device`` is where the reloaded model runs. The
+    folder's code runs there, so it must be this package's own, byte for byte, unless ``trust_remote_code``. Raises
+    ExportError when the process ends without a result, ValueError for a folder that is not an export or that
+    `check_checkpoint` refuses.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -98,13 +92,7 @@ def verify_export(
                 "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
             )
         check_checkpoint(folder)
-    if student is None:
-        return run_gate(folder, folder / "gate", device or "cpu")
-    stored = program.read_record(folder / "gate")
-    with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
-        gate = Path(scratch) / "gate"
-        write_record(student, gate, texts=stored["texts"], tied=stored["tied"], form=stored["form"])
-        return run_gate(folder, gate, device or str(student.device))
+    return run_gate(folder, device)
 
 
 def check_unchanged(folder: Path) -> None:
@@ -122,24 +110,20 @@ def check_not_quantized(folder: Path) -> None:
         raise ValueError(f"{folder} is quantized; pass the unquantized export.")
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, list[int]]]:
-    """Return the gate's texts with their token ids; none without a tokenizer."""
-    return [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
-
-
 def write_record(
     student: HybridForCausalLM,
-    gate: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
     *,
-    texts: Sequence[tuple[str, list[int]]],
     tied: Mapping[str, str],
     form: str = program.FORMS[0],
 ) -> None:
-    """Write the folder ``gate``: the program that checks the export, and what ``student`` computes.
+    """Write ``gate/`` of an export: the program that checks it, and what ``student`` and ``tokenizer`` compute.
 
-    ``texts`` are checked with the exported tokenizer and serve as prompts; ``tied`` maps a name to the name its tensor
-    is stored by. Raises ValueError for a student that ``form`` cannot express.
+    ``tied`` maps a name to the name its tensor is stored by. Raises ValueError for a student that ``form`` cannot
+    express.
     """
+    texts = [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
     # Two programs that compute one function differ by their rounding: what they have in common shows in float32.
     reference = copy.deepcopy(student).float() if form == "falcon-h1" else student
     record = {
@@ -151,12 +135,12 @@ def write_record(
         "texts": texts,
         "tensors": {name: tensor_hash(tensor) for name, tensor in stored_tensors(student, form).items()},
     }
-    _begin_record(gate, record)
+    _begin_record(folder, record)
     prompts = record_prompts(reference, [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)])
     lists = {name: tensors for name, tensors in vars(prompts).items() if name != "columns"}
     tensors = {f"{name}_{i}": tensor for name in lists for i, tensor in enumerate(lists[name])}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in {"columns": prompts.columns, **tensors}.items()}
-    save_tensors(gate / "reference.safetensors", tensors)
+    save_tensors(folder / "gate" / "reference.safetensors", tensors)
 
 
 def copy_record(source: Path, folder: Path, quantized: Record) -> None:
@@ -168,16 +152,16 @@ def copy_record(source: Path, folder: Path, quantized: Record) -> None:
     for name, path in sorted(program.weight_files(folder).items()):
         with safe_open(path, framework="pt") as file:
             record["tensors"][name] = tensor_hash(file.get_tensor(name))
-    _begin_record(folder / "gate", record | {"quantized": quantized})
+    _begin_record(folder, record | {"quantized": quantized})
     shutil.copyfile(source / "gate" / "reference.safetensors", folder / "gate" / "reference.safetensors")
 
 
-def _begin_record(gate: Path, record: Record) -> None:
+def _begin_record(folder: Path, record: Record) -> None:
     """Write the program and reference.json, with the Python files that lie beside the weights."""
-    gate.mkdir()
-    shutil.copyfile(program.__file__, gate / "check.py")
-    code = {path.name: digest(path) for path in sorted(gate.parent.glob("*.py"))}
-    write_json(gate / "reference.json", {**record, "code": code}, indent=1)
+    (folder / "gate").mkdir()
+    shutil.copyfile(program.__file__, folder / "gate" / "check.py")
+    code = {path.name: digest(path) for path in sorted(folder.glob("*.py"))}
+    write_json(folder / MARK, {**record, "code": code}, indent=1)
 
 
 def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
@@ -217,8 +201,8 @@ def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
     return [ordinary[torch.randint(len(ordinary), (length,), generator=generator)] for length in PROMPT_LENGTHS]
 
 
-def run_gate(folder: Path, gate: Path, device: str, *, called: Path | None = None) -> GateReport:
-    """Compare a folder with the record in ``gate``, in a new interpreter with no remote code cached.
+def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
+    """Compare a folder with its record, in a new interpreter with no remote code cached.
 
     ``called`` is the name by which the user knows a folder that has another one for now. This package is on the
     process's path, for the form that needs it; the program itself forbids it to the others. Raises ExportError when
@@ -227,18 +211,16 @@ def run_gate(folder: Path, gate: Path, device: str, *, called: Path | None = Non
     log.info("%s: loading it in a separate process, to compare it with its record", called or folder)
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    with tempfile.TemporaryDirectory(prefix="export-gate-") as name:
-        scratch = Path(name)
-        results, program_copy = scratch / "checks.json", scratch / "check_export.py"
+    with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
+        results, program_copy = Path(scratch) / "checks.json", Path(scratch) / "check_export.py"
         shutil.copyfile(program.__file__, program_copy)
         environment |= {
-            "HF_MODULES_CACHE": str(scratch / "modules"),
+            "HF_MODULES_CACHE": f"{scratch}/modules",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
-        command = [sys.executable, program_copy, folder.resolve(), "--record", gate.resolve()]
-        command += ["--device", device, "--json", results]
+        command = [sys.executable, program_copy, folder.resolve(), "--device", device, "--json", results]
         run = subprocess.run(
             command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )

@@ -52,7 +52,7 @@ def quantize(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | N
             for file in folder.glob(pattern):
                 shutil.copyfile(file, new / file.name)
         copy_record(folder, new, {"to": to, "limit": limit, "not_quantized": IN_FULL})
-        report = run_gate(new, new / "gate", "cpu", called=out).require(out)
+        report = run_gate(new, "cpu", called=out).require(out)
         write_json(new / "gate" / "report.json", report.to_dict())
         if (card := folder / "README.md").is_file():
             write_text(new / "README.md", quantized_card(card.read_text(encoding="utf-8"), to, limit))

@@ -50,7 +50,7 @@ class HeadScores:
 
     Optional, None where not measured: intervals (low, high) of the three drops, ``n_examples_LH``, the examples
     each head was tried on (int64), and ``agreement`` of disjoint halves of the examples (`split_half`). A NaN
-    accuracy drop says that the layer has no such head (hybrid teachers).
+    accuracy drop marks a head that the layer does not have (hybrid teachers).
     """
 
     n_kv_heads: int

@@ -42,8 +42,10 @@ def is_llamba(folder: str | Path) -> bool:
 
 
 def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
-    """Load the model in eval mode. Raises ValueError for a config that is not a Llamba's, or one whose model would
-    compute something else here; and for missing, unknown or wrongly shaped tensors, with their names.
+    """Load the model in eval mode.
+
+    Raises ValueError for a config that is not a Llamba's, or whose model would compute something else here, and for
+    missing, unknown or wrongly shaped tensors, with their names.
     """
     published, config = _published(folder), llamba_config(folder)
     state: dict[str, Tensor] = {}
@@ -138,7 +140,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _mixer_tensors(part: str, tensor: Tensor, published: Mapping[str, Any], config: HybridConfig) -> dict[str, Tensor]:
-    """Convert a tensor of a published mixer to those of a `HybridMixer`; none for an unknown one."""
+    """Convert a tensor of a published mixer to those of a `HybridMixer`; an unknown one keeps its name."""
     ssm, inner = published["ssm_cfg"], config.num_attention_heads * config.head_dim
     shared = ssm["n_qk_heads"] * ssm["d_state"]
     rows = {"x": inner, "b": shared, "c": shared, "z": inner, "a": config.num_attention_heads}
@@ -156,7 +158,7 @@ def _mixer_tensors(part: str, tensor: Tensor, published: Mapping[str, Any], conf
         return list(found.values())
 
     if part == "in_proj.weight" or (part == "in_proj.bias" and ssm["bias"]):
-        return {f"ssm.{name}_proj.{kind}": part for name, part in zip(rows, per_head("xbcza"))}
+        return {f"ssm.{name}_proj.{kind}": split for name, split in zip(rows, per_head("xbcza"))}
     if part in ("conv1d.weight", "conv1d.bias"):
         channels = torch.cat(per_head("xbc"))
         return {f"ssm.conv_{kind}": channels.squeeze(1) if kind == "weight" else channels}

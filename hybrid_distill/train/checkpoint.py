@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..io import replacing, sync, write_json
+from ..io import Record, replacing, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/2"
 STAGE_FORMAT = "hybrid-distill/stage/2"
@@ -92,7 +92,7 @@ class Snapshot:
 
     step: int
     tensors: dict[str, Mapping[str, Tensor]]
-    state: dict[str, Any]
+    state: Record
 
 
 class Checkpoints:
@@ -108,7 +108,7 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Tensors, state: Record) -> Path:
         """Write a checkpoint and delete those that are too old.
 
         Raises SaveFailed, with the earlier checkpoints untouched, when the disk is full or cannot be written.
@@ -173,7 +173,7 @@ class Checkpoints:
                 _remove(path)
 
 
-def verify(folder: str | Path) -> dict[str, Any]:
+def verify(folder: str | Path) -> Record:
     """Return the manifest of a checkpoint with intact files. Raises CorruptCheckpoint naming one that is not."""
     manifest = _read_manifest(Path(folder), FORMAT)
     check_files(Path(folder), manifest["files"])
@@ -213,7 +213,7 @@ class StageManifest:
     data: str
     """Fingerprint of the rows."""
     seed: int
-    config: dict[str, Any]
+    config: Record
     files: dict[str, str]
     tied: dict[str, str] = field(default_factory=dict)
     """Second names of tied parameters, which are stored once."""
@@ -310,12 +310,12 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, record: Record) -> None:
     """Write the record that makes a folder count, with a hash of its own."""
     write_json(folder / MANIFEST, {**record, SEAL: _seal(record)})
 
 
-def _seal(record: Mapping[str, Any]) -> str:
+def _seal(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -334,7 +334,7 @@ def save_file(content: Content, path: Path) -> None:
     Its format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes in turn.
     """
     ordered = in_file_order(content)
-    header: dict[str, Any] = {}
+    header: Record = {}
     end = 0
     for name, tensor in ordered.items():
         begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -354,7 +354,7 @@ def in_file_order(content: Content) -> Content:
     return dict(sorted(content.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
-def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
+def _read_manifest(folder: Path, expected: str) -> Record:
     path = folder / MANIFEST
     try:
         record = json.loads(path.read_text())

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from ..data import DataConfig
+from ..io import Record
 from ..limits import Count, Limits, Positive, Share, check_options
 from ..teacher import TINY
 
@@ -121,7 +122,7 @@ class StageConfig:
                 f"use a multiple of {processes}."
             )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return JSON values: tuples become lists, paths strings."""
         return json.loads(json.dumps(asdict(self), default=str))
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ..data import Batch, Rows, on_device
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
-from ..io import write_text
+from ..io import Record, write_text
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import MAY_CHANGE
@@ -127,7 +127,7 @@ class _Training:
     rows: Rows
     out: Path
     accelerator: Accelerator
-    identity: Mapping[str, Any]
+    identity: Record
     checkpoints: Checkpoints
     tracked: TrackedRun
 
@@ -186,7 +186,7 @@ class _Training:
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _train_step(self, stop: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
+    def _train_step(self, stop: Callable[[], bool]) -> tuple[Record, bool]:
         """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
@@ -262,7 +262,7 @@ class _Training:
             logger.warning("%s The batch is left out.", found)
         return reason
 
-    def _log(self, metrics: dict[str, Any]) -> None:
+    def _log(self, metrics: Record) -> None:
         if self.accelerator.is_main_process:
             if "skipped" in metrics:  # JSON has neither NaN nor infinity
                 metrics = metrics | {"loss": None, "grad_norm": None, "per_layer": {}}
@@ -351,7 +351,7 @@ def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -
     return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
 
 
-def _check_same_run(ours: Mapping[str, Any], found: Mapping[str, Any], place: Path) -> None:
+def _check_same_run(ours: Record, found: Record, place: Path) -> None:
     """Raise unless ``found``, read from ``place``, is the identity of this run."""
     if found["parent"] != ours["parent"]:
         raise StageParentError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import torch
+
+from ..io import Record
 
 
 def seed_all(seed: int) -> None:
@@ -19,12 +20,12 @@ def seed_all(seed: int) -> None:
 
 
 def row_seeds(seed: int, places: Iterable[int]) -> list[int]:
-    """A seed for each row, by the run's seed and the row's place in the data's order."""
+    """Return a seed for each row, by the run's seed and the row's place in the data's order."""
     return [int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little") for place in places]
 
 
-def rng_state() -> dict[str, Any]:
-    """States of the generators that `seed_all` seeds; of the GPUs, the current one."""
+def rng_state() -> Record:
+    """Return the states of the generators that `seed_all` seeds; of the GPUs, the current one."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -37,8 +38,8 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to a state that `rng_state` returned."""
+def set_rng_state(state: Record) -> None:
+    """Restore a state that `rng_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

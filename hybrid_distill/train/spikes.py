@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
 
 WINDOW = 64
@@ -50,10 +50,10 @@ class SpikeDetector:
         self.skipped = 0
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         return {"recent": list(self.recent), "skipped": self.skipped}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.recent = deque(state["recent"], maxlen=WINDOW)
         self.skipped = state["skipped"]
 

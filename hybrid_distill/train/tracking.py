@@ -1,6 +1,6 @@
-"""What tensorboard, trackio and wandb are told: one of their runs for one of ours, whatever its stages.
+"""Trackers (tensorboard, trackio, wandb): one of their runs for one of ours, whatever its stages.
 
-Everything stays on this machine unless the user has a key or a server set up (`accelerator.check_trackers`).
+Everything stays on this machine unless the user has a key or a server set up (`distributed.check_trackers`).
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
 from ..distributed import make_accelerator
+from ..io import Record
 
 PROJECT = "hybrid-distill"
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run of a tracker that a stage reports to; a stage that is resumed goes on with the same one."""
+    """The run of a tracker that a stage reports to; a resumed stage reports to the same one."""
 
     folder: Path
-    """Of our run. Trackers that write files write them there: `tensorboard --logdir` takes a folder of such folders."""
+    """Folder of our run, where trackers write their files; `tensorboard --logdir` takes a folder of such folders."""
     name: str
     group: str = ""
     first_step: int = 0
     """Steps of the stages before this one."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What trackers list beside the run, and can sort runs by."""
+    config: Record = field(default_factory=dict)
+    """Settings that trackers list beside the run."""
 
     @property
     def id(self) -> str:
-        """The same for every stage and every start of a run."""
+        """Identifier of a run, the same for every stage and every start."""
         return hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
 
     def start(self, accelerator: Accelerator) -> None:
-        """Begin, or take up again, the run in each tracker that the accelerator has."""
+        """Begin, or resume, the run in each tracker that the accelerator has."""
         if not accelerator.log_with:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -49,13 +49,13 @@ class TrackedRun:
         }
         accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
 
-    def log(self, accelerator: Accelerator, kind: str, values: Mapping[str, Any], step: int) -> None:
-        """Numbers of a stage, or of the evaluation, as ``KIND/name``; ``step`` counts from this stage's start."""
+    def log(self, accelerator: Accelerator, kind: str, values: Mapping[str, object], step: int) -> None:
+        """Log numbers of a stage, or of the evaluation, as ``KIND/name``; ``step`` counts from this stage's start."""
         accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step=self.first_step + step)
 
 
 def log_figures(trackers: Sequence[str], tracked: TrackedRun, figures: Mapping[str, float]) -> None:
-    """Add what was measured at the end to a run whose stages are over."""
+    """Add the evaluation's results to a run whose stages are over."""
     accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
     tracked.start(accelerator)
     tracked.log(accelerator, "evaluation", figures, 0)

@@ -206,6 +206,7 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
 
 def test_slow_imports_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(app, "QUIET", 0.01)
+    monkeypatch.delitem(sys.modules, "torch")
     with app._loading():
         time.sleep(0.5)
     assert capsys.readouterr().err == "loading torch and transformers ...\n"

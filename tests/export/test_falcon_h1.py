@@ -50,7 +50,7 @@ def student_keeping(family: str, kept: list[tuple[int, ...]], **options) -> Hybr
 
 
 def stock_model(student: HybridForCausalLM) -> torch.nn.Module:
-    """What transformers makes of the container's configuration and tensors alone."""
+    """Let transformers build a model from the container's configuration and tensors alone."""
     stock = container(student)
     fields = dict(stock.config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))

@@ -1,4 +1,4 @@
-"""What is published is an export, all of it and nothing else: no token, no path of this machine, no training state."""
+"""A publication is an export, all of it and nothing else: no token, no path of this machine, no training state."""
 
 from __future__ import annotations
 

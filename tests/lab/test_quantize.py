@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from students import byte_tokenizer, tiny_student
 
 from hybrid_distill.export import ExportError, export_checkpoint
-from hybrid_distill.export.check import run_checks
+from hybrid_distill.export.check import read_record, run_checks
 from hybrid_distill.guard import load_student
 from hybrid_distill.lab.publish import publish
 from hybrid_distill.lab.quantize import IN_FULL, quantize
@@ -74,6 +75,10 @@ def test_a_quantized_copy_can_be_published_until_it_is_changed(copy, tmp_path, m
         quantize(copy, tmp_path / "again")
 
     shutil.copytree(copy, tmp_path / "int8")
+    record = json.loads((copy / "gate/reference.json").read_text())
+    record["quantised"] = record.pop("quantized")  # the older spelling
+    (tmp_path / "int8/gate/reference.json").write_text(json.dumps(record))
+    assert read_record(tmp_path / "int8/gate")["quantized"]["limit"] == 0.05
     weights = tmp_path / "int8/model.safetensors"
     with safe_open(weights, framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118

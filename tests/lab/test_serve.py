@@ -56,7 +56,7 @@ def benchmark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **packages: bool | None) -> None:
-    """What `find_spec` answers for these packages: None for an absent one."""
+    """Let `find_spec` answer these values: None for an absent package."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: packages[name] if name in packages else find_spec(name, *of)

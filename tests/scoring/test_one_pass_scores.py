@@ -83,7 +83,7 @@ def random_model(family: str, vocab_size: int) -> PreTrainedModel:
 
 
 def by_derivative(model: PreTrainedModel, tokenizer, probe, head: HeadId, n: int, step: float = 0.01) -> float:
-    """What the answer's mean log-probability loses per share of a head that is taken away."""
+    """Loss of the answer's mean log-probability per share of a head that is taken away."""
     site = head_sites(model)[head.layer]
 
     def logprob(scale: float) -> float:

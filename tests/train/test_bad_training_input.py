@@ -46,15 +46,15 @@ def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str],
         ("--stages align post --post.data.sources {}/chat", ["another tokenizer", "with chat", "tiny_teacher"]),
         (
             "--stages align post --post.teacher {0}/model --post.data.sources {0}/chat",
-            ["mixed tokenizers", "tiny_teacher", "/model", "same family"],
+            ["mixed tokenizers", "tiny_teacher", "/model", "pass a teacher of the student's family"],
         ),
         ("--stages post --post.data.sources {}/chat.jsonl", ["tiny_teacher has no chat template", "--post.teacher"]),
         ("--stages post", ["tiny is plain text", "--post.data.sources"]),
         (
             "--teacher {0}/model --data.sources {0}/words {0}/chat",
-            ["mixes tokens of different tokenizers", "with words", "with chat"],
+            ["mixes tokens of another tokenizer", "with words", "with chat"],
         ),
-        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "use --data.chat."]),
+        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "pass --data.chat."]),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             ["cannot be streamed", "prepare-data --chat"],

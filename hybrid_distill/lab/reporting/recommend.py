@@ -10,7 +10,7 @@ from typing import Literal
 
 import pandas as pd
 
-from ...limits import COUNT, check_fields
+from ...limits import Count, check_options
 from ..sweep.grid import ALL
 from ..sweep.results import TEACHER
 from .sweep_results import SETTING, Quality, SweepResults, without
@@ -28,9 +28,9 @@ class RecommendJob:
 
     memory: str
     """Memory for the caches of all sequences: ``2MB``, ``1.5GiB``, or a number of bytes."""
-    context: int = 4096
+    context: Count = 4096
     """Tokens of a sequence."""
-    batch: int = 1
+    batch: Count = 1
     """Sequences at the same time."""
     quality: Literal["retrieval", "knowledge", "perplexity"] = "retrieval"
     """Measure of the best: KV retrieval by generation, knowledge by choice, or perplexity."""
@@ -38,7 +38,7 @@ class RecommendJob:
 
 def recommend(out: Path, job: RecommendJob) -> str:
     """Answer as text. Raises ValueError for a budget that nothing fits into and for a sweep without results."""
-    check_fields(job, "--", context=COUNT, batch=COUNT)
+    check_options(job, "--")
     budget, results = n_bytes(job.memory) / job.batch, SweepResults.read(out, job.context)
     if results.students.empty:
         raise ValueError(f"no cell of {out} is finished; see hybrid-distill sweep-status {out}.")

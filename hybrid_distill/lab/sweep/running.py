@@ -68,8 +68,9 @@ def _share_of_machine(slot: int, slots: int) -> dict[str, str]:
     share = {"OMP_NUM_THREADS": str(min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    own = gpus[slot::slots] or gpus[slot % len(gpus) :][:1] if gpus else []
-    return share | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
+    if gpus:
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot::slots]) or gpus[slot % len(gpus)]
+    return share
 
 
 def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
