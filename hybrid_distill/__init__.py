@@ -81,7 +81,7 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
     """
     from . import guard
     from .pipeline import finished_run
-    from .run_folder import is_run
+    from .pipeline.folder import is_run
 
     folder = Path(path)
     if is_run(folder / "config.json"):

@@ -24,7 +24,7 @@ LAYERS = (
     ("scoring", "train"),
     ("evaluation",),
     ("export",),
-    ("config", "run_folder", "run_inputs", "pipeline"),
+    ("config", "pipeline"),
     ("lab",),
     ("cli", "__main__"),
 )

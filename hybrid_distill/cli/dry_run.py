@@ -16,9 +16,9 @@ from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageSh
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..pipeline import Run
+from ..pipeline.folder import outdated
+from ..pipeline.inputs import shape_of_teacher
 from ..plan import HeadId, HeadPlan, cache_bytes
-from ..run_folder import outdated
-from ..run_inputs import shape_of_teacher
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig

@@ -16,8 +16,8 @@ from ..guard import load_student
 from ..io import read_json
 from ..model import HybridConfig
 from ..pipeline import finished_run
+from ..pipeline.folder import is_run
 from ..plan import HeadPlan
-from ..run_folder import is_run
 from ..scoring import HeadScores
 
 

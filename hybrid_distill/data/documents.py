@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..assets import corpus_documents
-from ..probes.kv_retrieval import write_probe_documents
+from ..assets.dictionaries import write_probe_documents
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import Record, conversation_of

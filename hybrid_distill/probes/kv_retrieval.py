@@ -6,12 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
 from . import Example, SeededProbe, as_tuple, check_counts, digest, duplicates
-from .nouns import NOUNS
-
-HEADER = "Memorize the following dictionary:"
-QUESTION = "The value of the key '{key}' is"
-N_VALUES = 100
 
 
 class Wording(NamedTuple):
@@ -94,20 +90,3 @@ class KVRetrieval(SeededProbe):
         n_pairs = list(self.n_pairs) if isinstance(self.n_pairs, tuple) else self.n_pairs
         described = {"name": "kv_retrieval", "n_pairs": n_pairs, "seed": self.seed, "keys_sha256": digest(self.nouns)}
         return described if self.wording == DICTIONARY else {**described, "wording": list(self.wording)}
-
-
-def probe_document(
-    rng: random.Random, n_pairs: int, n_questions: int, entry: str = "{key}:{value}", question: str = QUESTION + " "
-) -> str:
-    """Write a dictionary with several questions to it; by default all of it in the probe's wording."""
-    pairs = list(zip(rng.sample(NOUNS, n_pairs), rng.sample(range(N_VALUES), n_pairs), strict=True))
-    lines = [HEADER, *(entry.format(key=key, value=value) for key, value in pairs)]
-    for key, value in rng.choices(pairs, k=n_questions):
-        lines.append(f"{question.format(key=key)}{value}")
-    return "\n".join(lines)
-
-
-def write_probe_documents(n: int, seed: str) -> list[str]:
-    """Write ``n`` dictionaries of 4 to 32 pairs with a few questions each, in the probe's wording."""
-    rng = random.Random(seed)
-    return [probe_document(rng, rng.randint(4, 32), rng.randint(1, 4)) for _ in range(n)]

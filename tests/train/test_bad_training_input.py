@@ -18,7 +18,7 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_teacher(*args: object, **options: object) -> None:
         raise AssertionError("the teacher was loaded before the input was looked at")
 
-    monkeypatch.setattr("hybrid_distill.run_inputs.load_teacher", load_teacher)
+    monkeypatch.setattr("hybrid_distill.pipeline.inputs.load_teacher", load_teacher)
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...model.configuration_hybrid import HybridConfig
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
+from ...pipeline.folder import is_run
 from ...plan import HeadId
 from ...probes import check_counts
-from ...run_folder import is_run
 from ...scoring.restoration import restore_heads, restore_layers
 from ...teacher import TINY, head_sites, load_teacher
 from .experiment import Bench, Experiment

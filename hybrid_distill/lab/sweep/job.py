@@ -16,8 +16,8 @@ from ...distributed import check_trackers
 from ...limits import COUNT
 from ...locking import locked
 from ...pipeline import Run
+from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
-from ...run_inputs import shape_of_teacher
 from ..jobs import executor
 from .grid import Grid
 from .record import Sweep, Task

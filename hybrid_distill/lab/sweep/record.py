@@ -19,8 +19,8 @@ from ...config import RunConfig, StageName, differences, from_record, to_json
 from ...io import Record, read_json, write_json
 from ...locking import is_locked
 from ...pipeline import Run
+from ...pipeline.folder import MAY_CHANGE, has_result
 from ...provenance import versions
-from ...run_folder import MAY_CHANGE, has_result
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"

@@ -10,18 +10,26 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import PlanConfig, RunConfig
-from .data import CachedLogitsDataset, Rows, check_same_vocabulary, check_sources, open_logits, open_rows, read_held_out
-from .distributed import check_trackers, connect
-from .plan import HeadPlan
-from .probes.knowledge import Knowledge
-from .probes.kv_retrieval import KVRetrieval
-from .probes.plain_text import text_rows
-from .scoring import HeadScores
-from .student.build import checked_student
-from .teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
-from .train.checkpoint import MANIFEST, StageManifest
-from .train.config import DistillConfig, StageConfig, TeacherConfig
+from ..config import PlanConfig, RunConfig
+from ..data import (
+    CachedLogitsDataset,
+    Rows,
+    check_same_vocabulary,
+    check_sources,
+    open_logits,
+    open_rows,
+    read_held_out,
+)
+from ..distributed import check_trackers, connect
+from ..plan import HeadPlan
+from ..probes.knowledge import Knowledge
+from ..probes.kv_retrieval import KVRetrieval
+from ..probes.plain_text import text_rows
+from ..scoring import HeadScores
+from ..student.build import checked_student
+from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
+from ..train.checkpoint import MANIFEST, StageManifest
+from ..train.config import DistillConfig, StageConfig, TeacherConfig
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}

@@ -23,27 +23,27 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .config import PlanConfig, RunConfig, from_json, to_json
-from .data import Batch, open_rows
-from .distributed import alone_in, connect, on_main_process
-from .evaluation.evaluate import EvalResult, evaluate
-from .export import GateReport, export_checkpoint, origin
-from .io import Record, replacing, write_json
-from .model.modeling_hybrid import HybridForCausalLM
-from .plan import HeadPlan
-from .run_folder import outdated
-from .run_inputs import PROBE_SEEDS, Loaded, RunInputs, load, make_plan
-from .scoring import HeadScores, score_heads
-from .scoring.restoration import greedy_restoration
-from .student.build import build_student, check_plan, graft_recurrent_heads, unshare_weights
-from .student.init import DEFAULT_INIT, INITS
-from .student.self_check import check_rows
-from .teacher import fingerprint
-from .train.checkpoint import StageManifest, load_stage, weights_hash
-from .train.config import StageConfig
-from .train.loop import train_stage
-from .train.stages import make_stage
-from .train.tracking import TrackedRun, log_figures
+from ..config import PlanConfig, RunConfig, from_json, to_json
+from ..data import Batch, open_rows
+from ..distributed import alone_in, connect, on_main_process
+from ..evaluation.evaluate import EvalResult, evaluate
+from ..export import GateReport, export_checkpoint, origin
+from ..io import Record, replacing, write_json
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..plan import HeadPlan
+from ..scoring import HeadScores, score_heads
+from ..scoring.restoration import greedy_restoration
+from ..student.build import build_student, check_plan, graft_recurrent_heads, unshare_weights
+from ..student.init import DEFAULT_INIT, INITS
+from ..student.self_check import check_rows
+from ..teacher import fingerprint
+from ..train.checkpoint import StageManifest, load_stage, weights_hash
+from ..train.config import StageConfig
+from ..train.loop import train_stage
+from ..train.stages import make_stage
+from ..train.tracking import TrackedRun, log_figures
+from .folder import outdated
+from .inputs import PROBE_SEEDS, Loaded, RunInputs, load, make_plan
 
 log = logging.getLogger(__name__)
 

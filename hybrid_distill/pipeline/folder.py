@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from .config import RunConfig, differences, to_json
-from .io import Record
-from .train.checkpoint import MANIFEST
-from .train.config import MAY_CHANGE as STAGE_MAY_CHANGE
-from .train.tracking import PROJECT
+from ..config import RunConfig, differences, to_json
+from ..io import Record
+from ..train.checkpoint import MANIFEST
+from ..train.config import MAY_CHANGE as STAGE_MAY_CHANGE
+from ..train.tracking import PROJECT
 
 log = logging.getLogger(__name__)
 
