@@ -28,7 +28,7 @@ HEAD = """\
 
 Every command and every field of a recipe, listed; the other pages of [docs/](README.md) explain them. Made from the
 code by `python docs/reference.py`. The defaults of a recipe are those of its classes: what a recipe sets itself stands
-in its `config()`, and `hybrid-distill run RECIPE --help` shows it.
+in its `config()`, and `hybrid-distill run RECIPE --help-all` shows it.
 """
 RECIPES = """\
 ## Fields of a recipe

@@ -90,3 +90,10 @@ def close(actual: Tensor, expected: Tensor, precision: str = "fp32") -> None:
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
     return model(ids, **kwargs).logits
+
+
+def only_error(stderr: str) -> str:
+    """Return the one line that a refused command printed, but for the notice of a slow import."""
+    (line,) = [line for line in stderr.splitlines() if not line.startswith("loading torch")]
+    assert line.startswith("error: ")
+    return line

@@ -54,7 +54,7 @@ def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, mes
 
 
 def one_process(**kwargs):
-    """What accelerate makes of a launch that it does not understand."""
+    """One process alone, as accelerate starts for a launch that it does not understand."""
 
     class Accelerator:
         num_processes = 1

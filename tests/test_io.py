@@ -26,7 +26,7 @@ from hybrid_distill.io import replacing, save_tensors, write_json
 from hybrid_distill.locking import LOCK
 from hybrid_distill.pipeline import run
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.train.loop import _cut_metrics
+from hybrid_distill.train import resume
 
 SHAPE = HeadPlan(60, 80, 40, ())
 PLANS = [HeadPlan.random(SHAPE, 2000, seed) for seed in range(2)]
@@ -37,8 +37,8 @@ def save_plan(path: Path, n: int) -> None:
     PLANS[n % 2].save(path)
 
 
-def cut_metrics(path: Path, n: int) -> None:
-    _cut_metrics(path, 2998 - n % 2)
+def cut_lines(path: Path, n: int) -> None:
+    resume.cut_metrics(path, 2998 - n % 2)
 
 
 def save_config(path: Path, n: int) -> None:
@@ -59,7 +59,7 @@ def is_whole_config(path: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("save", "is_whole"),
-    [(save_plan, is_whole_plan), (cut_metrics, is_whole_metrics), (save_config, is_whole_config)],
+    [(save_plan, is_whole_plan), (cut_lines, is_whole_metrics), (save_config, is_whole_config)],
 )
 def test_killed_at_random_in_a_save(
     tmp_path: Path, save: Callable[[Path, int], None], is_whole: Callable[[Path], bool]

@@ -36,13 +36,13 @@ def config():
 
 
 def weights(out: Path) -> dict[str, str]:
-    """Of each finished stage: its folder below ``out`` and the hash of its weights."""
+    """Hash of the weights of each finished stage, by its folder below ``out``."""
     found = {path.parent: StageManifest.read(path.parent) for path in sorted(out.rglob("manifest.json"))}
     return {str(folder.relative_to(out)): manifest.weights for folder, manifest in found.items() if manifest}
 
 
 def names(out: Path) -> set[str]:
-    """Of all files below ``out``."""
+    """Names of all files below ``out``."""
     return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
 
 

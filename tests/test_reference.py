@@ -17,7 +17,7 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_reference_has_what_people_look_for() -> None:
     page = PAGE.read_text()
     for line in (
-        "### hybrid-distill score", "### hybrid-distill analyse remove-heads", "| `--plan.k` | INT | `6` | Heads kept,",
+        "### hybrid-distill score", "### hybrid-distill analyze remove-heads", "| `--plan.k` | INT | `6` | Heads kept,",
         "| `--STAGE.steps` | INT | `1000` |", "| `--post.teacher` |", "| `--tokenizer` | STR | required |",
     ):  # fmt: skip
         assert line in page, line

@@ -44,6 +44,7 @@ from ..train.end_to_end import OutputEmbedding, teacher_hidden
 from ..train.losses import CHUNK_LOGITS
 from ..train.stage import add_totals
 from ..train.stages import make_stage
+from .parsing import usage
 from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
 
 log = logging.getLogger(__name__)
@@ -305,7 +306,7 @@ def main(words: list[str]) -> None:
     the rows between processes.
     """
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: hybrid-distill cache-logits RECIPE [FLAGS]\n\n{main.__doc__}")
+        print(usage(main, "RECIPE"))
         return
     path, flags = recipe_of(words, "cache-logits")
     default = CacheJob(on_asked_teacher(config_of(load_recipe(path)), flags))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import io
 import itertools
 import os
@@ -65,6 +66,12 @@ def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str,
                 *action.option_strings, metavar=re.sub(r"\{None\}\||\|\{None\}", "", str(action.metavar)), help=text
             )
     return short.format_help()
+
+
+def usage(main: Callable[..., None], takes: str) -> str:
+    """Format the help of a command that takes other flags than its own."""
+    name = main.__module__.rpartition(".")[2].replace("_", "-")
+    return f"usage: hybrid-distill {name} {takes} [FLAGS]\n\n{inspect.getdoc(main)}"
 
 
 def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:

@@ -10,6 +10,7 @@ from ..distributed import is_launched_main
 from ..lab.reporting.run import write_report
 from ..pipeline import run
 from .dry_run import describe, problems
+from .parsing import usage
 from .recipes import load_recipe, on_asked_teacher, override, recipe_of
 
 OF_DRY_RUNS = ("--dry-run", "--show-config")
@@ -22,7 +23,7 @@ def main(words: list[str]) -> None:
     Goes on where it was stopped.
     """
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: hybrid-distill run RECIPE [FLAGS]\n\n{main.__doc__}")
+        print(usage(main, "RECIPE"))
         return
     path, flags = recipe_of(words, "run")
     recipe = load_recipe(path)

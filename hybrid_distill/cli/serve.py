@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..lab.serve import serve
+from .parsing import usage
 
 
 def main(words: list[str]) -> None:
-    """Answer OpenAI-style requests over HTTP with an exported student: FOLDER, then flags of `transformers serve`."""
+    """Answer OpenAI-style requests over HTTP with an exported student.
+
+    Takes the flags of `transformers serve` after the folder; --help there lists them.
+    """
     if not words or words[0] in ("-h", "--help"):
-        print(f"usage: hybrid-distill serve FOLDER [FLAGS]\n\n{main.__doc__} --help after FOLDER lists them.")
+        print(usage(main, "FOLDER"))
         return
     serve(Path(words[0]), words[1:])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..probes import Example, Probe, check_counts
 from ..probes.answering import EncodedExample, Tokens, encode_example, forward, left_pad, tokenize
@@ -185,7 +185,7 @@ def _generate(
 
 
 def _last_maps(
-    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: object = None
+    model: PreTrainedModel, sites: Sequence[HeadSite], input_ids_BS: Tensor, mask_BS: Tensor, cache: Cache | None = None
 ) -> tuple[Tensor, Any]:
     """Return (map_BKHS, output) of the last position; without a ``cache`` of the positions before it, make one."""
     if cache is None:

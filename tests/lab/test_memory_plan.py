@@ -106,7 +106,8 @@ def test_and_the_stage_of_mixing_matrices(recompute: bool) -> None:
     assert_right(small_case(replace(MATRIX, gradient_checkpointing=recompute), kept=0))
 
 
-def test_every_family(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
+@pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])  # no gate, more norms, wider heads
+def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     teacher = family_model(family, num_hidden_layers=2)
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random")
     shape = StageShape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))

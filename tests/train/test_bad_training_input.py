@@ -1,4 +1,4 @@
-"""What no GPU minute must be spent on: exit status 2, the value and the way out, before a teacher is loaded."""
+"""Input that no GPU minute must be spent on: exit status 2, the value and the way out, before a teacher is loaded."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_segments_are_computed_again_with_divided_weights(tmp_path, strategy):
+def test_segments_are_computed_again_with_sharded_weights(tmp_path, strategy):
     config = small_config("long", steps=4, micro_batch_size=2)
     torch.set_num_threads(1)
     stage = make_stage(config, *sure_models(), vocab_size=99)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
-from hybrid_distill.train import checkpoint, loop
+from hybrid_distill.train import checkpoint, loop, resume
 from hybrid_distill.train.checkpoint import SaveFailed, StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.train.optimizer import make_adamw, wsd
@@ -117,7 +117,7 @@ def test_a_signal_that_comes_twice_is_one_request(uninterrupted, tmp_path):
 
 
 def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(resume, "SAME_REQUEST_S", 0.0)
 
     def twice() -> None:
         for _ in range(2):

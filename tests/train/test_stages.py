@@ -1,4 +1,4 @@
-"""What each stage compares, what it trains, and that it does so on the teacher's own inputs."""
+"""Each stage compares and trains what it names, and does so on the teacher's own inputs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""Stop a stage and resume it: requests to stop, the checkpoint to resume from, and whether it is of the same run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from ..io import Record, write_text
+from . import checkpoint
+from .checkpoint import Checkpoints, Snapshot
+from .config import MAY_CHANGE
+
+METRICS = "metrics.jsonl"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: SLURM's before preemption
+SAME_REQUEST_S = 5.0
+"""Seconds within which signals to stop count as one."""
+
+
+class Interrupted(Exception):
+    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved its state, or its result."""
+
+
+class StageParentError(ValueError):
+    """A stage's student, or the content of its folder, does not come from the parent that was named."""
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
+
+    Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
+    """
+    requested: float | None = None
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: Any) -> None:
+        nonlocal requested
+        now = time.monotonic()
+        if requested is None:
+            requested = now
+        elif now - requested > SAME_REQUEST_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, request) for number in STOP_SIGNALS}
+    try:
+        yield lambda: requested is not None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def snapshot_to_resume(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:
+    """Read the checkpoint to resume from. The main process chooses and checks it, so that all read the same."""
+    if resume not in ("auto", "never"):
+        return checkpoint.load(resume)
+    chosen: list[Path | None] = [None]
+    if accelerator.is_main_process and resume == "auto":
+        chosen = [checkpoints.latest()]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(chosen)
+    return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
+
+
+def check_same_run(ours: Record, found: Record, place: Path) -> None:
+    """Raise unless ``found``, read from ``place``, is the identity of this run."""
+    if found["parent"] != ours["parent"]:
+        raise StageParentError(
+            f"{place} was made from the weights {found['parent'][:16]}, the student's are "
+            f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
+        )
+    changed = [name for name in ("data", "seed") if found[name] != ours[name]]
+    for name, value in ours["config"].items():
+        if name not in MAY_CHANGE and found["config"].get(name) != value:
+            changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
+    if changed:
+        raise ValueError(
+            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
+            "--out, or begin again with --resume never."
+        )
+
+
+def clear(out: Path, checkpoints: Checkpoints) -> None:
+    """Remove what an earlier start of the stage has left."""
+    checkpoints.clear()
+    for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
+        (out / name).unlink(missing_ok=True)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be run again, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    write_text(path, "".join(kept))
