@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from ...limits import COUNT, COUNT_OR_NONE, Limits, check_fields, numbers
+from ...limits import Count, CountOrZero, Limits, check_options, numbers
 from ...teacher import TINY
 
 
@@ -24,9 +24,9 @@ class SuiteJob:
     """Teacher, for coverage: a model like ``--model``, or the results.json of one that was measured before."""
     data_dir: Path | None = None
     """Folder of the tasks' questions, instead of the hub; write-task-files writes one."""
-    fewshot: int | None = None
+    fewshot: CountOrZero | None = None
     """Examples in each prompt, instead of each task's own number."""
-    limit: int | None = None
+    limit: Count | None = None
     """Questions of each task, and of each part of mmlu, bbh and niah: only the first so many."""
     seed: int = 1
     """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
@@ -40,11 +40,11 @@ class SuiteJob:
     """JSON lines of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for text."""
-    max_length: int | None = None
+    max_length: Annotated[int, Limits(2, whole=True)] | None = None
     """Context in tokens, instead of the one in the model's config."""
     truncate: bool = False
     """Cut prompts beyond the context on the left, and count them. By default their task has no figure."""
-    batch_size: int = 16
+    batch_size: Count = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format; by default bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
@@ -57,8 +57,7 @@ class SuiteJob:
     """Folder of results.json and results.md; by default one in runs/evaluation, named after the model."""
 
     def __post_init__(self) -> None:
-        context = Limits(2, whole=True)
-        check_fields(self, "--", fewshot=COUNT_OR_NONE, limit=COUNT, max_length=context, batch_size=COUNT)
+        check_options(self, "--")
 
     @property
     def folder(self) -> Path:
