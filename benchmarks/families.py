@@ -405,7 +405,7 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
             bar.set_postfix_str(model_type)
             rows = [measure(model_type, "", Path(name))]
             rows += [measure(model_type, variant, Path(name)) for variant in variants_of(model_type)]
-            # A variant that transformers itself cannot run is no model.
+            # A variant that transformers itself cannot run does not count.
             done(model_type, [row for row in rows if not row["variant"] or row["status"] != NO_TEACHER])
 
 

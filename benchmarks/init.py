@@ -3,7 +3,7 @@
     python benchmarks/init.py                 # writes benchmarks/results/init.json
 
 A student without attention heads is aligned to the teacher, layer by layer, with the teacher's own inputs.
-The figure is the normalised squared error of the heads' outputs on text that is not trained on, mean over
+The figure is the normalized squared error of the heads' outputs on text that is not trained on, mean over
 layers: 0 is the teacher, 1 is as good as heads that are silent.
 """
 
@@ -95,7 +95,7 @@ def main() -> None:
         results.append(align(teacher, rows, held_out.batch(0, 16), init, options))
         print(json.dumps(results[-1]), flush=True)
     record = {
-        "what": "normalised squared error of recurrent heads, mean over layers, by optimiser step",
+        "what": "normalized squared error of recurrent heads, mean over layers, by optimizer step",
         "teacher": options.teacher,
         "fingerprint": fingerprint(teacher),
         "d_state": options.d_state,

@@ -125,7 +125,7 @@ def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
 
 
 def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[str, float]:
-    """Mean absolute difference: of the two ways, seed by seed; of neighbouring seeds, in one way."""
+    """Mean absolute difference: of the two ways, seed by seed; of neighboring seeds, in one way."""
     ways, seeds = [], []
     for row in rows.values():
         shared, alone = row[f"{figure}, shared"], row[f"{figure}, independent"]

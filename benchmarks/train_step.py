@@ -105,15 +105,15 @@ def contenders(stage: Stage) -> dict[str, Loss]:
 
 def step_of(loss: Loss, optimizer: torch.optim.Optimizer, batch: Batch) -> Callable[[], float]:
     """One whole step; returns its seconds."""
-    synchronise = torch.cuda.synchronize if batch["input_ids"].is_cuda else lambda: None
+    synchronize = torch.cuda.synchronize if batch["input_ids"].is_cuda else lambda: None
 
     def step() -> float:
-        synchronise()
+        synchronize()
         begun = time.perf_counter()
         loss(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        synchronise()
+        synchronize()
         return time.perf_counter() - begun
 
     return step

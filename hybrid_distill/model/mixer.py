@@ -529,7 +529,7 @@ class HybridMixer(nn.Module):
         return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)
 
     def _in_teacher_order(self, attended: Tensor | None, recurred: Tensor | None) -> Tensor:
-        """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighbouring heads of one kind."""
+        """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighboring heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
         taken = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""State-space duality (SSD): the maths of recurrent heads, and the one place that picks an implementation.
+"""State-space duality (SSD): the math of recurrent heads, and the one place that picks an implementation.
 
 Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and 2502.14458):
 

@@ -1,7 +1,7 @@
 """The questions that every ablated model is asked, and the measurements of each head.
 
 Shapes: L layer, H query head (in `Measured`: every head that is scored), E example (in the order they are tried),
-T text, K kind of judgement, B example of a batch.
+T text, K kind of judgment, B example of a batch.
 """
 
 from __future__ import annotations

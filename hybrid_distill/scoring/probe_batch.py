@@ -5,7 +5,7 @@ the prompt as a tree, in which a token sees the prompt and its own choice's earl
 without a cache.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
-V vocabulary, Q number read (a question has many, a text has one), K kind of judgement (questions: correct,
+V vocabulary, Q number read (a question has many, a text has one), K kind of judgment (questions: correct,
 log-probability; texts: loss).
 """
 

@@ -303,7 +303,7 @@ class _Call:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Heads change fastest: neighbours read the same cache lines where a head's row is narrower than one."""
+        """Heads change fastest: neighbors read the same cache lines where a head's row is narrower than one."""
         return (self.n_heads, self.batch, self.n_segments)
 
     @property

@@ -136,8 +136,8 @@ def test_weights_are_the_weights_of_a_mean(impl):
             logits = hidden[at] @ head.mT, teacher.hidden_BLE[at] @ teacher.head_WE.mT
             soft.append(losses.distillation_loss(*logits, vocab_size=REAL))
             hard.append(losses.distillation_loss(*logits, vocab_size=REAL, hard_weight=1.0, labels_BL=case.labels[at]))
-        labelled = weight.flatten() * (case.labels.flatten() != IGNORE)
-        parts = ((soft, weight.flatten()), (hard, labelled))
+        labeled = weight.flatten() * (case.labels.flatten() != IGNORE)
+        parts = ((soft, weight.flatten()), (hard, labeled))
         return sum(0.5 * (torch.stack(part) * w).sum() / w.sum() for part, w in parts)  # type: ignore[return-value]
 
     close(ours, case.run(each_alone, torch.float64), 1e-5)

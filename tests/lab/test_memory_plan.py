@@ -67,7 +67,7 @@ def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: in
 
 
 def assert_right(case: Any) -> None:
-    """Every part that is 2 % of the peak or more within 15 %, parameters and optimiser to the byte."""
+    """Every part that is 2 % of the peak or more within 15 %, parameters and optimizer to the byte."""
     record = benchmark.one_process(case, "cpu")
     parts = record["parts"]
     assert not record["misses"], benchmark.show(record)

@@ -1,4 +1,4 @@
-"""What a sweep's report and recommendation say, on tables whose truth is known."""
+"""A sweep's report and recommendation, on tables whose truth is known."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_packed_documents_equal_the_same_documents_alone() -> None:
 
 
 def test_decay_of_zero_and_of_one() -> None:
-    """Raw values far outside what training reaches: no NaN, no overflow, and the maths still holds."""
+    """Raw values far outside what training reaches: no NaN, no overflow, and the math still holds."""
     x, _, b, c = inputs(77, torch.float32)
     raw = torch.randn(BATCH, 77, HEADS).sign() * 1e4
     log_a = log_decay(raw)

@@ -119,7 +119,7 @@ def test_opposite_and_unrelated_rankings() -> None:
 
 
 def test_scores_against_a_short_list() -> None:
-    """A head that the list leaves out counts against the overlap, and is no part of the correlation."""
+    """A head that the list leaves out counts against the overlap, and is not part of the correlation."""
     scores = some_scores([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, math.nan]])
     compared = compare_rankings(scores, heads((0, 0), (0, 3)), [1, 2, 3])
     assert compared.overlap == {1: 1.0, 2: 0.5}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILLION, can_draw, figure
+from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure
 from .mixing import HeadMix
 from .patterns import MarkedPrompt, row_shares
 from .tables import Column, Row, Table
@@ -151,7 +151,7 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, start: int) -> Non
         rows, columns = ([i - start for i in places if i >= start] for places in (summary, content))
         if rows and columns:
             corner, width, height = (columns[0] - 0.5, rows[0] - 0.5), columns[-1] - columns[0] + 1, len(rows)
-            axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=VERMILLION, linewidth=0.8))
+            axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=VERMILION, linewidth=0.8))
         face = GREEN if index == prompt.answer else "none"
         axes.scatter(rows, [len(shown) + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
     axes.set_ylim(len(shown) + 0.9, -0.5)

@@ -29,7 +29,7 @@ from .figures import (
     PALE,
     PURPLE,
     SKY,
-    VERMILLION,
+    VERMILION,
     can_draw,
     figure,
     log_ticks,
@@ -39,7 +39,7 @@ from .figures import (
 from .tables import ABSENT, html_table, markdown_table, percent_change, signed, text_table, with_error
 
 __all__ = [
-    "ABSENT", "BLACK", "BLUE", "GREEN", "GREY", "LOOKS", "ORANGE", "PALE", "PURPLE", "SKY", "VERMILLION", "Figure",
+    "ABSENT", "BLACK", "BLUE", "GREEN", "GREY", "LOOKS", "ORANGE", "PALE", "PURPLE", "SKY", "VERMILION", "Figure",
     "Section", "can_draw", "figure", "html_table", "log_ticks", "look", "markdown_table", "percent_axis",
     "percent_change", "render", "signed", "text_table", "with_error",
 ]  # fmt: skip

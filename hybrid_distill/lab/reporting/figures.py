@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
-VERMILLION, PURPLE = "#D55E00", "#CC79A7"
+VERMILION, PURPLE = "#D55E00", "#CC79A7"
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
 
 STYLE: dict[Any, Any] = {
@@ -68,7 +68,7 @@ LOOKS = (
     Look(ORANGE, "D", DASHED),
     Look(GREEN, "s", DASH_DOT),
     Look(PURPLE, "v", DOTTED),
-    Look(VERMILLION, "^"),
+    Look(VERMILION, "^"),
     Look(SKY, "P", DASHED),
     Look(GREY, "X", DOTTED),
 )
@@ -79,7 +79,7 @@ _LOOK_OF = {
     "none": Look(PURPLE, "v"),
     "random": Look(ORANGE, "D", DASHED),
     "layers": Look(GREEN, "P", DASH_DOT),
-    "restoration": Look(VERMILLION, "^", DOTTED),
+    "restoration": Look(VERMILION, "^", DOTTED),
 }
 
 

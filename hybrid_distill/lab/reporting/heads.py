@@ -11,7 +11,7 @@ import pandas as pd
 
 from ...plan import HeadId
 from ...scoring import HeadScores
-from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILLION, figure
+from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, figure
 from .tables import with_error
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def score_map(
             _heat_map(axes, measure, measure.drop_LH(scores), kept)
         notes = [f"outlined: {label}"] if kept else []
         notes += ["grey: no attention head"] if scores.accuracy_drop_LH.isnan().any() else []
-        grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILLION if kept else GREY)
+        grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILION if kept else GREY)
 
 
 def _heat_map(axes: Axes, measure: Measure, value_LH: np.ndarray, kept: Collection[tuple[int, int]]) -> None:
@@ -102,7 +102,7 @@ def _heat_map(axes: Axes, measure: Measure, value_LH: np.ndarray, kept: Collecti
                 text = f"{round(value, digits) + 0.0:.{digits}f}"
                 axes.text(head, layer, text, color=color, fontsize=7, ha="center", va="center")
     for layer, head in kept:
-        box = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILLION, linewidth=2, clip_on=False)
+        box = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILION, linewidth=2, clip_on=False)
         axes.add_patch(box)
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0, 0.13 / (0.45 * n_heads), 1)))
     bar.set_label(measure.unit, fontsize=9)
@@ -122,7 +122,7 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
             axes.hlines(rows, low, high, color=BLACK, linewidth=1.1)
             axes.axvline(0, color="#444444", linewidth=0.8)
             if n_kept < len(heads):
-                axes.axhline(n_kept - 0.5, color=VERMILLION, linewidth=1.2, linestyle="--")
+                axes.axhline(n_kept - 0.5, color=VERMILION, linewidth=1.2, linestyle="--")
             axes.grid(False)
             axes.grid(True, axis="x")
             axes.set(title=measure.title, xlabel=measure.unit)

@@ -153,7 +153,7 @@ class SweepResults:
 def _estimate(rows: pd.DataFrame, column: str, *, is_share: bool = True) -> pd.DataFrame:
     """Return mean and margin by setting: half of the 95 % interval by Student's t, NaN with one seed.
 
-    The margin of a share is no wider than reaches 0 and 1: what two or three seeds leave open may be all.
+    The margin of a share never reaches beyond 0 and 1: what two or three seeds leave open may be all.
     """
     found = rows.groupby(SETTING, sort=False)[column].agg(["mean", "sem", "count"])
     mean, n = found.loc[:, "mean"], found.loc[:, "count"]
