@@ -52,8 +52,8 @@ class Gallery:
     counts: tuple[int, ...] = (2, 4, 6)
     """Numbers of heads to remove, in ranked order."""
     keep: tuple[str, ...] = ()
-    """Heads that keep-heads keeps, one variant each, such as ``16:22/17:24 16:none/17:24``; for a model of your own, none
-    skips keep-heads."""
+    """Heads that keep-heads keeps, one variant each, such as ``16:22/17:24 16:none/17:24``; for your own model,
+    none skips keep-heads."""
     only: tuple[str, ...] = ()
     """Names of experiments; by default all."""
     work: Path | None = None

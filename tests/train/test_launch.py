@@ -139,7 +139,7 @@ def test_a_run_moves_from_one_process_to_two_and_back(alone, tmp_path, strategy)
 
 
 def assert_each_held_half(out: Path, teacher: PreTrainedModel) -> None:
-    """Each rank held half of the teacher's decoder layers, and all of its embeddings and last norm, in each stage."""
+    """Each rank held half of the teacher's decoder layers, all of its embeddings and last norm, in each stage."""
     layers = sum(p.nbytes for p in teacher.model.layers.parameters())
     expected = sum(p.nbytes for p in teacher.parameters()) - layers // 2
     for rank in range(2):
