@@ -39,10 +39,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from planted import KEYS, Circuit, Shape, planted_teacher, word_tokenizer
 
+from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.kv_retrieval import HEADER, N_VALUES, QUESTION, KVRetrieval
-from hybrid_distill.probes.nouns import NOUNS
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from hybrid_distill.probes.nouns import NOUNS
+from hybrid_distill.assets.dictionaries import NOUNS
 
 PEOPLE = """Anna Ben Clara David Emma Felix Greta Henry Ida Jonas Klara Leo Mina Noah Olga Paul
 Rosa Simon Tara Victor""".split()

@@ -25,9 +25,8 @@ import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hybrid_distill.assets.dictionaries import NOUNS, QUESTION, probe_document
 from hybrid_distill.plan import HeadId, HeadPlan
-from hybrid_distill.probes.kv_retrieval import QUESTION, probe_document
-from hybrid_distill.probes.nouns import NOUNS
 from hybrid_distill.teacher import ablate_heads
 
 # (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.

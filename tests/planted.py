@@ -15,9 +15,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import HEADER, N_VALUES, QUESTION
-from hybrid_distill.probes.nouns import NOUNS
 
 KEYS = NOUNS[:32]
 GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE = HeadId(1, 1), HeadId(1, 3), HeadId(2, 2)

@@ -9,12 +9,12 @@ import tiny_world
 import torch
 
 from hybrid_distill import assets
+from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.data.documents import PROBE_LIKE, read_documents
 from hybrid_distill.evaluation.evaluate import evaluate
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import HEADER, QUESTION, KVRetrieval
-from hybrid_distill.probes.nouns import NOUNS
 from hybrid_distill.teacher import load_teacher
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
+from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.probes import Example, Probe
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.checks import check_answerable, missing_words
@@ -20,7 +21,6 @@ from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.letter_choice import Fact, LetterChoice
 from hybrid_distill.probes.needle import Needle, default_filler
-from hybrid_distill.probes.nouns import NOUNS
 from hybrid_distill.probes.registry import PROBES, make_probe, options_of
 from hybrid_distill.probes.two_hop import TwoHop
 
