@@ -23,7 +23,7 @@ from typing import NamedTuple
 import tyro
 from transformers import PreTrainedModel
 
-from hybrid_distill.cli.app import main as run_command
+from hybrid_distill.cli import main as run_command
 from hybrid_distill.pipeline import Run
 from hybrid_distill.teacher import TINY
 

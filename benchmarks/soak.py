@@ -100,7 +100,7 @@ class NotedRows:
 def train(out: Path) -> None:
     """The run, as any recipe would start it, on noted rows."""
     from hybrid_distill import pipeline
-    from hybrid_distill.cli.app import run_recipe
+    from hybrid_distill.cli import run_recipe
     from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
     from hybrid_distill.train.config import AlignConfig, DistillConfig
     from hybrid_distill.train.loop import train_stage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hybrid_llama_1b
 
-from hybrid_distill.cli.app import run_recipe
+from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import RunConfig
 
 

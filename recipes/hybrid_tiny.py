@@ -5,7 +5,7 @@ python recipes/hybrid_tiny.py
 
 from pathlib import Path
 
-from hybrid_distill.cli.app import run_recipe
+from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig

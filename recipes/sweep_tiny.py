@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_tiny import config as tiny
 
-from hybrid_distill.cli.app import main as command
+from hybrid_distill.cli import main as command
 from hybrid_distill.config import RunConfig
 
 
