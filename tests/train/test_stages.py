@@ -356,7 +356,7 @@ def test_a_config_that_describes_no_stage_is_refused():
 def test_a_head_is_aligned_by_training_it_alone():
     with pytest.raises(ValueError, match=r"recurrent heads alone: use --align\.train ssm"):
         AlignConfig(target="head", train="mixer")
-    with pytest.raises(ValueError, match=r"align\.target is 'blocks'; choose one of mixer, layer, head"):
+    with pytest.raises(ValueError, match=r"align\.target is 'blocks'; pass one of mixer, layer, head"):
         AlignConfig(target="blocks")
 
 
