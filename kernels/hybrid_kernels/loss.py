@@ -151,7 +151,8 @@ class _DistillationLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (d_loss,) = grad_outputs
         d_hidden, d_head = ctx.saved_tensors
         return (
             None if d_hidden is None else d_hidden * d_loss,
