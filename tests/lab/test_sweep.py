@@ -361,9 +361,19 @@ def wait_for(out: Path, pattern: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep by two jobs at a time that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert start(folder / "longer.py", folder / "out", "--jobs", "2").wait() == 0
+    return folder / "out"
+
+
 @pytest.mark.launched
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_sweep_that_was_stopped_ends_with_the_same_table(
+    how: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "stopped"
     process = start(tmp_path / "longer.py", out)
     wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/manifest.json", process)
@@ -373,8 +383,6 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, 
     assert "none-n4-s0" in status(out).partition("stopped:")[2]
     assert start(tmp_path / "longer.py", out).wait() == 0
 
-    whole = tmp_path / "whole"
-    assert start(tmp_path / "longer.py", whole, "--jobs", "2").wait() == 0
     assert weights(out / "cells") == weights(whole / "cells") != {}
     spent = ("train_seconds",)
     ours, theirs = ({k: {**row, **dict.fromkeys(spent)} for k, row in rows(o).items()} for o in (out, whole))
