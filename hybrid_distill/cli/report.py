@@ -7,8 +7,8 @@ from pathlib import Path
 import tyro
 
 from ..lab.reporting.run import write_report
-from ..lab.reporting.sweep import write_sweep_report
-from ..lab.reporting.sweep_results import CONTEXT, is_sweep
+from ..lab.sweep.measured import CONTEXT, is_sweep
+from ..lab.sweep.report import write_sweep_report
 from ..limits import COUNT
 
 

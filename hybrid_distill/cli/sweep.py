@@ -6,8 +6,8 @@ import sys
 
 import tyro
 
-from ..lab.reporting.sweep import write_sweep_report
 from ..lab.sweep import SweepFailed, SweepJob, sweep
+from ..lab.sweep.report import write_sweep_report
 from .recipes import load_recipe
 
 

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.reporting.recommend import RecommendJob, best_under, front, n_bytes, recommend, size_text
-from hybrid_distill.lab.reporting.sweep import write_sweep_report
-from hybrid_distill.lab.reporting.sweep_results import SweepResults, without
 from hybrid_distill.lab.sweep import SweepFailed, SweepJob
+from hybrid_distill.lab.sweep.measured import SweepResults, without
+from hybrid_distill.lab.sweep.recommend import RecommendJob, best_under, front, n_bytes, recommend, size_text
+from hybrid_distill.lab.sweep.report import write_sweep_report
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SHAPE = HeadPlan(6, 8, 4, ())
@@ -97,7 +97,7 @@ def unfinished(rows: list[dict[str, object]], *names: str, state: str = "failed"
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds, and is tested once."""
-    monkeypatch.setattr("hybrid_distill.lab.reporting.sweep.can_draw", lambda: False)
+    monkeypatch.setattr("hybrid_distill.lab.sweep.report.can_draw", lambda: False)
 
 
 @pytest.fixture(scope="module")

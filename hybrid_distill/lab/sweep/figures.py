@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..sweep.grid import ALL
-from ..sweep.results import TEACHER
-from .figures import BLACK, GREY, LOOKS, Look, figure, look, percent_axis
+from ..reporting.figures import BLACK, GREY, LOOKS, Look, figure, look, percent_axis
+from .grid import ALL
+from .measured import NONE, Quality, SweepResults, without
 from .recommend import front, size_text
-from .sweep_results import NONE, Quality, SweepResults, without
+from .results import TEACHER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

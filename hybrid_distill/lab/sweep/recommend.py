@@ -11,9 +11,9 @@ from typing import Literal
 import pandas as pd
 
 from ...limits import Count, check_options
-from ..sweep.grid import ALL
-from ..sweep.results import TEACHER
-from .sweep_results import SETTING, Quality, SweepResults, without
+from .grid import ALL
+from .measured import SETTING, Quality, SweepResults, without
+from .results import TEACHER
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GUESSING = 2.0

@@ -18,10 +18,10 @@ from scipy import stats
 
 from ...io import Record, read_json
 from ...limits import COUNT
-from ..sweep.grid import ALL
-from ..sweep.record import FILE as SWEEP
-from ..sweep.results import FILE, TEACHER
-from .tables import with_error
+from ..reporting.tables import with_error
+from .grid import ALL
+from .record import FILE as SWEEP
+from .results import FILE, TEACHER
 
 CONTEXT = 4096
 DEFAULT_PAIRS = 16

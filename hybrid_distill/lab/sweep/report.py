@@ -11,14 +11,14 @@ import pandas as pd
 from scipy import stats
 
 from ...io import replacing, write_text
-from ..sweep.grid import ALL
-from ..sweep.results import FILE, TEACHER, duration
-from .document import Block, Figure, Section, render
-from .figures import can_draw
+from ..reporting.document import Block, Figure, Section, render
+from ..reporting.figures import can_draw
+from ..reporting.tables import ABSENT, percent_change, with_error
+from .figures import draw
+from .grid import ALL
+from .measured import CONTEXT, NONE, SETTING, SweepResults, without
 from .recommend import best_under, front, measured_text, size_text
-from .sweep_figures import draw
-from .sweep_results import CONTEXT, NONE, SETTING, SweepResults, without
-from .tables import ABSENT, percent_change, with_error
+from .results import FILE, TEACHER, duration
 
 NEEDED = 0.90
 """Share of the teacher's retrieval by which selections are compared."""
