@@ -19,7 +19,7 @@ from training import small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, TeacherConfig, current_flags, from_record, to_json
-from hybrid_distill.lab.compare import compare, variants
+from hybrid_distill.lab.sweep.compare import compare, variants
 from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest

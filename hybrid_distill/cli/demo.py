@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import config_of
 from ..distributed import is_launched_main
-from ..lab import compare as comparison
+from ..lab.sweep import compare as comparison
 from ..limits import COUNT_OR_NONE
 from .recipes import load_recipe
 

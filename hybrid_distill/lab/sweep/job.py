@@ -18,8 +18,8 @@ from ...locking import locked
 from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
-from ..jobs import executor
 from .grid import Grid
+from .jobs import executor
 from .record import Sweep, Task
 from .results import progress, status, write_results
 from .running import Here, Jobs, run_tasks

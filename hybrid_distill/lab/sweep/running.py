@@ -14,8 +14,8 @@ import torch
 
 from ...locking import is_locked
 from ...train.loop import Interrupted
-from ..jobs import Command
 from .cells import PATIENCE, perform
+from .jobs import Command
 from .record import Sweep, Task
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import PlanConfig, RunConfig
-from ..data.documents import PROBE_LIKE
-from ..distributed import alone_in, on_main_process
-from ..io import write_json
-from ..pipeline import Run, run_beside
-from .reporting.run import write_report
-from .sweep.cells import restored_plan, variant_config
+from ...config import PlanConfig, RunConfig
+from ...data.documents import PROBE_LIKE
+from ...distributed import alone_in, on_main_process
+from ...io import write_json
+from ...pipeline import Run, run_beside
+from ..reporting.run import write_report
+from .cells import restored_plan, variant_config
 
 EXPORTED = "top"
 """The student that a comparison exports."""
