@@ -123,7 +123,9 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(t
         Run(reading).prepare()
     assert names(out) == {"config.json", "plan.json", "scores.json"}
     (out / "config.json").write_text('{"model_type": "llama"}')
-    Run(replace(base, resume="never")).prepare()
+    for resume in ("auto", "never"):
+        with pytest.raises(ValueError, match=r"holds a model, an export .* not a run; pass another --out"):
+            Run(replace(base, resume=resume)).prepare()
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 
 

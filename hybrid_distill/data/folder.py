@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 HEADER = "tokens.json"
 PARTIAL = "tokens.partial.json"
+OWN_FILES = (".", "ids-", "starts-", PARTIAL)
 SHARD_TOKENS = 2**30
 _READ_BYTES = 2**24
 
@@ -181,7 +182,7 @@ def write_tokens(
     Without a ``text_column``, records are conversations. A shard ends with the batch of documents in which it reaches
     ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A finished folder is left alone; an
     unfinished one is resumed after its last complete shard, with the same bytes as in one go.
-    Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens.
+    Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
     header = TokenHeader(
@@ -205,6 +206,8 @@ def write_tokens(
         finished.check_same_work(header, folder)
         finished.check_files(folder)
         return finished
+    if foreign := sorted(path.name for path in folder.glob("*") if not path.name.startswith(OWN_FILES)):
+        raise ValueError(f"{folder} holds {foreign[0]}, which is not of a token folder; pass a new folder.")
     writer = _Writer(folder, header)
     batches = _batches(sources, text_column, writer.place, min(BATCH_CHARACTERS, 4 * shard_tokens))
     start = writer.header.tokens

@@ -50,11 +50,14 @@ def outdated(config: RunConfig) -> list[Path]:
     """List what lies in a run's directory and the run must not read: with ``resume`` "never" all results of an earlier
     run; after a change of ``evaluation`` alone, what was measured.
 
-    Raises ValueError, naming the fields, when the directory holds a run with other settings.
+    Raises ValueError, naming the fields, when the directory holds a run with other settings, and when it holds
+    another kind of config.json.
     """
     path = config.out / "config.json"
+    if path.exists() and not is_run(path):
+        raise ValueError(f"{config.out} holds a model, an export or other files, not a run; pass another --out.")
     if config.resume == "never":
-        return _left_by_an_earlier_run(config) if is_run(path) else []
+        return _left_by_an_earlier_run(config) if path.exists() else []
     if not path.exists() or not has_result(config.out):
         return []
     before, now = json.loads(path.read_text()), to_json(config)

@@ -337,3 +337,10 @@ def test_the_command(tmp_path, capsys):
             main(["prepare-data", *flags, *wrong, *new])
         assert exit_.value.code == 2 and said in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes\.md, which is not of a token folder; pass a new folder"):
+        prepare.prepare(PrepareJob("tiny", ("tiny",), tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["notes.md"]
