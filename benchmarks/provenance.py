@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-from collections.abc import Iterable
 
 import torch
 
+from hybrid_distill.provenance import installed as versions
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed packages; leave out absent ones."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+__all__ = ["device_name", "versions"]
 
 
 def device_name(device: str = "cpu", threads: int | None = None) -> str:

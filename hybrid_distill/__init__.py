@@ -92,7 +92,9 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value = _version()
+        from .provenance import installed
+
+        value = installed(["hybrid-distill"]).get("hybrid-distill", "unknown")  # for a clone that was not installed
     elif name in _HOMES:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:
@@ -103,12 +105,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("hybrid-distill")
-    except PackageNotFoundError:  # a clone that was not installed
-        return "unknown"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
+from collections.abc import Iterable
 
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
 
-def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Look up the versions of Python and of those packages that are installed; a clone run in place is not."""
-    found = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Look up the versions of Python and of `PACKAGES`."""
+    return {"python": platform.python_version(), **installed(PACKAGES)}
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Look up the versions of those packages that are installed; a clone run in place is not."""
+    found = {}
     for package in packages:
         try:
             found[package] = importlib.metadata.version(package)

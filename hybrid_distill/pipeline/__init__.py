@@ -33,7 +33,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
-from ..student.build import build_student, check_plan, graft_recurrent_heads, unshare_weights
+from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
 from ..student.init import DEFAULT_INIT, INITS
 from ..student.self_check import check_rows
 from ..teacher import fingerprint
@@ -182,22 +182,31 @@ class Run(RunInputs):
 
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
         """Build the student before its first stage. build.json lists where every tensor comes from."""
-        options, path = self.config.student, self.out / "build.json"
+        options = self.config.student
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
-        student, report = build_student(
+        if aligned is None:
+            student, report = self._new_student(plan, options.init, self._calibration())
+        else:
+            student, report = self._new_student(plan)
+            graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
+        path = self.out / "build.json"
+        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **report.to_dict()}))
+        return student
+
+    def _new_student(
+        self, plan: HeadPlan, init: str = DEFAULT_INIT, calibration: Batch | None = None
+    ) -> tuple[HybridForCausalLM, BuildReport]:
+        options = self.config.student
+        return build_student(
             self.teacher,
             plan,
             d_state=options.d_state,
             conv_width=options.conv_width,
             recurrence=options.recurrence,
-            init=options.init if aligned is None else DEFAULT_INIT,
-            calibration=self._calibration() if aligned is None else None,
+            init=init,
+            calibration=calibration,
             seed=self.seed,
         )
-        if aligned is not None:
-            graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
-        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **report.to_dict()}))
-        return student
 
     def _calibration(self) -> Batch | None:
         """Return the run's first rows of text, for an init that is fitted to them."""
@@ -208,14 +217,7 @@ class Run(RunInputs):
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student with the weights that a stage has left in its folder."""
-        options = self.config.student
-        student, _ = build_student(
-            self.teacher,
-            plan,
-            d_state=options.d_state,
-            conv_width=options.conv_width,
-            recurrence=options.recurrence,
-        )
+        student, _ = self._new_student(plan)
         load_stage(stage, student)
         return student
 

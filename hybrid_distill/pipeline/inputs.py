@@ -62,10 +62,15 @@ class RunInputs:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.shape_and_tokenizer[1]
 
-    def stage_tokenizer(self, stage: StageConfig) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of the teacher that a stage distills from; its chat template is the stage's."""
+    def stage_shape_and_tokenizer(self, stage: StageConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+        """Return config and tokenizer of the teacher that a stage distills from; the chat template is the stage's."""
         teacher = stage.teacher_within(self.config.teacher)
-        return self.tokenizer if teacher == self.config.teacher else read_teacher(teacher.path, teacher.revision)[1]
+        if teacher == self.config.teacher:
+            return self.shape_and_tokenizer
+        return read_teacher(teacher.path, teacher.revision)
+
+    def stage_tokenizer(self, stage: StageConfig) -> PreTrainedTokenizerBase:
+        return self.stage_shape_and_tokenizer(stage)[1]
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage; with cached logits, once these are found to fit."""
@@ -123,9 +128,8 @@ class RunInputs:
         check_sources(self.config.data, self.tokenizer)
         for stage in self.config.stage_configs:
             teacher, data = stage.teacher_within(self.config.teacher), stage.data_within(self.config.data)
-            shape, tokenizer = self.shape_and_tokenizer
+            shape, tokenizer = self.stage_shape_and_tokenizer(stage)
             if teacher != self.config.teacher:
-                shape, tokenizer = read_teacher(teacher.path, teacher.revision)
                 check_same_vocabulary(self.tokenizer, tokenizer)
             check_sources(data, tokenizer)
             longest = longest_context(shape)
