@@ -31,7 +31,7 @@ from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact, head_means
 from .head_scores import HeadScores, Record, describe_run, heads_of
 from .measure import Measured
-from .probe_batch import Question, Text
+from .probe_batch import Question, Text, shared_start
 from .racing import Race
 from .resume import Steps
 
@@ -117,7 +117,7 @@ def score_heads(
         off = {head: means[head.layer][head.head] for head in removed} if means else None
         with ablate_heads(model, removed, off, kind=kind):
             measured = Measured(model, tokenizer, questions, controls, by == "generation", candidates, race)
-            forwards = fastest_exact(model, sites, rows, means, measured.samples())
+            forwards = fastest_exact(model, sites, rows, means, measured.samples(), shared_start(questions))
             measured.baseline(forwards)
             _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe, by)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)

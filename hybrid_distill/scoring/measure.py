@@ -25,7 +25,7 @@ from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
 from .head_scores import HeadScores, Record, spread
-from .probe_batch import ProbeBatch, Question, Text, batches_of, own_batches
+from .probe_batch import ProbeBatch, Question, Row, Text, own_batches
 from .racing import Race
 from .resume import Steps
 from .uncertainty import bootstrap_interval, split_half
@@ -57,12 +57,13 @@ class Measured:
         self.logprob_HE = self.right_HE.clone()
         self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
-    def samples(self) -> list[ProbeBatch]:
-        """Batch the longest question, one whose choices need a tree, and the longest text: to try shortcuts on."""
-        longest = max(self.questions, key=lambda row: len(row.tokens))
-        trees = [row for row in self.questions if row.node and row is not longest]
-        texts = sorted(self.texts, key=lambda row: -len(row.tokens))
-        return [*batches_of([longest, *trees[:1]]), *batches_of(texts[:1])]
+    def samples(self) -> list[list[Row]]:
+        """Choose questions of all lengths, one whose choices need a tree, and texts: to try shortcuts on."""
+        by_length: list[Row] = sorted(self.questions, key=lambda row: -len(row.tokens))
+        chosen = by_length[:: max(1, (len(by_length) - 1) // 3)]
+        trees: list[Row] = [row for row in self.questions if row.node]
+        texts: list[Row] = sorted(self.texts, key=lambda row: -len(row.tokens))
+        return [list(dict.fromkeys([*chosen, *trees[:1]])), *([texts[:2]] if texts else [])]
 
     def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
         """Batch this process's share of some questions, and of all texts if asked for."""
