@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ from ..probes import Probe, check_counts
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
-from .auto_batch import Rows
+from .auto_batch import Rows, fast_products
 from .forwards import computed_in, fastest_exact, head_means
 from .head_scores import HeadScores, Record, describe_run, heads_of
 from .measure import Measured
@@ -48,14 +48,12 @@ def score_heads(
     control_texts: Sequence[str] | None = None,
     control_tokens: int = 256,
     min_accuracy: float | None = None,
-    by: Literal["choice", "generation"] = "choice",
     race_k: int | None = None,
     race_confidence: float = 0.99,
     heads: Collection[HeadId] | None = None,
     removed: Collection[HeadId] = (),
     replacement: Replacement = "zero",
     kind: HeadKind | None = None,
-    precision: Literal["auto", "model", "bfloat16"] = "auto",
     progress: bool = True,
     resume_path: str | Path | None = None,
 ) -> HeadScores:
@@ -69,7 +67,6 @@ def score_heads(
             runs out.
         control_texts: Plain texts whose first ``control_tokens`` tokens make the control loss.
         min_accuracy: Accuracy that the model needs with all its heads; None: half way from guessing to always right.
-        by: How accuracy is read; the log-probability is always the answer's (`answer_choices`).
         race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with ``race_confidence`` the
             first k are those of exhaustive scoring. A dropped head's figures are those of the examples it was tried on
             (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
@@ -77,19 +74,13 @@ def score_heads(
         removed: Heads that are off all the time, in the baseline too (joint ablation); they get NaN.
         replacement: What an ablated head gives: zeros, or its mean over all prompts' tokens.
         kind: Kind of heads, as in `head_sites`.
-        precision: "auto" computes in bfloat16 on a GPU, else as the model is.
         resume_path: File that keeps the measurements after each layer; those found there, of the same task, are used.
 
     Raises ValueError for a model below ``min_accuracy``, and, naming head and example, for logits that are not finite.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
-    for name, value, known in (
-        ("by", by, ("choice", "generation")),
-        ("replacement", replacement, ("zero", "mean")),
-        ("precision", precision, ("auto", "model", "bfloat16")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; pass {' or '.join(map(repr, known))}.")
+    if replacement not in get_args(Replacement):
+        raise ValueError(f"replacement is {replacement!r}; pass {' or '.join(get_args(Replacement))}.")
     sites = head_sites(model, kind)
     candidates = _candidates(sites, heads, removed)
     examples, texts = probe.examples(n_examples), list(control_texts or [])
@@ -98,12 +89,12 @@ def score_heads(
     text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
-    with eval_mode(model), _autocast(model, precision):
+    with eval_mode(model), _autocast(model), fast_products(model):
         provenance = {
             "method": f"single-head {replacement} ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
-            "by": by,
+            "by": "choice",
             "control": _describe_control(texts, control_tokens),
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
             "heads": None if heads is None else _pairs(heads),
@@ -116,10 +107,10 @@ def score_heads(
         means = head_means(model, sites, rows, [e.prompt for e in encoded]) if replacement == "mean" else {}
         off = {head: means[head.layer][head.head] for head in removed} if means else None
         with ablate_heads(model, removed, off, kind=kind):
-            measured = Measured(model, tokenizer, questions, controls, by == "generation", candidates, race)
+            measured = Measured(model, questions, controls, candidates, race)
             forwards = fastest_exact(model, sites, rows, means, measured.samples(), shared_start(questions))
             measured.baseline(forwards)
-            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe, by)
+            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)
     return measured.scores(sites, {"chance": probe.chance}, provenance)
 
@@ -165,13 +156,13 @@ def _describe_control(texts: Sequence[str], tokens: int) -> Record | None:
     return {"texts": len(texts), "tokens": tokens, "sha256": sha256} if texts else None
 
 
-def _autocast(model: PreTrainedModel, precision: str) -> AbstractContextManager[object]:
-    device = model.device.type
-    cast = model.dtype == torch.float32 and (precision == "bfloat16" or (precision == "auto" and device == "cuda"))
-    return torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext()
+def _autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Compute in bfloat16 on a GPU, else as the model is."""
+    cast = model.dtype == torch.float32 and model.device.type == "cuda"
+    return torch.autocast("cuda", dtype=torch.bfloat16) if cast else nullcontext()
 
 
-def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe, by: str) -> None:
+def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
@@ -179,7 +170,7 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe, b
         settings = ", ".join(f"{name} {value}" for name, value in described.items())
         easier = "fewer pairs" if described.keys() & {"pairs", "n_pairs"} else "another probe"
         raise ValueError(
-            f"this teacher answers {accuracy:.1%} of the probe ({settings}) by {by}; guessing gives "
+            f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
             f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: accuracy is too low for ablation to be "
             f"informative. Take {easier}, another teacher, or lower --min-accuracy."
         )

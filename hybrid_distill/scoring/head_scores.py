@@ -6,12 +6,11 @@ Shapes: L layer, H query head, E example (of a table [H, E]: one row for each sc
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 
 from ..io import write_json
 from ..plan import HeadId
-from ..probes import Probe
 from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint
 
@@ -36,8 +34,6 @@ MOST_NAMED = 8
 
 Record = dict[str, Any]
 """A JSON object."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,27 +156,6 @@ class HeadScores:
             tables[f"{name}_se_LH"] = spread(model, sites, heads, (squares_H / (n_H - 1).clamp(min=1) / n_H).sqrt())
         return cls(sites[0].n_kv_heads, **tables, **more)  # type: ignore[arg-type]
 
-    @classmethod
-    def from_estimates(
-        cls,
-        model: PreTrainedModel,
-        probe: Probe,
-        sites: Sequence[HeadSite],
-        value_EKH: Tensor,
-        table: Literal["accuracy", "logprob"],
-        method: str,
-        baseline: Record,
-    ) -> HeadScores:
-        """Average one number per example and head of K ``sites``; the other table is 0, there is no control drop."""
-        value_HE = value_EKH.double().cpu().flatten(1).T
-        zero_HE = torch.zeros_like(value_HE)
-        differences = {"accuracy": zero_HE, "logprob": zero_HE, table: value_HE}
-        baseline = {"chance": probe.chance, **baseline}
-        provenance = {"method": method, "probe": probe.describe(), "n_examples": len(value_EKH), **describe_run(model)}
-        return cls.from_differences(
-            model, sites, heads_of(sites), differences, baseline=baseline, provenance=provenance
-        )
-
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""
         tables = {name: _to_rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
@@ -209,8 +184,6 @@ class HeadScores:
             if tables["n_examples_LH"] is not None:
                 tables["n_examples_LH"] = tables["n_examples_LH"].long()
             others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
-            if record["provenance"].get("method") == "combined by mean_rank":
-                log.warning("%s combines rankings: its accuracy drops are mean ranks from 0 to 1, not shares.", path)
             return cls(**others, **tables, agreement=record.get("agreement"))
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(

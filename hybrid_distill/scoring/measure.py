@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
 from ..plan import HeadId
-from ..probes import Example
-from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
 from .head_scores import HeadScores, Record, spread
@@ -39,14 +37,12 @@ log = logging.getLogger(__name__)
 class Measured:
     """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried.
 
-    Questions and texts are numbered from 0. ``generates`` reads accuracy from the text that the model writes.
+    Questions and texts are numbered from 0.
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
     texts: list[Text]
-    generates: bool
     heads: list[HeadId]
     race: Race | None
 
@@ -87,7 +83,7 @@ class Measured:
                 found_KHB = self._measure(forwards, batch, heads)
                 found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
                 if bar is not None:
-                    bar.update(len(heads) * len(batch))
+                    bar.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
         for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
@@ -103,40 +99,45 @@ class Measured:
             found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
         else:
             found_KHB = batch.judge(forwards.whole(batch))
-        if self.generates and batch.kind is Question:
-            examples = [row.example for row in batch.rows if isinstance(row, Question)]
-            for index, context in enumerate([forwards.ablated(head) for head in heads] or [nullcontext()]):
-                with context:
-                    found_KHB[0, index] = forwards.rows.fitting(batch, partial(self._generate, examples)).double().cpu()
         _check_finite(found_KHB, batch, heads)
         return found_KHB
 
-    def _generate(self, examples: list[Example], n_rows: int) -> Tensor:
-        return answer_generation(self.model, self.tokenizer, examples, batch_size=n_rows)
-
     def baseline(self, forwards: Forwards) -> None:
-        """Measure the model as it is, on everything."""
+        """Measure the model as it is, on everything; log how long the ablations will take."""
+        start = time.perf_counter()
         answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
         (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
+        rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
+        once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
+        minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
+        asked = f"{len(layers)} heads, {len(self.questions)} prompts, {len(self.texts)} texts: {forwards}"
+        log.info("%s, about %.1f minutes%s", asked, minutes, "" if self.race is None else " or less, by racing")
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
         """Measure every head on every example, or in a race as long as a head stays in it."""
+        hidden = not progress or rank_and_world()[0] > 0
         try:
-            with tqdm(desc="ablating heads", unit="row", disable=not progress or rank_and_world()[0] > 0) as bar:
+            with tqdm(bar_format="{l_bar}{bar}| {elapsed}<{remaining}", disable=hidden) as bar:
                 self._ablate(forwards, steps, bar)
         except KeyboardInterrupt:
-            log.warning("scoring was interrupted; %s", steps.describe())
+            kept = (
+                "pass a resume_path to keep them"
+                if steps.path is None
+                else f"the same call continues from {steps.path}"
+            )
+            log.warning("scoring stopped after %d layers; %s", len(steps.measured), kept)
             raise
 
     def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm) -> None:
-        racing, seen = list(range(len(self.heads))), 0
-        bar.total = n_done = 0
+        racing, seen, done = list(range(len(self.heads))), 0, 0
         for end in self.rounds:
             tried, is_last = slice(seen, end), end == len(self.order)
             batches = self._batches(self.order[tried], with_texts=is_last)
             forwards.begin(batches)
-            n_rows = sum(map(len, batches))
-            bar.total += len(racing) * n_rows
+            questions = [self.questions[number] for number in self.order[seen:]]
+            bar.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
+            bar.set_description(f"{len(racing)} heads, prompts {seen + 1} to {end}")
+            rows = [*questions[: end - seen], *(self.texts if is_last else [])]
             for layer in sorted({self.heads[index].layer for index in racing}):
                 of_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in of_layer]
@@ -145,8 +146,8 @@ class Measured:
                 self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
-                n_done += len(heads) * n_rows
-                bar.update(n_done - bar.n)  # steps that were read from the file too
+                done += forwards.work(rows, [layer] * len(heads))
+                bar.update(done - bar.n)  # steps that were read from the file too
             if self.race is not None and not is_last:
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]

@@ -60,7 +60,7 @@ class Race:
 
         ``right_E`` is the baseline on all examples in order, ``right_HE`` each head's result on the first of them.
         """
-        # Two bounds, lost and gained answers, each from both sides; after the last round everything is known.
+        # Lost and gained answers are bounded from both sides; after the last round everything is known.
         alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1))
         before_E = right_E[: right_HE.shape[1]]
         n_right, n_seen_right = int(right_E.sum()), int(before_E.sum())

@@ -23,7 +23,8 @@ class Steps:
     """
 
     def __init__(self, path: str | Path | None, provenance: Record) -> None:
-        self.path, self.provenance = None if path is None else Path(path), provenance
+        self.path = None if path is None else Path(path)
+        self.task = json.loads(json.dumps({name: value for name, value in provenance.items() if name != "date"}))
         # All processes use what the first one reads: not all machines may see the file.
         self.measured: list[Record] = compute_everywhere(self._read)[0]
         self.n_used = 0
@@ -33,32 +34,21 @@ class Steps:
         if self.n_used == len(self.measured):
             self.measured.append(measure())
             if self.path is not None and rank_and_world()[0] == 0:
-                record = {"format": PARTIAL_FORMAT, "provenance": self.provenance, "steps": self.measured}
+                record = {"format": PARTIAL_FORMAT, "provenance": self.task, "steps": self.measured}
                 write_json(self.path, record, indent=None)
         self.n_used += 1
         return self.measured[self.n_used - 1]
-
-    def describe(self) -> str:
-        """Say what an interrupted run can continue from."""
-        if self.path is None:
-            return "nothing is kept of it; pass a resume_path to continue where it stops"
-        return f"the layers measured so far ({len(self.measured)}) are in {self.path}: the same call continues from it"
 
     def _read(self) -> list[Record]:
         if self.path is None or not self.path.exists():
             return []
         try:
             record = json.loads(self.path.read_text())
-            if record["format"] == PARTIAL_FORMAT and _undated(record["provenance"]) == _undated(self.provenance):
+            record["provenance"].pop("date", None)  # as earlier versions wrote it
+            if (record["format"], record["provenance"]) == (PARTIAL_FORMAT, self.task):
                 return record["steps"]
             reason = "they are of another model, probe or version"
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"they cannot be read: {error}"
         log.warning("partial scores in %s are not used (%s); scoring starts again", self.path, reason)
         return []
-
-
-def _undated(provenance: Record) -> Record:
-    """Return it as JSON gives it back, without what differs between runs of the same task."""
-    kept = {name: value for name, value in provenance.items() if name != "date"}
-    return json.loads(json.dumps(kept))

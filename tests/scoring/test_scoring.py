@@ -15,7 +15,7 @@ from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, pla
 
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
-from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example
+from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.two_hop import TwoHop
@@ -95,9 +95,7 @@ def test_control_is_the_loss_of_each_text(teacher, scores) -> None:
     assert scores.control_se_LH[AGGREGATE] == pytest.approx((rise.std() / 2).item(), rel=1e-4)
 
 
-def one_by_one(
-    model: Any, tokenizer: Any, probe: Any, n: int, kind: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def one_by_one(model: Any, tokenizer: Any, probe: Any, n: int, kind: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(answers lost, logprob_drop_LH) in the slow way: each head switched off, every forward in full."""
     examples, sites = probe.examples(n), head_sites(model, kind)
     whole = answer_choices(model, tokenizer, examples)
@@ -154,18 +152,6 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     windowed = "sliding_window" in FAMILIES[family] and tokenizer is DIGITS
     assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
     assert windowed or "cannot be used" not in caplog.text
-
-
-def test_accuracy_can_be_read_by_generation(teacher) -> None:
-    model, tokenizer = teacher
-    probe = KVRetrieval(3, keys=KEYS)
-    scores = score_heads(model, tokenizer, probe, n_examples=6, by="generation", progress=False)
-    with ablate_heads(model, [AGGREGATE]):
-        without = answer_generation(model, tokenizer, probe.examples(6)).double().mean().item()
-    assert scores.accuracy_drop_LH[AGGREGATE] == pytest.approx(scores.baseline["accuracy"] - without)
-    assert scores.provenance["by"] == "generation"
-    with pytest.raises(ValueError, match="by is 'guess'"):
-        score_heads(model, tokenizer, probe, by="guess")  # type: ignore[arg-type]
 
 
 def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
@@ -421,7 +407,7 @@ def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, tmp_path, monk
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         watch(patch, interrupt_at=2)
         score_heads(*teacher, PROBE, resume_path=path, **options)
-    assert f"the layers measured so far (2) are in {path}" in caplog.text
+    assert f"stopped after 2 layers; the same call continues from {path}" in caplog.text
     with monkeypatch.context() as patch:
         ablated = watch(patch)
         resumed = score_heads(*teacher, PROBE, resume_path=path, **options)
