@@ -148,7 +148,8 @@ def answer_positions(tokenizer: PreTrainedTokenizerBase, example: Example) -> To
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not report character offsets; load a fast tokenizer.")
     answer = example.answer.strip()
-    spans = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", example.prompt)]
+    pattern = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)")
+    spans = [match.span() for match in pattern.finditer(example.prompt, example.begins)]
     if not spans:
         raise ValueError(
             f"the answer {answer!r} does not stand in its prompt; attention scores need a probe whose answers "
