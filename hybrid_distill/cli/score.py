@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +12,16 @@ from typing import Any, Literal
 import tyro
 
 from ..data import read_held_out
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..lab.reporting import can_draw
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes.checks import check_answerable
+from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
 from ..scoring import HeadScores, compare_files, score_heads
-from ..teacher import TINY, head_sites, load_teacher, text_config
+from ..scoring.head_scores import Record
+from ..teacher import TINY, head_sites, load_teacher, longest_context
 
 __all__ = ["ScoreJob", "compare_files", "run_score", "table"]
 
@@ -41,9 +43,12 @@ class ScoreJob:
     model: str = TINY
     """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, needle, copy or two_hop."""
+    """kv, letters, needle, copy, two_hop or mqar."""
+    form: str = PLAIN
+    """Form of the prompts: ``plain``, ``shots=1`` (solved examples before it), ``chat`` (the tokenizer's template), or
+    ``auto``: the one in which the model answers most of 32 prompts."""
     pairs: str = "16"
-    """Dictionary sizes of kv and two_hop; ``10,25,50`` takes them in turn."""
+    """Pairs of kv, two_hop and mqar; kv takes several sizes, ``10,25,50``, in turn."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle; several lengths are taken in turn."""
     facts: Path | None = None
@@ -80,6 +85,7 @@ class ScoreJob:
 
     def __post_init__(self) -> None:
         check_options(self, "--")
+        check_form("--form", self.form)
         for flag, value in (("combine", self.combine), ("weights", self.weights)):
             if value is not None:
                 raise ValueError(f"--{flag} is {value!r}: rankings are not combined any more; pass one --probe alone.")
@@ -104,7 +110,7 @@ def run_score(job: ScoreJob) -> HeadScores:
         "facts": job.facts,
         "seed": job.seed,
     }
-    probe = probe_with(job.probe, given)
+    probe_with(job.probe, given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
@@ -114,7 +120,13 @@ def run_score(job: ScoreJob) -> HeadScores:
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
         model.to(device)
-        limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
+        found: Record = {}
+        probe, form = probe_with(job.probe, {**given, "tokenizer": tokenizer}), job.form
+        if form == AUTO:
+            ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
+            form, found["prompt_forms"] = compute_everywhere(ask)[0]
+        probe = in_form(probe, form, tokenizer)
+        limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
         ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
         check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
         text_rows(tokenizer, controls, max_tokens=2)
@@ -130,6 +142,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             race_k=None if job.exhaustive else job.k,
             resume_path=partial_path,
         )
+        scores = replace(scores, provenance={**scores.provenance, **found})
         on_main_process(partial(scores.save, job.out))
         on_main_process(lambda: (_draw(scores, job), partial_path.unlink(missing_ok=True)))
     return scores

@@ -82,7 +82,9 @@ def compare_files(a: Path, b: Path) -> str:
     if shape is None:
         raise ValueError(f"neither {a} nor {b} holds head scores; pass a scores.json as one of them.")
     first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
-    return compare_rankings(first, second).table()
+    forms = [r.provenance.get("probe", {}).get("prompt_form", "plain") for r in rankings if isinstance(r, HeadScores)]
+    note = f"prompts have other forms: {' and '.join(forms)}\n" if len(set(forms)) > 1 else ""
+    return note + compare_rankings(first, second).table()
 
 
 def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -> list[HeadId]:

@@ -18,7 +18,7 @@ from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.two_hop import TwoHop
+from hybrid_distill.probes.words import TwoHop
 from hybrid_distill.scoring import HeadScores, exact, greedy_ablation, score_heads
 from hybrid_distill.scoring.auto_batch import Rows
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
