@@ -32,11 +32,11 @@ from provenance import versions
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.evaluation.evaluate import EvalResult
+from hybrid_distill.lab.analysis.rankings import comparison_table
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.scoring import greedy_ablation, score_heads
-from hybrid_distill.scoring.comparison import comparison_table
 from hybrid_distill.scoring.restoration import greedy_restoration, score_restoration
 from hybrid_distill.train.config import AlignConfig, DistillConfig
 

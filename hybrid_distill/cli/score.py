@@ -19,11 +19,9 @@ from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
-from ..scoring import HeadScores, compare_files, score_heads
+from ..scoring import HeadScores, score_heads
 from ..scoring.head_scores import Record
 from ..teacher import TINY, head_sites, load_teacher, longest_context
-
-__all__ = ["ScoreJob", "compare_files", "run_score", "table"]
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,4 @@
-"""How many rows run together, and how a CPU multiplies them.
-
-As many as is fast and fits, half of them whenever memory runs out.
-"""
+"""How many rows run together, as many as is fast and fits, and how a CPU multiplies them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from .probe_batch import ProbeBatch
 
 # More tokens in a batch make it no faster: on a CPU they leave its caches, a GPU is busy with these.
 CPU_TOKENS, GPU_TOKENS = 2**11, 2**17
-SHARE_OF_MEMORY = 0.4
 LEAST_WIDTH, FASTER, TIMED_ROWS = 512, 1.3, 512
 
 T = TypeVar("T")
@@ -39,22 +35,11 @@ class Rows:
         self.model, self.batch_size, self.halvings = model, batch_size, 0
 
     def number(self, batch: ProbeBatch) -> int:
-        """Return how many rows of this batch's length fit, at least one; automatic numbers are powers of two."""
-        wanted = self.batch_size or 2 ** (max(1, self._automatic(batch)).bit_length() - 1)
-        if self.model.device.type != "cuda":  # `_automatic` counts the logits' memory on a GPU only
-            wanted = min(wanted, LOGITS_AT_ONCE // (batch.n_read * text_config(self.model).vocab_size))
+        """Return how many rows of this length run together, at least one; automatic numbers are powers of two."""
+        tokens = GPU_TOKENS if self.model.device.type == "cuda" else CPU_TOKENS
+        wanted = self.batch_size or 2 ** (max(1, tokens // batch.length).bit_length() - 1)
+        wanted = min(wanted, LOGITS_AT_ONCE // (batch.n_read * text_config(self.model).vocab_size))
         return max(1, wanted >> self.halvings)
-
-    def _automatic(self, batch: ProbeBatch) -> int:
-        device, config = self.model.device, text_config(self.model)
-        if device.type != "cuda":
-            return CPU_TOKENS // batch.length
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        # About what one layer keeps of a row at a time, and the logits with their float32 copy.
-        per_token = 16 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-        row = self.model.dtype.itemsize * per_token * batch.length + 12 * config.vocab_size * batch.n_read
-        return min(GPU_TOKENS // batch.length, int(SHARE_OF_MEMORY * free / row))
 
     def fitting(self, batch: ProbeBatch, work: Callable[[int], T]) -> T:
         """Run ``work(n_rows)``, again with half the rows for as long as memory runs out.

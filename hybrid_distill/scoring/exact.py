@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,7 +28,7 @@ from ..probes.plain_text import text_rows
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows, fast_products
 from .forwards import computed_in, fastest_exact, head_means
-from .head_scores import HeadScores, Record, describe_run, heads_of
+from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured
 from .probe_batch import Question, Text, shared_start
 from .racing import Race
@@ -89,13 +88,15 @@ def score_heads(
     text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
-    with eval_mode(model), _autocast(model), fast_products(model):
+    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
+    with eval_mode(model), in_bfloat16, fast_products(model):
         provenance = {
             "method": f"single-head {replacement} ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": "choice",
-            "control": _describe_control(texts, control_tokens),
+            "control": {"texts": len(texts), "tokens": control_tokens, "sha256": sha256} if texts else None,
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
@@ -149,17 +150,6 @@ def _candidates(
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
     return sorted([int(layer), int(head)] for layer, head in heads)
-
-
-def _describe_control(texts: Sequence[str], tokens: int) -> Record | None:
-    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    return {"texts": len(texts), "tokens": tokens, "sha256": sha256} if texts else None
-
-
-def _autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """Compute in bfloat16 on a GPU, else as the model is."""
-    cast = model.dtype == torch.float32 and model.device.type == "cuda"
-    return torch.autocast("cuda", dtype=torch.bfloat16) if cast else nullcontext()
 
 
 def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:

@@ -29,6 +29,7 @@ from .resume import Steps
 from .uncertainty import bootstrap_interval, split_half
 
 AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
+TRIED_TOKENS = 64
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,14 @@ class Measured:
         self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
     def samples(self) -> list[list[Row]]:
-        """Choose questions of all lengths, one whose choices need a tree, and texts: to try shortcuts on."""
-        by_length: list[Row] = sorted(self.questions, key=lambda row: -len(row.tokens))
-        chosen = by_length[:: max(1, (len(by_length) - 1) // 3)]
-        trees: list[Row] = [row for row in self.questions if row.node]
-        texts: list[Row] = sorted(self.texts, key=lambda row: -len(row.tokens))
-        return [list(dict.fromkeys([*chosen, *trees[:1]])), *([texts[:2]] if texts else [])]
+        """Choose questions of several lengths, one whose choices need a tree, and beginnings of texts, for a trial."""
+        by_length = sorted(self.questions, key=lambda row: -len(row.tokens))
+        chosen = [by_length[0], by_length[len(by_length) // 2], *[row for row in by_length if row.node][:1]]
+        texts = sorted(self.texts, key=lambda row: -len(row.tokens))[:2]
+        beginnings = [
+            Text(row.number, row.tokens[: TRIED_TOKENS - n], self.model.device) for n, row in enumerate(texts)
+        ]
+        return [list(dict.fromkeys(chosen)), *([list(beginnings)] if texts else [])]
 
     def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
         """Batch this process's share of some questions, and of all texts if asked for."""

@@ -12,13 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.cli.score import ScoreJob
+from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.probes import Probe
 from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
 from hybrid_distill.probes.forms import FormedProbe, best_form, check_form, in_form
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.words import MQAR, single_token_words
-from hybrid_distill.scoring import compare_files, score_heads
+from hybrid_distill.scoring import score_heads
 
 # The families' own patterns, shortened: what comes to a piece with a blank, a newline, or other digits.
 LLAMA3 = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

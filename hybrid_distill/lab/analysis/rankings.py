@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plan import HeadId, HeadPlan
-from .head_scores import READABLE, HeadScores
-from .uncertainty import statistic
+from ...plan import HeadId, HeadPlan
+from ...scoring.head_scores import READABLE, HeadScores
+from ...scoring.uncertainty import statistic
 
 Ranking = HeadScores | Sequence[HeadId]
 

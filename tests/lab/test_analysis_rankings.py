@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from head_tables import some_scores
 
+from hybrid_distill.lab.analysis.rankings import compare_rankings, comparison_table, load_ranking
 from hybrid_distill.plan import HeadId
-from hybrid_distill.scoring.comparison import compare_rankings, comparison_table, load_ranking
 
 SHAPE = SimpleNamespace(n_layers=2, n_heads=4, n_kv_heads=2)
 
