@@ -25,7 +25,6 @@ from ..teacher import TINY, head_sites, load_teacher, longest_context
 
 log = logging.getLogger(__name__)
 
-Method = Literal["ablation", "mean-ablation"]
 SHORTER = {
     "pairs": "fewer pairs (--pairs)",
     "lengths": "a shorter filler (--lengths)",
@@ -53,8 +52,8 @@ class ScoreJob:
     """JSON lines of questions for letters; by default the embedded facts."""
     examples: Count = 128
     """Prompts, at most, for each head."""
-    method: Method = "ablation"
-    """``ablation`` zeroes a head, ``mean-ablation`` puts its mean output in its place."""
+    method: Literal["ablation"] = "ablation"
+    """``ablation`` zeroes a head; mean ablation and estimates were removed."""
     k: Count = 20
     """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
     prefilter: Count | None = None
@@ -136,7 +135,6 @@ def run_score(job: ScoreJob) -> HeadScores:
             batch_size=job.batch_size,
             control_texts=controls,
             min_accuracy=job.min_accuracy,
-            replacement="mean" if job.method == "mean-ablation" else "zero",
             race_k=None if job.exhaustive else job.k,
             resume_path=partial_path,
         )

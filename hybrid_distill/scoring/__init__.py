@@ -3,9 +3,4 @@
 from .exact import greedy_ablation, score_heads
 from .head_scores import HeadScores, describe_run
 
-__all__ = [
-    "HeadScores",
-    "describe_run",
-    "greedy_ablation",
-    "score_heads",
-]
+__all__ = ["HeadScores", "describe_run", "greedy_ablation", "score_heads"]

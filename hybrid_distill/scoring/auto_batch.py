@@ -68,10 +68,9 @@ class Rows:
 
 @contextmanager
 def fast_products(model: PreTrainedModel) -> Iterator[None]:
-    """Multiply float32 matrices with oneDNN, without gradients, on a CPU where that is faster than torch's default.
+    """Multiply float32 matrices with oneDNN, without gradients, on a CPU where that is measured to be faster.
 
-    The default (MKL) leaves half of an AMD CPU unused. Measured here, on a layer of the model; narrow models stay as
-    they are, to the last bit.
+    Torch's default (MKL) leaves half of an AMD CPU unused. Narrow models stay as they are, to the last bit.
     """
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     wide = text_config(model).hidden_size >= LEAST_WIDTH and linears and torch.backends.mkldnn.is_available()

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,14 +27,11 @@ from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows, fast_products
-from .forwards import computed_in, fastest_exact, head_means
+from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
-from .measure import Measured
+from .measure import Measured, Steps
 from .probe_batch import Question, Text, shared_start
 from .racing import Race
-from .resume import Steps
-
-Replacement = Literal["zero", "mean"]
 
 
 def score_heads(
@@ -51,7 +48,6 @@ def score_heads(
     race_confidence: float = 0.99,
     heads: Collection[HeadId] | None = None,
     removed: Collection[HeadId] = (),
-    replacement: Replacement = "zero",
     kind: HeadKind | None = None,
     progress: bool = True,
     resume_path: str | Path | None = None,
@@ -71,15 +67,12 @@ def score_heads(
             (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
         heads: Heads to score; others get NaN.
         removed: Heads that are off all the time, in the baseline too (joint ablation); they get NaN.
-        replacement: What an ablated head gives: zeros, or its mean over all prompts' tokens.
         kind: Kind of heads, as in `head_sites`.
         resume_path: File that keeps the measurements after each layer; those found there, of the same task, are used.
 
     Raises ValueError for a model below ``min_accuracy``, and, naming head and example, for logits that are not finite.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
-    if replacement not in get_args(Replacement):
-        raise ValueError(f"replacement is {replacement!r}; pass {' or '.join(get_args(Replacement))}.")
     sites = head_sites(model, kind)
     candidates = _candidates(sites, heads, removed)
     examples, texts = probe.examples(n_examples), list(control_texts or [])
@@ -92,7 +85,7 @@ def score_heads(
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
     with eval_mode(model), in_bfloat16, fast_products(model):
         provenance = {
-            "method": f"single-head {replacement} ablation",
+            "method": "single-head zero ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": "choice",
@@ -104,12 +97,9 @@ def score_heads(
             "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
-        rows = Rows(model, batch_size)
-        means = head_means(model, sites, rows, [e.prompt for e in encoded]) if replacement == "mean" else {}
-        off = {head: means[head.layer][head.head] for head in removed} if means else None
-        with ablate_heads(model, removed, off, kind=kind):
+        with ablate_heads(model, removed, kind=kind):
             measured = Measured(model, questions, controls, candidates, race)
-            forwards = fastest_exact(model, sites, rows, means, measured.samples(), shared_start(questions))
+            forwards = fastest_exact(model, sites, Rows(model, batch_size), measured.samples(), shared_start(questions))
             measured.baseline(forwards)
             _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)
@@ -121,16 +111,13 @@ def greedy_ablation(
 ) -> list[HeadId]:
     """Choose ``k`` heads, each the one that is missed most once all before it are off.
 
-    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`;
-    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy: later ones begin with what
-    is left of it.
+    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`:
+    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy.
     """
     check_counts(k=k)
-    removed: list[HeadId] = list(options.pop("removed", ()))
-    chosen: list[HeadId] = []
+    removed, chosen = [*options.pop("removed", ())], []
     for _ in range(k):
-        scores = score_heads(model, tokenizer, probe, removed=[*removed, *chosen], **options)
-        chosen.append(scores.ranking()[0])
+        chosen += score_heads(model, tokenizer, probe, removed=removed + chosen, **options).ranking()[:1]
         options["min_accuracy"] = 0.0
     return chosen
 

@@ -17,9 +17,9 @@ Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..distributed import compute_everywhere
 from ..model.layout import CACHE_NAMES
 from ..plan import HeadId
-from ..probes.answering import Tokens, accepts, forward
+from ..probes.answering import accepts
 from ..teacher import (
     HeadKind,
     HeadSite,
@@ -44,7 +43,7 @@ from ..teacher import (
     text_config,
 )
 from .auto_batch import Rows
-from .probe_batch import ProbeBatch, Question, Row, Text, batches_of, own_batches
+from .probe_batch import ProbeBatch, Question, Row, batches_of
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +54,11 @@ TIMES_THE_NOISE = 4
 
 @dataclass(eq=False)
 class Forwards:
-    """Reads batches from a model: as it is, and without each of some heads of one layer.
-
-    ``values`` holds, by layer, the vectors [H, P] that ablated heads get; zeros for layers not in it.
-    """
+    """Reads batches from a model: as it is, and without each of some heads of one layer."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
     rows: Rows
-    values: Mapping[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.site_of = {site.layer: site for site in self.sites}
@@ -87,18 +82,13 @@ class Forwards:
         """Return read_HQ: each of the layer's heads is ablated in turn. Ask for layers bottom to top."""
         return self.rows.fitting(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
 
-    def ablated(self, head: HeadId) -> AbstractContextManager[None]:
-        """Ablate this head in every forward."""
-        values = {head: self.values[head.layer][head.head]} if head.layer in self.values else None
-        return ablate_heads(self.model, [head], values, kind=self.kind)
-
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
         return torch.cat([part.read_plainly(self.model) for _, part in batch.parts(n_rows)], dim=1)
 
     def _without(self, batch: ProbeBatch, layer: int, heads: Sequence[int], n_rows: int) -> Tensor:
         found = []
         for head in heads:
-            with self.ablated(HeadId(layer, head)):
+            with ablate_heads(self.model, [HeadId(layer, head)], kind=self.kind):
                 found.append(self._whole(batch, n_rows))
         return torch.cat(found)
 
@@ -234,7 +224,7 @@ class FromLayer(Forwards):
         with ExitStack() as patches:
             patches.enter_context(self._replaying(layer, below_BLD.repeat(len(heads), 1, 1)))
             patches.enter_context(replaced_forward(site.module, lambda *_, **__: self.as_mixed(site.o_proj(heads_RLC))))
-            patches.enter_context(ablate_heads_by_row(self.model, layer, heads, self.values.get(layer), kind=self.kind))
+            patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
             yield
 
     def _replaying(self, layer: int, below: Tensor | None) -> AbstractContextManager[None]:
@@ -318,21 +308,19 @@ def fastest_exact(
     model: PreTrainedModel,
     sites: Sequence[HeadSite],
     rows: Rows,
-    values: Mapping[int, Tensor],
     samples: Sequence[Sequence[Row]],
     n_shared: int = 0,
 ) -> Forwards:
     """Choose the fastest way of running this model that agrees with its own full forwards on samples of rows.
 
-    Layers that pass on more than their output, or share modules, and attention that knows no cache cannot be cut
-    short: such models run in full, which is logged.
+    Layers that pass on more than their output, or share modules, cannot be cut short: these models run in full.
     """
-    in_full = Forwards(model, sites, rows, values)
+    in_full = Forwards(model, sites, rows)
     reason: str | None = "its layers share modules"
     if not any(site.shared for site in sites):
         plain = cache(partial(_plainly, in_full))
         for answers_only, n in dict.fromkeys([(True, n_shared), (True, 0), (False, 0)]):
-            short = FromLayer(model, sites, rows, values, answers_only, n)
+            short = FromLayer(model, sites, rows, answers_only, n)
             reason = next((r for sample in samples if (r := _differs(short, tuple(sample), plain))), None)
             if reason is None:
                 return short
@@ -383,33 +371,6 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
 
 def _rms(numbers: Tensor) -> float:
     return numbers.square().mean().sqrt().item()
-
-
-def head_means(
-    model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, prompts: Sequence[Tokens]
-) -> dict[int, Tensor]:
-    """Return, by layer, each head's mean output [H, P] over all tokens of all prompts; processes share the prompts."""
-    kind = asked_for(sites[0].kind)
-
-    def sums(batch: ProbeBatch, n_rows: int) -> list[Tensor]:
-        totals = [torch.zeros((), dtype=torch.float64)] * len(sites)
-        for _, part in batch.parts(n_rows):
-            with ExitStack() as hooks:
-                recorded = [hooks.enter_context(record_heads(model, site.layer, kind=kind)) for site in sites]
-                forward(model, part.ids_BL, torch.ones_like(part.ids_BL), logits_to_keep=1)
-            totals = [total + heads[0].double().sum((0, 1)).cpu() for total, heads in zip(totals, recorded)]
-        return totals
-
-    def own_sums() -> list[list[Tensor]]:
-        batches = own_batches(Text(number, prompt, model.device) for number, prompt in enumerate(prompts))
-        return [rows.fitting(batch, partial(sums, batch)) for batch in batches]
-
-    n_tokens = sum(map(len, prompts))
-    by_batch = [totals for shared in compute_everywhere(own_sums) for totals in shared]
-    return {
-        site.layer: (torch.stack(totals).sum(0) / n_tokens).to(model.device)
-        for site, totals in zip(sites, zip(*by_batch, strict=True))
-    }
 
 
 def computed_in(model: PreTrainedModel) -> torch.dtype:

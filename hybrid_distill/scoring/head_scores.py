@@ -111,8 +111,8 @@ class HeadScores:
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
         """Return a warning if the scores do not tell the ``k``-th head from the next, else None.
 
-        Two heads are tied when their scores are equal exactly and, by retrieval, where accuracy is equal, when the
-        intervals of their log-probability drops overlap (without intervals: 1.96 standard errors to each side).
+        Two heads are tied when their scores are equal and, by retrieval, the intervals of their log-probability drops
+        overlap (without intervals: 1.96 standard errors to each side).
         """
         value_LH, logprob_LH, interval_LH2 = self.value_LH(by), self.logprob_drop_LH, self.logprob_interval_LH2
         if interval_LH2 is None:
@@ -225,13 +225,12 @@ def _to_table(rows: list[float] | None) -> Tensor | None:
 
 def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software, for the provenance of a result."""
-    on_gpu = model.device.type == "cuda"
     return {
         "model": model.name_or_path,
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "versions": versions(),
         "date": now(),
     }

@@ -6,12 +6,14 @@ T text, K kind of judgment, B example of a batch.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,27 +21,25 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
+from ..io import write_json
 from ..plan import HeadId
 from ..teacher import HeadSite
 from .forwards import Forwards
 from .head_scores import HeadScores, Record, spread
 from .probe_batch import ProbeBatch, Question, Row, Text, own_batches
 from .racing import Race
-from .resume import Steps
 from .uncertainty import bootstrap_interval, split_half
 
 AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
 TRIED_TOKENS = 64
+PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/2"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Measured:
-    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried.
-
-    Questions and texts are numbered from 0.
-    """
+    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried."""
 
     model: PreTrainedModel
     questions: list[Question]
@@ -72,7 +72,7 @@ class Measured:
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], bar: tqdm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Measure every batch without each of the heads, or as the model is without any; share it with all processes.
+        """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
         Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
         """
@@ -83,7 +83,10 @@ class Measured:
         def own() -> list[tuple[bool, list[int], Tensor]]:
             found = []
             for batch in batches:
-                found_KHB = self._measure(forwards, batch, heads)
+                ablated = [head.head for head in heads]
+                read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
+                found_KHB = batch.judge(read_HQ)
+                _check_finite(found_KHB, batch, heads)
                 found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
                 if bar is not None:
                     bar.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
@@ -95,15 +98,6 @@ class Measured:
             else:
                 answers_KHE[:, :, numbers] = found_KHB
         return answers_KHE, loss_HT
-
-    def _measure(self, forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Tensor:
-        """Return found_KHB without each of the heads of one layer; one row of the model as it is for no heads."""
-        if heads:
-            found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
-        else:
-            found_KHB = batch.judge(forwards.whole(batch))
-        _check_finite(found_KHB, batch, heads)
-        return found_KHB
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything; log how long the ablations will take."""
@@ -197,6 +191,42 @@ def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId])
         head = f"without {heads[index]}" if heads else "with all heads in place"
         raise ValueError(
             f"{head} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} more; load the "
-            "model in float32 or bfloat16, check its weights, or leave the head out of heads. The same call continues "
-            "from the layers measured before, if resume_path is set."
+            "model in float32 or bfloat16, check its weights, or leave the head out. Set resume_path to continue."
         )
+
+
+class Steps:
+    """A file of measurements, from which an interrupted call continues: a step is one layer's heads in one round.
+
+    Without a path nothing is read or written. Steps of another model, probe or version are not used, which is logged.
+    """
+
+    def __init__(self, path: str | Path | None, provenance: Record) -> None:
+        self.path = None if path is None else Path(path)
+        self.task = json.loads(json.dumps({name: value for name, value in provenance.items() if name != "date"}))
+        # All processes use what the first one reads: not all machines may see the file.
+        self.measured: list[Record] = compute_everywhere(self._read)[0]
+        self.n_used = 0
+
+    def next(self, measure: Callable[[], Record]) -> Record:
+        """Return the next step: read from the file, or else measured and added to it, whole or not at all."""
+        if self.n_used == len(self.measured):
+            self.measured.append(measure())
+            if self.path is not None and rank_and_world()[0] == 0:
+                record = {"format": PARTIAL_FORMAT, "provenance": self.task, "steps": self.measured}
+                write_json(self.path, record, indent=None)
+        self.n_used += 1
+        return self.measured[self.n_used - 1]
+
+    def _read(self) -> list[Record]:
+        if self.path is None or not self.path.exists():
+            return []
+        try:
+            record = json.loads(self.path.read_text())
+            if (record["format"], record["provenance"]) == (PARTIAL_FORMAT, self.task):
+                return record["steps"]
+            reason = "they are of another model, probe or version"
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"they cannot be read: {error}"
+        log.warning("partial scores in %s are not used (%s); scoring starts again", self.path, reason)
+        return []

@@ -1,8 +1,7 @@
 """Questions and texts as rows of tokens, batches of rows of one length, and how answers are read from logits.
 
 Rows of one length need no padding and no mask. Where choices have several tokens, the beginnings of all choices follow
-the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all,
-without a cache.
+the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
 V vocabulary, Q number read (a question has many, a text has one), K kind of judgment (questions: correct,
@@ -11,10 +10,9 @@ log-probability; texts: loss), X number that judgments depend on (questions: mar
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,27 +28,22 @@ from ..probes.plain_text import TextBatch
 LEAST_SHARED, LEAST_SHARE = 16, 1 / 6
 
 
-class Row(ABC):
+class Row:
     """One question or text. ``number`` is its place among all of them, ``n_read`` counts the positions at its end
     whose logits are read, ``n_numbers`` the numbers read from them."""
+
+    read: ClassVar[Callable[..., Tensor]]
+    """Reads read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
+    read_plainly: ClassVar[Callable[..., Tensor]]
+    """Reads read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
 
     def __init__(self, number: int, tokens: Tokens, n_read: int, n_numbers: int, device: torch.device) -> None:
         self.number, self.tokens, self.n_read, self.n_numbers = number, tokens, n_read, n_numbers
         self.ids_L = torch.tensor(tokens, device=device)
 
-    @staticmethod
-    @abstractmethod
-    def read(rows: Sequence[Any], logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
-
-    @staticmethod
-    @abstractmethod
-    def read_plainly(rows: Sequence[Any], model: PreTrainedModel) -> Tensor:
-        """Return read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
-
-    @abstractmethod
     def outcome(self, read_GQ: Tensor) -> Tensor:
         """Return outcome_XG."""
+        return read_GQ.T
 
     def judge(self, read_GQ: Tensor) -> Tensor:
         """Return found_KG."""
@@ -78,9 +71,6 @@ class Text(Row):
     @staticmethod
     def read_plainly(rows: Sequence[Text], model: PreTrainedModel) -> Tensor:
         return TextBatch([row.tokens for row in rows], model.device).text_losses(model).cpu()[None]
-
-    def outcome(self, read_GQ: Tensor) -> Tensor:
-        return read_GQ.T
 
 
 class Question(Row):

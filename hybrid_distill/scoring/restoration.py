@@ -1,9 +1,8 @@
 """Rank heads by the gain of putting one attention head at a time into a student that has none.
 
-Single ablation measures what the teacher loses without a head, and so overlooks heads that stand in for one another
-and overrates those that a recurrent head imitates well. Restoration measures what an aligned, fully recurrent student
-gains with the head: the head-level form of replacing one layer of an aligned SSM (arXiv 2504.18574). Heads that work in
-pairs show only together, so `greedy_restoration` continues from the best head found so far.
+Single ablation overlooks heads that stand in for one another and overrates those that a recurrent head imitates well.
+Restoration measures what an aligned, fully recurrent student gains with the head (arXiv 2504.18574, for whole layers).
+Heads that work in pairs show only together, so `greedy_restoration` continues from the best head found so far.
 
 Shapes: H query head, E example.
 """
@@ -78,8 +77,7 @@ def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
 def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
     """Run the teacher's attention in the place of these layers' mixers, output projection included.
 
-    With a cache too, which then holds the keys and values of all heads of such a layer: make it and use it within.
-    Raises ValueError for a layer that does not exist.
+    With a cache too: make it and use it within. Raises ValueError for a layer that does not exist.
     """
     mixers, theirs = student.mixers(), attention_sites(teacher)
 

@@ -20,8 +20,7 @@ def bootstrap_interval(
 ) -> Tensor:
     """Return [H, 2]: (low, high) of each head's mean over the examples, by the percentile bootstrap.
 
-    NaN marks an example on which a head was not tried; a head that was tried on none gets NaN. Heads that were tried on
-    equally many examples see the same resamples, so that they can be compared.
+    NaN marks an example on which a head was not tried. Heads that were tried on equally many see the same resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 

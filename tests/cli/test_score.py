@@ -10,7 +10,7 @@ from hybrid_distill.cli.score import ScoreJob, run_score, table
 from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.plan import HeadId
 from hybrid_distill.scoring import HeadScores
-from hybrid_distill.scoring.resume import Steps
+from hybrid_distill.scoring.measure import Steps
 
 CIRCUIT = {HeadId(2, 6), HeadId(0, 1), HeadId(5, 5), HeadId(1, 2)}
 """Heads that the embedded teacher retrieves with: see docs/results_tiny.md."""
