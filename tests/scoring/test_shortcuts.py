@@ -54,7 +54,7 @@ def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dty
     seen: list[torch.Tensor] = []
 
     def look(module: Any, args: Any, output: torch.Tensor) -> None:
-        seen[:] = [output if channel == "tokens" else output.mean((0, 1))]
+        seen[:] = [output if channel == "tokens" else output.mean(1, keepdim=True)]
 
     def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output + 2 * seen[0]
