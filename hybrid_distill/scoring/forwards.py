@@ -212,7 +212,7 @@ class FromLayer(Forwards):
         with self._ablated(layer, missing, below_BLD[:1, :n], heads_BLHP[:1, :n]):
             ids_GL = part.rows[0].ids_L[:n].expand(len(missing), -1)
             self.model(input_ids=ids_GL, past_key_values=cache, use_cache=True, **extras)
-        above = [(kept.keys.split(1), kept.values.split(1)) for kept in cache.layers[layer + 1 :]]
+        above = [(keys.split(1), values.split(1)) for keys, values, *_ in [*cache][layer + 1 :]]
         for index, head in enumerate(missing):
             self.starts[layer, head] = [(keys[index], values[index]) for keys, values in above]
 
@@ -251,9 +251,9 @@ class _KeysAndValues:
         self.before = before
         self.found: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         if self.found is None:
-            self.found = (key, value) if self.before is None else self.before.update(key, value, *args, **kwargs)
+            self.found = (key, value) if self.before is None else self.before.update(key, value, layer)
             raise _Enough
         return self.found
 
