@@ -329,23 +329,27 @@ def fastest_exact(
     return in_full
 
 
-def _outcomes(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
-    """Return outcome_XGB of all batches, side by side."""
-    return torch.cat([batch.outcome(forwards.without(batch, layer, heads)) for batch in batches], dim=-1)
+def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
+    """Return what each outcome_XGB of all batches, side by side, loses without the heads, as scores are made of it."""
+    lost = [b.outcome(forwards.whole(b)) - b.outcome(forwards.without(b, layer, heads)) for b in batches]
+    return torch.cat(lost, dim=-1)
 
 
-def _plainly(in_full: Forwards, rows: tuple[Row, ...], layer: int, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return outcome_XGB of rows that run alone, and of the same rows padded in one batch."""
+def _plainly(
+    in_full: Forwards, rows: tuple[Row, ...], layer: int, heads: tuple[int, ...]
+) -> tuple[Tensor, Tensor, float]:
+    """Return drops of rows that run alone, of the same rows padded in one batch, and the size of their outcomes."""
     together = ProbeBatch(rows if len(rows) > 1 else 3 * rows)
-    alone_XGB = _outcomes(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
-    return alone_XGB, together.outcome(in_full.without(together, layer, heads))[..., : len(rows)]
+    alone_XGB = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
+    size = _rms(together.outcome(in_full.whole(together)))
+    return alone_XGB, _drops(in_full, [together], layer, heads)[..., : len(rows)], size
 
 
-def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple[Tensor, Tensor]]) -> str | None:
+def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple[Tensor, Tensor, float]]) -> str | None:
     """Return why a shortcut cannot be taken, judged by two heads of the first, a middle and the last layer.
 
-    What scores depend on has to agree about as well as two plain forwards do, which batch the same rows differently, or
-    as numbers of the type that is computed in can.
+    Scores are made of drops. These have to agree about as well as those of two plain forwards do, which batch the same
+    rows differently, or as numbers of the type that is computed in can.
     """
     layers = [site.layer for site in short.sites]
     batches = batches_of(rows)
@@ -358,14 +362,14 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
         last = short.site_of[layer].n_heads - 1
         heads = tuple(sorted({last // 3, last}))
         try:
-            found_XGB = _outcomes(short, batches, layer, heads)
-            alone_XGB, together_XGB = plain(rows, layer, heads)
+            found_XGB = _drops(short, batches, layer, heads)
+            alone_XGB, together_XGB, size = plain(rows, layer, heads)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         error, noise = (_rms(other - alone_XGB) for other in (found_XGB, together_XGB))
         log.debug("layer %d: %.2g nats off, %.2g between plain forwards", layer, error, noise)
-        if not error <= TIMES_THE_NOISE * max(noise, reading, rounding * _rms(alone_XGB)):
-            return f"without a head of layer {layer} answers are {error:.2g} nats off, {noise:.2g} by batching alone"
+        if not error <= TIMES_THE_NOISE * max(noise, reading, rounding * size):
+            return f"without a head of layer {layer} drops are {error:.2g} nats off, {noise:.2g} by batching alone"
     return None
 
 
