@@ -1,7 +1,7 @@
 """Matrix products of a CPU in float32, by oneDNN where it is the faster library.
 
-torch gives float32 products to MKL, which runs at half the speed of oneDNN on CPUs with AVX-512 that Intel did not make.
-Those in bfloat16 go to oneDNN in any case.
+torch gives float32 products to MKL, which on CPUs with AVX-512 that Intel did not make runs at half the speed of
+oneDNN. Those in bfloat16 go to oneDNN in any case.
 """
 
 from __future__ import annotations
