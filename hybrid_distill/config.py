@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record
 from .limits import Count, CountOrZero, Positive, Share, check_options
+from .probes.forms import check_form
 from .teacher import TINY
 from .train.config import (
     AlignConfig,
@@ -44,6 +45,9 @@ class ScoringConfig:
     """Pairs in each dictionary."""
     n_examples: Count = 128
     """Dictionaries asked of each head."""
+    form: str = "plain"
+    """Form of the prompts, here and in the evaluation: ``plain``, ``shots=1`` (solved examples before it), ``chat``
+    (the tokenizer's template), or ``auto``: the one in which the teacher answers most of 32 prompts."""
     batch_size: Count | None = None
     """Rows at a time; by default as many as are fast and fit."""
     n_control_texts: CountOrZero = 16
@@ -58,6 +62,7 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "scoring.")
+        check_form("scoring.form", self.form)
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,7 @@ class RunConfig:
     def unused_stages(self) -> set[str]:
         """Names of sections that this run does not read."""
         return set(get_args(StageName)) - set(self.stages)
+
 
 Small = TypeVar("Small", bound=StageConfig)
 

@@ -147,14 +147,12 @@ class Run(RunInputs):
     def restoration_plan(self, k: int) -> HeadPlan:
         """Return the ``k`` heads that bring most back to the aligned student without attention."""
         HeadPlan.check_k(self.teacher, k)
-        path, aligned = self.restoration_path(k), self.aligned
+        path, aligned, probe = self.restoration_path(k), self.aligned, self.scoring_probe()
 
         def choose() -> None:
             student, none = aligned.trained_student()
-            probe, n_examples = self.scoring_probe(), self.config.scoring.restoration_examples
-            heads = greedy_restoration(
-                student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples
-            )
+            n_examples = self.config.scoring.restoration_examples
+            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
         if not path.exists():
@@ -328,7 +326,7 @@ class Run(RunInputs):
         return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json", again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-        options = self.config.evaluation
+        options, form = self.config.evaluation, self.form
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,6 +336,7 @@ class Run(RunInputs):
                 teacher=self.teacher,
                 n_pairs=options.n_pairs,
                 n_examples=options.n_examples,
+                form=form,
                 seed=self.seed + PROBE_SEEDS["evaluation"],
                 held_out_texts=self.held_out_texts(options.n_texts),
                 knowledge=self.knowledge(),

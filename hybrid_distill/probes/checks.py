@@ -24,8 +24,8 @@ def check_answerable(
 ) -> None:
     """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
 
-    ``max_length`` is the model's context in tokens (``max_position_embeddings`` of its config); the prompt and its
-    longest choice must fit together. ``shorter`` is the advice of the error where they do not.
+    ``max_length`` is the model's context in tokens (`longest_context`); the prompt and its longest choice must fit
+    together. ``shorter`` is the advice of the error where they do not.
     """
     texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
     if missing := missing_words(tokenizer, texts):
@@ -35,7 +35,7 @@ def check_answerable(
             f"this tokenizer has no token for {named}{more}, so the model cannot tell such words apart; "
             "give the probe words that it knows (keys, words, facts or filler), or take another probe."
         )
-    lengths = _lengths(tokenizer, examples)
+    lengths = token_counts(tokenizer, examples)
     if (longest := max(lengths, default=0)) > max_length:
         raise ValueError(
             f"{sum(n > max_length for n in lengths)} of {len(examples)} examples are longer than the model's context "
@@ -54,7 +54,7 @@ def _unknown(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
     unknown = tokenizer.unk_token_id
     if unknown not in _ids(tokenizer, text):
         return
-    if not tokenizer.is_fast:
+    if not tokenizer.is_fast:  # it does not say where in the text its tokens stand
         yield from [word for word in WORD.findall(text) if unknown in _ids(tokenizer, word)] or [text.strip()]
         return
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -80,7 +80,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _lengths(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
+def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
     """Count the tokens of each prompt with the choice that has most tokens."""
     choices = list(dict.fromkeys(choice for example in examples for choice in example.choices))
     n_tokens = dict(zip(choices, map(len, tokenize(tokenizer, choices)), strict=True))

@@ -4,6 +4,7 @@ from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
+    eager_attention,
     eval_mode,
     record_block,
     record_heads,
@@ -49,6 +50,7 @@ __all__ = [
     "attention_sites",
     "check_exists",
     "decoder_blocks",
+    "eager_attention",
     "eval_mode",
     "fingerprint",
     "head_dim_of",
