@@ -20,7 +20,7 @@ from ..data import (
     open_rows,
     read_held_out,
 )
-from ..distributed import check_trackers, connect
+from ..distributed import check_trackers
 from ..plan import HeadPlan
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
@@ -74,9 +74,9 @@ class RunInputs:
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage; with cached logits, once these are found to fit."""
-        tokenizer, state = self.stage_tokenizer(stage), connect()
+        tokenizer = self.stage_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
-        rows = open_rows(data, tokenizer, rank=state.process_index, world=state.num_processes)
+        rows = open_rows(data, tokenizer)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
             return rows
         logits = open_logits(stage.cached_logits)
