@@ -22,7 +22,7 @@ from ..io import write_json
 from ..plan import HeadId
 from ..probes import Probe
 from ..provenance import now, versions
-from ..teacher import HeadSite, decoder_blocks, fingerprint
+from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
 
 FORMAT = "hybrid-distill/head-scores/2"
 READABLE = ("hybrid-distill/head-scores/1", FORMAT)
@@ -254,6 +254,7 @@ def describe_run(model: PreTrainedModel) -> Record:
     on_gpu = model.device.type == "cuda"
     return {
         "model": model.name_or_path,
+        "imported_from": imported_from(model.name_or_path),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
