@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,7 +34,7 @@ class GenerateJob:
     form: Literal["auto", "text", "chat"] = "auto"
     """Documents, or conversations with the loss on the answers; ``auto``: conversations if the tokenizer has a chat
     template. Train on conversations with --data.chat."""
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     top_k_logits: Count | None = None
     """Store this many of the teacher's likeliest next tokens too, in OUT/logits, as cache-logits does."""
     seq_len: TokensOfARow = 256
