@@ -30,7 +30,7 @@ from .tokens import hash_of
 SHARD_TOKENS = 2**15
 RECALL = 0.5
 """Share of prompts that state facts and ask for some of them later."""
-_SLOT = re.compile(r"\{(\w+?)(\d*)\}")
+_SLOT, _ARTICLE = re.compile(r"\{(\w+?)(\d*)\}"), re.compile(r"\b([Aa]) (?=[aeiou])")
 
 Message = dict[str, str]
 """``role`` and ``content``."""
@@ -44,9 +44,9 @@ class Sampling:
     """Seed of the prompts and of everything that is sampled."""
     new_tokens: Count = 256
     """Most tokens of an answer."""
-    temperature: Positive = 1.0
-    """Softmax temperature."""
-    top_p: Share = 1.0
+    temperature: Positive = 0.7
+    """Softmax temperature; at 1, small models soon write nonsense."""
+    top_p: Share = 0.95
     """Share of the probability that tokens are drawn from, likeliest first."""
     batch_size: Count = 32
     """Prompts at a time; it changes what is sampled."""
@@ -183,7 +183,7 @@ def _filled(rng: random.Random, template: str, slots: dict[str, str]) -> str:
             slots.setdefault(kind + index, str(rng.randint(2, 9800)))
         else:
             slots.setdefault(kind + index, rng.choice([word for word in words[kind] if word not in taken]))
-    return template.format(**slots)
+    return _ARTICLE.sub(r"\1n ", template.format(**slots))
 
 
 @cache
