@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..limits import Count, check_options
 from ..locking import locked
 from ..teacher import load_teacher
 
-UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,9 @@ class GenerateJob:
     @property
     def max_tokens(self) -> int:
         """Value of ``tokens``. Raises ValueError for something else."""
-        number, unit = (self.tokens[:-1], self.tokens[-1:].upper())
-        if unit not in UNITS:
-            number, unit = self.tokens, ""
-        try:
-            found = round(float(number) * UNITS.get(unit, 1))
-        except (ValueError, OverflowError):
-            found = 0
-        if found < 1:
+        if not (found := re.fullmatch(r"(\d+\.?\d*)([KMB]?)", self.tokens.upper())):
             raise ValueError(f"--tokens is {self.tokens!r}; pass a number such as 20000, 20K or 2M.")
-        return found
+        return max(1, round(float(found[1]) * UNITS[found[2]]))
 
 
 def generate(job: GenerateJob) -> str:

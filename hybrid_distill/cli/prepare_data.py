@@ -24,9 +24,8 @@ class PrepareJob:
     tokenizer: str
     """The teacher's: a local folder, a hub id, or ``tiny`` for the embedded one."""
     sources: tuple[str, ...]
-    """Sources, read one after the other: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; folders
-    written by ``save_to_disk`` of `datasets`; ``hf:repo:config:split`` on the hub. For a mixture with weights, prepare
-    each part in a folder of its own."""
+    """Sources, read one after the other: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet;
+    ``hf:repo:config:split`` on the hub. For a mixture with weights, prepare each part in a folder of its own."""
     out: Path
     """Token folder to write. Left alone when it holds these tokens already, resumed when it is not finished."""
     text_column: str = "text"

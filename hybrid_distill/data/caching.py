@@ -6,7 +6,6 @@ Shapes: B rows, L tokens of a row, K stored tokens, V vocabulary, M tokens of a 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -82,8 +81,8 @@ def write_logits(
 ) -> str:
     """Write the logits of the first ``places`` rows, or what is missing of them; return a summary of one line.
 
-    All processes of a launch take part. Raises ValueError for a ``top_k`` above the vocabulary, a disk without room,
-    and a folder that holds something else or that another command writes to.
+    All processes of a launch take part. Raises ValueError for a ``top_k`` above the vocabulary, and for a folder that
+    holds something else or that another command writes to.
     """
     if top_k > vocab_size:
         raise ValueError(f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}.")
@@ -105,7 +104,7 @@ def write_logits(
         rows=len(row_ids),
         shard_rows=max(1, shard_tokens // rows.seq_len),
     )
-    on_main_process(lambda: log.info("%s: %s; %.3f GB are free", folder, header, _free(folder) / 1e9))
+    on_main_process(lambda: log.info("%s: %s", folder, header))
     if dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
@@ -124,14 +123,8 @@ def write_logits(
     )
 
 
-def _free(folder: Path) -> int:
-    """Return the bytes free on the disk where a folder is or will be."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
-
-
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
-    """Make the folder. Raises ValueError when it holds something else, or when the logits cannot fit."""
+    """Make the folder. Raises ValueError when it holds something else."""
     header.begun(folder)
     for left in folder.glob(".*.tmp"):  # of a writer that was killed
         left.unlink()
@@ -140,14 +133,8 @@ def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     with replacing(folder / ROW_IDS) as path:
         row_ids.tofile(path)
     header.save(header.file(folder, partial=True))
-    sizes, missing = header.sizes(folder), header.missing_shards(folder)
-    needed = sum(sizes[shard_path(folder, number)] for number in missing)
-    if needed > (free := _free(folder)):
-        raise ValueError(
-            f"{folder} has {free / 1e9:,.3f} GB free and the logits need {needed / 1e9:,.3f} GB more; make room, "
-            "pass a folder on another disk, or store fewer with --top-k."
-        )
-    log.info("%d of %d files are written already", len(header.shard_sizes) - len(missing), len(header.shard_sizes))
+    missing, n_shards = header.missing_shards(folder), len(header.shard_sizes)
+    log.info("%d of %d files are written already", n_shards - len(missing), n_shards)
 
 
 def _write_shards(

@@ -23,8 +23,8 @@ class DataConfig:
     """Training data. Raises ValueError for a field out of range."""
 
     sources: tuple[str, ...] = ("tiny",)
-    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or by ``save_to_disk`` of
-    `datasets`; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split`` on the hub.
+    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or ``generate-data``; files or
+    folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split`` on the hub.
     """
     weights: tuple[Positive, ...] = ()
     """Share of each source in the tokens. Without weights, an epoch reads each source whole, once."""

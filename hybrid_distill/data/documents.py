@@ -7,6 +7,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -94,22 +95,17 @@ def document_batches(
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises ValueError when there are none."""
     path = Path(source).expanduser()
-    if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
-        raise ValueError(f"data source {source!r} holds the splits {splits}; pass the folder of one.")
-    suffixes = (".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES
-    files = [p for p in _files_in(path) if p.name.endswith(suffixes)]
-    if not path.exists() or not files:
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    found = [p for p in files if p.name.endswith(SUFFIXES)]
+    if not path.exists() or not found:
         problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise ValueError(
             f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
-            "`hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
+            "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
         )
-    return files
-
-
-def _files_in(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if others := [p.name for p in files if p not in found and not p.name.startswith(".")]:
+        log.info("%s: %d files left out (%s ...); only %s are read", path, len(others), others[0], ", ".join(SUFFIXES))
+    return found
 
 
 def source_fingerprint(source: str) -> str:
@@ -166,18 +162,7 @@ def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable
             part = source.partition(":")[2]
             raise ValueError(f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like.")
         return [_EMBEDDED[source]]
-    path = Path(source).expanduser()
-    files = source_files(source)
-    if _is_saved_dataset(path):
-        return [partial(_read_saved_dataset, path, text_column)]
-    if others := [str(p.relative_to(path)) for p in _files_in(path) if p not in files and not p.name.startswith(".")]:
-        log.info("%s: %d files left out (%s ...); only %s are read", path, len(others), others[0], ", ".join(SUFFIXES))
-    return [partial(_read_file, file, text_column) for file in files]
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    """Tell whether `datasets.Dataset.save_to_disk` wrote it."""
-    return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return [partial(_read_file, file, text_column) for file in source_files(source)]
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
@@ -232,25 +217,11 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(path)
-    columns = _columns(text_column, file.schema_arrow.names)
-    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns):
+    file, wanted = parquet.ParquetFile(path), CHAT_COLUMNS if text_column is None else (text_column,)
+    columns = [name for name in file.schema_arrow.names if name in wanted]
+    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns or None):
         for record in batch.to_pylist():
             yield text_of(record, text_column, str(path))
-
-
-def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
-    from datasets import load_from_disk
-
-    dataset = load_from_disk(str(path))
-    for record in dataset.select_columns(_columns(text_column, list(dataset.column_names))):
-        yield text_of(record, text_column, str(path))
-
-
-def _columns(text_column: str | None, present: list[str]) -> list[str]:
-    """Return the columns to read of a table: all, for `text_of` to name, where none is the right one."""
-    wanted = CHAT_COLUMNS if text_column is None else (text_column,)
-    return [name for name in present if name in wanted] or present
 
 
 def no_conversations(place: str) -> ValueError:
@@ -265,34 +236,27 @@ def no_conversations(place: str) -> ValueError:
 
 
 def _hub_documents(source: str, text_column: str | None, place: Place) -> Located:
-    dataset = _open_hub(source)
-    if isinstance(place, dict):
-        dataset.load_state_dict(place)
-
-    def read() -> Iterator[str]:
-        records = iter(dataset)
-        while True:
-            try:
-                record = next(records, None)
-            except Exception as error:
-                raise _unreachable(source, error) from error
-            if record is None:
-                return
-            yield text_of(record, text_column, source)
-
-    return read(), dataset.state_dict
-
-
-def _open_hub(source: str) -> IterableDataset:
     """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
     from datasets import load_dataset
 
     repo, config, split = [*source.removeprefix(HUB).split(":"), "", ""][:3]
     revision = _hub_revision(source)
-    try:
-        return load_dataset(repo, config or None, split=split or "train", streaming=True, revision=revision)
-    except Exception as error:
-        raise _unreachable(source, error) from error
+    with _reachable(source):
+        options = {"split": split or "train", "streaming": True, "revision": revision}
+        dataset: IterableDataset = load_dataset(repo, config or None, **options)
+        if isinstance(place, dict):
+            dataset.load_state_dict(place)
+
+    def read() -> Iterator[str]:
+        records = iter(dataset)
+        while True:
+            with _reachable(source):
+                record = next(records, None)
+            if record is None:
+                return
+            yield text_of(record, text_column, source)
+
+    return read(), dataset.state_dict
 
 
 def _hub_revision(source: str) -> str | None:
@@ -302,17 +266,20 @@ def _hub_revision(source: str) -> str | None:
     repo = source.removeprefix(HUB).split(":")[0]
     if Path(repo).expanduser().is_dir():
         return None
-    try:
+    with _reachable(source):
         if reason := hub_error():
             raise ConnectionError(reason)
         return dataset_info(repo).sha
+
+
+@contextmanager
+def _reachable(source: str) -> Iterator[None]:
+    """Turn any error of the hub's libraries into one line."""
+    try:
+        yield
     except Exception as error:
-        raise _unreachable(source, error) from error
-
-
-def _unreachable(source: str, error: Exception) -> DataUnavailable:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DataUnavailable(
-        f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
-        "or run on the embedded corpus with --data.sources tiny."
-    )
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataUnavailable(
+            f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
+            "or run on the embedded corpus with --data.sources tiny."
+        ) from error

@@ -32,9 +32,6 @@ RECALL = 0.5
 """Share of prompts that state facts and ask for some of them later."""
 _SLOT, _ARTICLE = re.compile(r"\{(\w+?)(\d*)\}"), re.compile(r"\b([Aa]) (?=[aeiou])")
 
-Message = dict[str, str]
-"""``role`` and ``content``."""
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -94,9 +91,9 @@ def _documents(
     asked = [prompt(sampling.seed, number, chat) for number in numbers]
     if not chat:
         texts = [turns[0] for turns in asked]
-        written = _written(model, tokenizer, texts, sampling, f"{sampling.seed} {number}", special=True)
+        written = _written(model, tokenizer, texts, sampling, f"{sampling.seed} {number}", True)
         return [text + more for text, more in zip(texts, written)]
-    said: list[list[Message]] = [[] for _ in asked]
+    said: list[list[dict[str, str]]] = [[] for _ in asked]
     for turn in range(max(map(len, asked))):
         going_on = [place for place, turns in enumerate(asked) if len(turns) > turn]
         for place in going_on:
@@ -104,12 +101,11 @@ def _documents(
         options = {"tokenize": False, "add_generation_prompt": True}
         texts = [str(tokenizer.apply_chat_template(said[place], **options)) for place in going_on]
         seed = f"{sampling.seed} {number} {turn}"
-        for place, answer in zip(going_on, _written(model, tokenizer, texts, sampling, seed, special=False)):
+        for place, answer in zip(going_on, _written(model, tokenizer, texts, sampling, seed, False)):
             said[place].append({"role": "assistant", "content": answer.strip()})
     return [json.dumps(messages) for messages in said]
 
 
-@torch.no_grad()
 def _written(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -120,23 +116,18 @@ def _written(
 ) -> list[str]:
     """Sample how the model continues each text. ``special``: the tokenizer adds its tokens around a text."""
     ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-    if special and ids[0][-1] == tokenizer.eos_token_id:
-        ids = [row[:-1] for row in ids]
     longest = longest_context(model.config)
     rows = ids if longest is None else [row[-(longest - sampling.new_tokens) :] for row in ids]
     ids_BL, mask_BL = left_pad(rows, model.device)
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
     config = GenerationConfig(
-        do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0,
-        max_new_tokens=sampling.new_tokens, pad_token_id=0,
-        eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
+        do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, eos_token_id=ends,
+        max_new_tokens=sampling.new_tokens, pad_token_id=ends[0] if isinstance(ends, list) else ends,
     )  # fmt: skip
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
         out_BL = model.generate(inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
-    own = [row.tolist() for row in out_BL[:, ids_BL.shape[1] :]]
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    stops = [next((at for at, token in enumerate(row) if token in ends), len(row)) for row in own]
-    return [str(tokenizer.decode(row[:stop], skip_special_tokens=True)) for row, stop in zip(own, stops)]
+    return tokenizer.batch_decode(out_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
 
 
 # Prompts
@@ -155,12 +146,8 @@ def _recall(rng: random.Random, chat: bool) -> tuple[str, ...]:
     parts = _parts()
     form = rng.choice(parts["facts"])
     names = rng.sample(parts["words"]["name"], rng.randint(3, 8))
-    known: list[dict[str, str]] = []
-    lines = []
-    for name in names:
-        slots = {"name": name}
-        lines.append(_filled(rng, rng.choice(form["say"]), slots))
-        known.append(slots)
+    known = [{"name": name} for name in names]
+    lines = [_filled(rng, rng.choice(form["say"]), slots) for slots in known]
     if form["between"] == " ":
         for _ in range(rng.randint(0, 3)):
             lines.insert(rng.randint(0, len(lines)), _filled(rng, rng.choice(parts["asides"]), {}))
@@ -178,11 +165,8 @@ def _filled(rng: random.Random, template: str, slots: dict[str, str]) -> str:
     """Fill ``{place}``, ``{number2}`` and so on with words; ``slots`` holds those chosen and receives new ones."""
     words = _parts()["words"]
     for kind, index in _SLOT.findall(template):
-        taken = set(slots.values())
-        if kind == "number":
-            slots.setdefault(kind + index, str(rng.randint(2, 9800)))
-        else:
-            slots.setdefault(kind + index, rng.choice([word for word in words[kind] if word not in taken]))
+        choices = [str(rng.randint(2, 9800))] if kind == "number" else words[kind]
+        slots.setdefault(kind + index, rng.choice([word for word in choices if word not in slots.values()]))
     return _ARTICLE.sub(r"\1n ", template.format(**slots))
 
 

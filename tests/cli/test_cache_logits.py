@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -285,7 +284,7 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJ
     Run(job.run).prepare()
 
 
-def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="--top-k is 100, but the vocabulary has 99 tokens; pass at most 99"):
         cache_logits(replace(job, top_k=100))
     with pytest.raises(ValueError, match="--check-rows is 0; it must be a whole number of at least 1"):
@@ -298,9 +297,6 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, ca
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
     assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
     assert not job.folder.exists()
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"need 0.000 GB more; make room"):
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
-        cache_logits(job)
     cache_logits(job)
     with pytest.raises(ValueError, match="made with another top_k; pass another folder"):
         cache_logits(replace(job, top_k=5))

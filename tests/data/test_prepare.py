@@ -40,12 +40,12 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[str, ...]:
-    """The 120 documents of ``texts(120)`` in order: files, a stream, and what `datasets` saved."""
+    """The 120 documents of ``texts(120)`` in order: files, a stream, and a table."""
     for part in range(3):
         write_jsonl(tmp_path / "files" / f"{part}.jsonl", texts(20, 20 * part))
         write_jsonl(tmp_path / "stream" / f"{part}.jsonl", texts(10, 60 + 10 * part))
-    datasets.Dataset.from_dict({"text": texts(30, 90)}).save_to_disk(tmp_path / "saved")
-    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": texts(30, 90)}).to_parquet(tmp_path / "table.parquet")
+    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "table.parquet")
 
 
 def write_jsonl(path: Path, documents: list[str]) -> None:
@@ -157,16 +157,6 @@ def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_pat
         assert torch.equal(rows.batch(step, 2)["input_ids"], expected.batch(step, 2)["input_ids"])
         assert torch.equal(rows.batch(step, 2)["seq_idx"], expected.batch(step, 2)["seq_idx"])
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_saved_dataset_is_a_source_of_a_run(tokenizer, sources, tmp_path):
-    rows = open_rows(DataConfig(sources=sources[2:], seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
-    expected = PackedRows.from_texts(texts(30, 90), tokenizer, seq_len=16)
-    assert torch.equal(rows.batch(1, 3)["input_ids"], expected.batch(1, 3)["input_ids"])
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})})
-    splits.save_to_disk(tmp_path / "splits")
-    with pytest.raises(ValueError, match="holds the splits train; pass the folder of one"):
-        check_sources(DataConfig(sources=(str(tmp_path / "splits"),)), tokenizer)
 
 
 def test_another_tokenizers_tokens_are_refused(tokenizer, sources, tmp_path):
