@@ -56,12 +56,9 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         return "\n\n".join([*record, heading, missing])
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
-    answer = "
-".join([heading, _launch(config, stages, command), source])
+    answer = "\n".join([heading, _launch(config, stages, command), source])
     time = [] if any(stage.problem for stage in stages) else [training_time(config, plan, teacher.num_parameters())]
-    return "
-
-".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
 
 
 def problems(config: RunConfig) -> Iterator[str]:
