@@ -90,9 +90,7 @@ def knows_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "make_lm", lambda *args: KnowsHalf())
 
 
-def test_every_task_of_the_paper_on_made_up_rows(
-    knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path
-) -> None:
+def test_every_task_of_the_paper_on_made_up_rows(knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
     """The model knows rows 0 and 2 of 4: half, in whatever form a task asks for its answer."""
     parts = write_all(tmp_path / "data", 4)
     assert len(parts) == 9 + 57 + 27 + 8
