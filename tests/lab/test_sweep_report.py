@@ -184,7 +184,7 @@ def test_a_student_that_guesses_is_not_recommended(seeds: int, tmp_path: Path) -
     out = write(tmp_path, cells(lambda selection, k, n: 0.9 if k == 8 else 0.16, seeds=seeds))
     with pytest.raises(ValueError, match=r"better than guessing: the best in retrieval, .* guessing gives 12\.5 %"):
         recommend(out, RecommendJob("200kB"))
-    assert ": top 8 heads, state " in recommend(out, RecommendJob("20MB"))
+    assert ": top 8 heads, state " in recommend(out, RecommendJob("3MB"))
     assert "Its retrieval is no better than guessing." in recommend(out, RecommendJob("200kB", quality="perplexity"))
 
 
