@@ -110,7 +110,7 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
     (tmp_path / "shared" / "s0" / "scores.json").write_text("{}")
     grown = opened(base, grid("0,2,4,all", "4,8", "top,random", 2))
     assert Sweep(tmp_path).cells == grown.cells
-    with pytest.raises(ValueError, match="another sweep, with none-n4-s1"):
+    with pytest.raises(ValueError, match="another sweep, with all-s1, none-n4-s1"):
         opened(base, grid("0,2,4,all", "4", "top,random", 1))
     with pytest.raises(ValueError, match=r"distill.steps \(2 there, 3 here\)"):
         opened(replace(base, distill=replace(base.distill, steps=3)), grid("0,2,4,all", "4,8", "top,random", 2))
