@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record
 from .limits import Count, CountOrZero, Positive, Share, check_options
+from .student.init import Init
 from .teacher import TINY
 from .train.config import (
     AlignConfig,
@@ -94,7 +95,7 @@ class StudentConfig:
     recurrence: Literal["discrete", "mamba2"] = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
     scaled by the step, which can be exported without remote code (docs/export.md)."""
-    init: str = "fitted"
+    init: Init = "fitted"
     """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
     ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the start and after 50 steps;
     after 300, ``teacher`` is, by 3 %."""
@@ -208,6 +209,7 @@ class RunConfig:
     def unused_stages(self) -> set[str]:
         """Names of sections that this run does not read."""
         return set(get_args(StageName)) - set(self.stages)
+
 
 Small = TypeVar("Small", bound=StageConfig)
 

@@ -1,6 +1,6 @@
 """One process at a time writes to a folder, under a lock of the operating system that a killed process loses.
 
-A note beside the lock names its holder, for whoever is refused. Where other hosts cannot see the lock, the note counts.
+A note beside the lock names its holder, for whoever is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 LOCK, NOTE = ".lock", ".lock.holder"
 SETTLING = 1.0
 """Seconds in which a new holder has written its note, and in which whoever only looks (`is_locked`) lets go."""
-KEPT_TO_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
-"""Mount options of NFS and Lustre under which one host does not see the locks of another."""
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +45,13 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
     try:
         lock = _acquire(path, max(patience, SETTLING))
     except Timeout:
-        raise InUse(_refusal(place, note)) from None
+        holder = _read(note) or "another process"
+        raise InUse(f"{place} is in use by {holder}; wait for it, end it, or pass another place.") from None
     try:
         if left := _read(note):
-            if f" on {socket.gethostname()} " not in left and _kept_to_one_host(path):
-                raise InUse(f"{_refusal(place, note)} If that process is gone, remove {note}.")
             log.info("%s was left by %s, which has ended; taking over", place, left)
-        note.write_text(_this_process())
+        command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
+        note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({command})")
         try:
             yield
         finally:
@@ -91,28 +89,7 @@ def _acquire(path: Path, patience: float) -> BaseFileLock:
     return lock
 
 
-def _this_process() -> str:
-    command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
-    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
-
-
 def _read(note: Path) -> str:
     with suppress(OSError):
         return note.read_text()
     return ""
-
-
-def _refusal(place: Path, note: Path) -> str:
-    holder = _read(note) or "another process"
-    return f"{place} is in use by {holder}; wait for it, end it, or pass another place."
-
-
-def _kept_to_one_host(path: Path) -> bool:
-    """Check whether the file system of a path is mounted so that other hosts do not see its locks."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    above = {str(parent) for parent in path.resolve().parents}
-    options = {mount[1]: mount[3].split(",") for mount in mounts if mount[1] in above}  # the last one is on top
-    return bool(options) and not KEPT_TO_ONE_HOST.isdisjoint(options[max(options, key=len)])

@@ -332,7 +332,7 @@ _cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that na
 
 def _best_heads(value_LH: np.ndarray, weights: Sequence[Sequence[int]], capacity: int) -> list[HeadId]:
     """Find the heads of greatest total value; a KV group of a layer with n kept heads weighs ``weights[layer][n]``."""
-    n_layers, n_heads = value_LH.shape
+    n_heads = value_LH.shape[1]
     groups = []  # of each, by the number of heads kept: weight and value; the heads, best first
     for layer, weight_N in enumerate(weights):
         for group_H in np.arange(n_heads).reshape(-1, len(weight_N) - 1):

@@ -45,9 +45,7 @@ def student_of(teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5) -> Hy
     return student
 
 
-def tiny_student(
-    family: str, *, d_state: int = 8, recurrence: str = "discrete"
-) -> tuple[HybridForCausalLM, HeadPlan]:
+def tiny_student(family: str, *, d_state: int = 8, recurrence: str = "discrete") -> tuple[HybridForCausalLM, HeadPlan]:
     """A student that keeps 4 heads in two layers and none in the third; Qwen2 with tied embeddings."""
     teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
@@ -62,9 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     roles = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles)
 
 
 def mixed_student(teacher: PreTrainedModel) -> HybridForCausalLM:

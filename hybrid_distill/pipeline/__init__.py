@@ -34,7 +34,7 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
 from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
-from ..student.init import DEFAULT_INIT, INITS
+from ..student.init import DEFAULT_INIT, Init
 from ..student.self_check import check_rows
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
@@ -152,9 +152,7 @@ class Run(RunInputs):
         def choose() -> None:
             student, none = aligned.trained_student()
             probe, n_examples = self.scoring_probe(), self.config.scoring.restoration_examples
-            heads = greedy_restoration(
-                student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples
-            )
+            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
         if not path.exists():
@@ -194,7 +192,7 @@ class Run(RunInputs):
         return student
 
     def _new_student(
-        self, plan: HeadPlan, init: str = DEFAULT_INIT, calibration: Batch | None = None
+        self, plan: HeadPlan, init: Init = DEFAULT_INIT, calibration: Batch | None = None
     ) -> tuple[HybridForCausalLM, BuildReport]:
         options = self.config.student
         return build_student(
@@ -210,9 +208,9 @@ class Run(RunInputs):
 
     def _calibration(self) -> Batch | None:
         """Return the run's first rows of text, for an init that is fitted to them."""
-        init, data = INITS.get(self.config.student.init), self.config.data
-        if init is None or not init.fitted:
+        if self.config.student.init != "fitted":
             return None
+        data = self.config.data
         return open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:

@@ -16,7 +16,7 @@ from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
 from ..plan import HeadPlan
 from ..teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
-from .init import DEFAULT_INIT, INITS, LayerTrace, init_ssm
+from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 from .self_check import check_rows
 
 Action = Literal["copied", "sliced", "initialized", "dropped"]
@@ -57,7 +57,7 @@ def build_student(
     d_state: int,
     conv_width: int = 4,
     recurrence: str = "discrete",
-    init: str = DEFAULT_INIT,
+    init: Init = DEFAULT_INIT,
     calibration: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
@@ -105,7 +105,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
 
 
 def checked_student(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: str
+    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: Init
 ) -> HybridForCausalLM:
     """Make the `empty_student` of a teacher, which may be on the meta device too.
 
@@ -138,7 +138,7 @@ def empty_student(
         torch.set_default_dtype(default)
 
 
-def _checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: str) -> list[AttentionSite]:
+def _checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
     """Find the teacher's attention. Raises ValueError for an unknown init, another shape, and unknown parts."""
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
@@ -181,9 +181,9 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
 
 
 @torch.no_grad()
-def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Any] | None, init: str) -> Sequence[LayerTrace | None]:
+def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Any] | None, init: Init) -> Sequence[LayerTrace | None]:
     """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` is fitted."""
-    if not INITS[init].fitted:
+    if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
@@ -201,7 +201,7 @@ def _tensors(
     student: HybridForCausalLM,
     teacher: PreTrainedModel,
     sites: Sequence[AttentionSite],
-    init: str,
+    init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
@@ -224,7 +224,7 @@ def _tensors(
             yield made(f"{own}.o_proj.{name}", "copied", tensor, f"{site.name}.{site.layout.output}.{name}")
         if mixer.ssm is not None:
             like = mixer.ssm.state_dict()
-            started = init_ssm(INITS[init], site, mixer.recurrent, config, generator, trace)
+            started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
             for name, (tensor, used) in started.items():
                 original = (f"{site.name}.{n}" for n in used)
                 yield made(f"{own}.ssm.{name}", "initialized", tensor.to(like[name].dtype), *original)

@@ -71,9 +71,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
         student, plan = tiny_student(family)
         path = tmp_path_factory.mktemp(family) / "export"
         options = {"results": {"teacher": RESULT, "student": RESULT}, "license": "apache-2.0"} if not made else {}
-        export_checkpoint(
-            student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=not made, **options
-        )
+        export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=not made, **options)
         made[family] = (student, path)
     return made
 
@@ -212,9 +210,7 @@ def test_no_path_of_this_machine_is_exported(exports):
     _, path = exports["llama"]
     for file in path.rglob("*"):
         if file.suffix in (".json", ".md"):
-            assert str(Path.home()) not in file.read_text() and str(path.parent) not in file.read_text(), (
-                file.name
-            )
+            assert str(Path.home()) not in file.read_text() and str(path.parent) not in file.read_text(), file.name
 
 
 def test_gate_sees_a_changed_tensor_one_that_is_not_a_number_and_a_pickle(copied):
@@ -281,9 +277,7 @@ def test_rope_that_depends_on_the_length_is_held_against_what_was_exported(kind,
 def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
     path, _ = copied
     with (path / "ssd.py").open("a") as code:
-        code.write(
-            "\nright = ssd_step\ndef ssd_step(*a):\n    y, state = right(*a)\n    return 0.9 * y, state\n"
-        )
+        code.write("\nright = ssd_step\ndef ssd_step(*a):\n    y, state = right(*a)\n    return 0.9 * y, state\n")
     with (path / "mixer.py").open("a") as code:
         code.write("\nright = SSMHeads.forward\nSSMHeads.forward = lambda *a: right(*a[:2], None, *a[3:])\n")
     with pytest.raises(ValueError, match=r"mixer.py, ssd.py in .* --trust-remote-code"):
