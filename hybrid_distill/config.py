@@ -237,7 +237,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 
 def config_of(recipe: ModuleType) -> RunConfig:
     """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
-    return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
+    return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
 
 
 def checked_config(config: object, source: str) -> RunConfig:
@@ -249,7 +249,7 @@ def checked_config(config: object, source: str) -> RunConfig:
 
 def ask_recipe(recipe: ModuleType, name: str) -> Any:
     """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
-    with in_recipe(_file_of(recipe)):
+    with in_recipe(str(recipe.__file__)):
         return getattr(recipe, name)()
 
 
@@ -264,10 +264,6 @@ def in_recipe(file: str) -> Iterator[None]:
         raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _file_of(recipe: ModuleType) -> str:
-    return str(getattr(recipe, "__file__", "the recipe"))
-
-
 def current_flags(argv: Sequence[str]) -> list[str]:
     """Replace flags of earlier versions: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
     return [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
@@ -279,15 +275,11 @@ def to_json(config: RunConfig) -> Record:
 
 
 def differences(
-    before: Record,
-    now: Record,
-    leave_out: Collection[str] = (),
-    leave_out_within: Collection[str] = (),
-    prefix: str = "",
+    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
 ) -> list[str]:
     """List the fields in which two configs, as `to_json` returns them, differ: ``align.steps (2 there, 3 here)``.
 
-    ``leave_out`` are names of the outermost level, ``leave_out_within`` of the next.
+    ``leave_out`` are names of the outermost level, ``within`` of the next.
     """
     found = []
     for name, here in now.items():
@@ -295,7 +287,7 @@ def differences(
         if name in leave_out or there == here:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, leave_out_within, prefix=f"{prefix}{name}.")
+            found += differences(there, here, within, prefix=f"{prefix}{name}.")
         else:
             found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
     return found
@@ -324,8 +316,5 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         current = [(RENAMED.get(name) or name, item) for name, item in value.items()]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return tuple(_rebuilt(inner, item) for item in value)
-    if value is not None and (kind is Path or Path in get_args(kind)):
-        return Path(value)
-    return value
+        return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
+    return Path(value) if value is not None and Path in (kind, *get_args(kind)) else value

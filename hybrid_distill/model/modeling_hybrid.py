@@ -93,7 +93,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         names = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
         shown = {kind: ", ".join(found[:3]) + " ..." * (len(found) > 3) for kind, found in names.items()}
         if wrong := [f"{kind}: {some}" for kind, some in shown.items() if some]:
-            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            where = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) or "this checkpoint"
             raise ValueError(
                 f"the tensors of {where} are not this model's under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."

@@ -183,7 +183,10 @@ class Run(RunInputs):
         options = self.config.student
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
         if aligned is None:
-            student, report = self._new_student(plan, options.init, self._calibration())
+            data, calibration = self.config.data, None
+            if options.init == "fitted":  # to the run's first rows of text
+                calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+            student, report = self._new_student(plan, options.init, calibration)
         else:
             student, report = self._new_student(plan)
             graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
@@ -205,13 +208,6 @@ class Run(RunInputs):
             calibration=calibration,
             seed=self.seed,
         )
-
-    def _calibration(self) -> Batch | None:
-        """Return the run's first rows of text, for an init that is fitted to them."""
-        if self.config.student.init != "fitted":
-            return None
-        data = self.config.data
-        return open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student with the weights that a stage has left in its folder."""
@@ -361,23 +357,17 @@ class Run(RunInputs):
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
         measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
-
-        def write() -> None:
-            report = export_checkpoint(
-                student,
-                self.tokenizer,
-                path or self.out / "export",
-                plan=plan,
-                results={name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
-                scores=HeadScores.load(scores) if scores.exists() else None,
-                license=license,
-                base_model=base_model,
-                training=self._training(),
-                **options,
-            )
-            reports.append(report)
-
-        on_main_process(write)
+        known: dict[str, Any] = {
+            "results": {name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
+            "scores": HeadScores.load(scores) if scores.exists() else None,
+            "training": self._training(),
+            "license": license,
+            "base_model": base_model,
+        }
+        place = path or self.out / "export"
+        on_main_process(
+            lambda: reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
+        )
         return next(iter(reports), None)
 
     def _training(self) -> list[Record]:
