@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import traceback
 from collections.abc import Collection, Iterator, Sequence
@@ -35,6 +36,7 @@ Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pa
 StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
 RENAMED = {"recompute": "gradient_checkpointing"}
 """Fields of config.json files of earlier versions."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class PlanConfig:
     plans (below ``aligned/``)."""
     k: CountOrZero = 6
     """Heads kept, over all layers (``top``, ``restoration`` and ``random``)."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
     """Layers kept whole (``layers``)."""
@@ -145,7 +147,7 @@ class RunConfig:
     """Name in reports and trackers."""
     out: Path = Path("runs/hybrid")
     """Folder of everything that the run writes."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the weights and questions that are drawn. The order of the data has ``data.seed``."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
@@ -265,8 +267,12 @@ def in_recipe(file: str) -> Iterator[None]:
 
 
 def current_flags(argv: Sequence[str]) -> list[str]:
-    """Replace flags of earlier versions: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
-    return [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
+    """Replace flags of earlier versions, with a line: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
+    current = [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
+    for old, new in zip(argv, current):
+        if old != new:
+            log.info("note: %s is now %s.", old.partition("=")[0], new.partition("=")[0])
+    return current
 
 
 def to_json(config: RunConfig) -> Record:

@@ -31,7 +31,8 @@ class InUse(ValueError):
 
 @contextmanager
 def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of a folder, which is created if need be, and removed again if it stays empty.
+    """Keep other processes out of a folder, which is created if need be, and removed again, with
+    the folders above that were created, if it stays empty.
 
     ``beside`` puts the lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
     the holder, when there is one for longer than ``patience`` seconds, and OSError where nothing can be written.
@@ -40,7 +41,7 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
     path, note = (folder / (f".{place.name}{name}" if beside else name) for name in (LOCK, NOTE))
     if place.exists() and not (beside or place.is_dir()):
         raise NotADirectoryError(f"{place} is not a folder; pass another one.")
-    is_new = not folder.exists()
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = _acquire(path, max(patience, SETTLING))
@@ -59,9 +60,9 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
             path.unlink(missing_ok=True)  # while it is held: whoever waits for this file looks for the new one
     finally:
         lock.release()
-        if is_new:
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            for empty in new:
+                empty.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

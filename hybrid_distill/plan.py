@@ -230,10 +230,10 @@ class HeadPlan:
         return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: object, k: int) -> None:
-        """Raise ValueError unless a teacher of this shape has ``k`` heads to keep."""
+    def check_k(shape_of: object, k: int, name: str = "k") -> None:
+        """Raise ValueError, with the option's ``name``, unless a teacher of this shape has ``k`` heads to keep."""
         n_layers, n_heads, _ = _shape(shape_of)
-        Limits(0, n_layers * n_heads, whole=True).check("k", k)
+        Limits(0, n_layers * n_heads, whole=True).check(name, k)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""

@@ -198,7 +198,7 @@ class Run(RunInputs):
         self, plan: HeadPlan, init: Init = DEFAULT_INIT, calibration: Batch | None = None
     ) -> tuple[HybridForCausalLM, BuildReport]:
         options = self.config.student
-        return build_student(
+        student, report = build_student(
             self.teacher,
             plan,
             d_state=options.d_state,
@@ -208,6 +208,8 @@ class Run(RunInputs):
             calibration=calibration,
             seed=self.seed,
         )
+        student.name_or_path = self.config.name
+        return student, report
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student with the weights that a stage has left in its folder."""
@@ -387,6 +389,8 @@ def finished_run(folder: Path, teacher: Loaded | None = None) -> Run:
 
     The folder may have been moved since. Raises ValueError for another folder.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
     return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto", out=folder), teacher)
 
 
