@@ -22,15 +22,6 @@ THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 
-def rope_that_depends_on_the_length(kind: str, beyond: int) -> dict[str, Any]:
-    """Settings of a Llama with heads of 8 whose frequencies change where a row is longer than ``beyond``."""
-    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
-    if kind == "dynamic":
-        return {"rope_parameters": rope, "max_position_embeddings": beyond}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": beyond}
-    return {"rope_parameters": rope, "max_position_embeddings": 4 * beyond}
-
-
 def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads])
 

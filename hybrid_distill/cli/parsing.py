@@ -130,9 +130,8 @@ def _one_line(box: str) -> str:
     if said.startswith("Unrecognized options:"):
         words = said.removeprefix("Unrecognized options: ").split(", ")
         unknown = [word for word in words if word.startswith("--")] or words[:1]
-        similar = [
-            section[1].split()[0].rstrip(",") for section in others if section[0].startswith("Arguments similar")
-        ]
+        near = [[line.split()[0].rstrip(",") for line in section if line.startswith("--")] for section in others]
+        similar = [flags[0] for flags in near if flags][: len(unknown)]
         meant = f" did you mean {', '.join(similar)}?" if similar else ""
         verb = "is" if len(unknown) == 1 else "are"
         return f"{', '.join(unknown)} {verb} not recognized;{meant} --help lists the flags."

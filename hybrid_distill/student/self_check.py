@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, __version__
 
 from ..model import HybridForCausalLM, packed_inputs
 from ..model.modeling_hybrid import LIMITED
-from ..teacher import SUPPORTED, decoder_blocks, eval_mode, rope_by_length, text_config
+from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5
 """Tokens of another document, or of padding, before the compared document."""
@@ -57,9 +57,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator)
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
     if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
-    rope = rope_by_length(_backbone(model).config)
-    if rope is None or sum(PIECES) <= rope[1]:
-        ways["from a cache"] = lambda: _cached(model, document_1L)
+    ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone"):
         alone_LV = _logits(model, document_1L)
         with _rounded_once_more(model, generator):

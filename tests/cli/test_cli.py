@@ -71,23 +71,11 @@ def test_a_value_out_of_range_is_named(
     assert said in refusal(capsys, small_run(tmp_path / "run"), *argv)
 
 
-def test_a_teacher_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "teacher"
-    folder.mkdir()
-    (folder / "config.json").write_text((tiny_teacher_path() / "config.json").read_text())
-    assert "no weights" in refusal(capsys, small_run(tmp_path / "run"), "--teacher", str(folder))
-
-
 def test_a_plan_for_another_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = HeadPlan(6, 8, 4, (HeadId(0, 0),))
     replace(shape, teacher="0123456789abcdef").save(tmp_path / "plan.json")
     flags = ["--plan.selection", "file", "--plan.file", str(tmp_path / "plan.json")]
     assert "0123456789abcdef" in refusal(capsys, small_run(tmp_path / "run"), *flags)
-
-
-def test_a_teacher_that_cannot_be_had_names_both_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, small_run(tmp_path / "run"), "--teacher", "nobody/nothing")
-    assert "--teacher.path" in said and "make demo" in said
 
 
 def test_a_run_its_config_and_another_config(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,12 +338,6 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
 def test_a_dry_run_without_the_teacher_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", str(RECIPES / "hybrid_llama_1b.py"), "--dry-run", "--out", str(tmp_path / "run")])
     assert "--teacher tiny" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_file_that_is_not_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "README.md"])
-    assert "README.md is not a recipe" in capsys.readouterr().err
 
 
 def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
