@@ -359,7 +359,7 @@ class Run(RunInputs):
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
         measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
-        known: dict[str, Any] = {
+        known: Record = {
             "results": {name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
             "scores": HeadScores.load(scores) if scores.exists() else None,
             "training": self._training(),

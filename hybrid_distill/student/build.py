@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
@@ -45,7 +46,7 @@ class BuildReport:
     kept_heads: int
     recurrent_heads: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Convert to JSON values."""
         return asdict(self)
 
@@ -58,7 +59,7 @@ def build_student(
     conv_width: int = 4,
     recurrence: str = "discrete",
     init: Init = DEFAULT_INIT,
-    calibration: Mapping[str, Any] | None = None,
+    calibration: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
@@ -181,16 +182,18 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
 
 
 @torch.no_grad()
-def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Any] | None, init: Init) -> Sequence[LayerTrace | None]:
+def _trace(
+    teacher: PreTrainedModel, calibration: Mapping[str, object] | None, init: Init
+) -> Sequence[LayerTrace | None]:
     """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` is fitted."""
     if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
     input_ids, seq_idx = (calibration.get(name) for name in ("input_ids", "seq_idx"))
-    if input_ids is None:
+    if not isinstance(input_ids, Tensor):
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
-    seq_idx = (torch.zeros_like(input_ids) if seq_idx is None else seq_idx).to(teacher.device)
+    seq_idx = (seq_idx if isinstance(seq_idx, Tensor) else torch.zeros_like(input_ids)).to(teacher.device)
     packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
@@ -207,7 +210,8 @@ def _tensors(
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
     """Yield every tensor of the student with its record."""
     generator = torch.Generator().manual_seed(seed)
-    config: Any = student.config
+    config = student.config
+    assert isinstance(config, HybridConfig)
     source, inside = teacher.state_dict(), list[str]()
 
     def made(name: str, action: Action, tensor: Tensor, *made_from: str) -> tuple[TensorRecord, Tensor]:

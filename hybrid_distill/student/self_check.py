@@ -89,7 +89,7 @@ def _backbone(model: PreTrainedModel) -> Any:
     return model.model if isinstance(model, HybridForCausalLM) else model
 
 
-def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: Any) -> Tensor:
+def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
     return model(input_ids=ids_1L, **{"use_cache": False, **inputs}).logits[0].float()
 
 
@@ -140,7 +140,7 @@ def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> It
     """Change every decoder layer's output by about as much as rounding it once does."""
     eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
 
-    def change(module: nn.Module, args: Any, output: Any) -> Any:
+    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
         change_BLD = torch.rand(hidden_BLD.shape, generator=generator).to(hidden_BLD.device)
         changed_BLD = (hidden_BLD * (1 + eps * (2 * change_BLD - 1))).to(hidden_BLD.dtype)

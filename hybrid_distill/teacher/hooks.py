@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..io import Record
 from ..plan import HeadId
 from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_blocks, head_sites
 
@@ -167,22 +167,22 @@ class MixerCall:
 
     site: HeadSite
     hidden_BLD: Tensor = field(init=False)
-    args: tuple[Any, ...] = field(init=False)
-    kwargs: dict[str, Any] = field(init=False)
+    args: tuple[object, ...] = field(init=False)
+    kwargs: Record = field(init=False)
     heads_BLHP: Tensor = field(init=False)
     out_BLD: Tensor = field(init=False)
 
     def record(self) -> AbstractContextManager[None]:
         """Fill the fields in every forward while the context is open."""
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: Record) -> None:
             self.args, self.kwargs = args, kwargs
             self.hidden_BLD = args[0] if args else kwargs["hidden_states"]
 
         def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
 
-        def after(module: nn.Module, args: object, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.out_BLD = output[0] if isinstance(output, tuple) else output
 
         return _hooked(

@@ -9,15 +9,14 @@ Shapes: H heads, G groups of heads that share B and C, P head dim, N state size,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM
 
 MODEL_TYPE = "llamba"
@@ -62,8 +61,7 @@ def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> Hybri
     if not published["ssm_cfg"]["bias"]:
         state |= {name: torch.zeros(expected[name], dtype=dtype) for name in biases}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    model: Any = HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-    return model.eval()
+    return HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
 
 
 def llamba_config(folder: str | Path) -> HybridConfig:
@@ -96,11 +94,11 @@ def llamba_config(folder: str | Path) -> HybridConfig:
     )
 
 
-def _read_json(folder: str | Path) -> dict[str, Any]:
+def _read_json(folder: str | Path) -> Record:
     return json.loads((Path(folder).expanduser() / "config.json").read_text())
 
 
-def _published(folder: str | Path) -> dict[str, Any]:
+def _published(folder: str | Path) -> Record:
     """Read a config.json, with defaults. Raises ValueError for fields that no published Llamba has."""
     given = {**DEFAULTS, **_read_json(folder)}
     ssm = given["ssm_cfg"] = {**SSM_DEFAULTS, **(given.get("ssm_cfg") or {})}
@@ -136,7 +134,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _mixer_tensors(part: str, tensor: Tensor, published: Mapping[str, Any], config: HybridConfig) -> dict[str, Tensor]:
+def _mixer_tensors(part: str, tensor: Tensor, published: Record, config: HybridConfig) -> dict[str, Tensor]:
     """Convert a tensor of a published mixer to those of a `HybridMixer`; an unknown one keeps its name."""
     ssm, inner = published["ssm_cfg"], config.num_attention_heads * config.head_dim
     shared = ssm["n_qk_heads"] * ssm["d_state"]

@@ -89,7 +89,7 @@ def load_teacher(
             )
         tokenizer = _tokenizer(path, revision, trust_remote_code)
         if is_llamba(path):
-            model: Any = load_llamba(path, DTYPES[dtype])
+            model: PreTrainedModel = load_llamba(path, DTYPES[dtype])
         else:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
