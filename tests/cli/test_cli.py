@@ -20,6 +20,7 @@ import transformers
 from training import refusal, small_run
 
 import hybrid_distill
+from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import app, main, run_recipe
 from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
@@ -186,6 +187,8 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     heavy = "raise AssertionError('torch was imported')\n"
     helped = program(tmp_path, heavy, "--help")
     assert helped.returncode == 0 and all(f"\n  {name} " in helped.stdout for name in NAMES), helped.stderr
+    for command in ("evaluate", "verify", "run"):
+        assert program(tmp_path, heavy, command, "--help").stdout.startswith(f"usage: hybrid-distill {command} ")
     assert program(tmp_path, heavy, "--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
     wrong = program(tmp_path, heavy, "scores")
     said = "error: 'scores' is not a command; did you mean 'score'? `hybrid-distill --help` lists them.\n"
@@ -198,6 +201,29 @@ def test_slow_imports_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with app._loading():
         time.sleep(0.5)
     assert capsys.readouterr().err == "loading torch and transformers ...\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("torch", "2.5.1", "this is torch 2.5.1. Version 2.6 or newer is supported; pip install 'torch>=2.6'."),
+        ("transformers", None, "transformers is not installed. Version 4.56 or newer is needed; pip install"),
+        ("python", "3.9.18", "this is python 3.9.18. Version 3.10 or newer is supported; use a newer Python."),
+    ],
+)
+def test_an_unsupported_version_is_named_when_a_command_starts(
+    package: str, version: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"torch": "2.10.0+cpu", "transformers": "5.23.0", package: version}
+    monkeypatch.setattr(provenance, "installed", lambda _: {name: v for name, v in found.items() if v})
+    if package == "python":
+        monkeypatch.setattr(provenance.platform, "python_version", lambda: version)
+    with pytest.raises(SystemExit, match="2"):
+        main(["score", "--help"])
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    project = (RECIPES.parent / "pyproject.toml").read_text()
+    needed = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={}"'}
+    assert all(line.format(provenance.OLDEST[name]) in project for name, line in needed.items())
 
 
 @pytest.mark.parametrize("command", ["run", "cache-logits"])
@@ -355,7 +381,11 @@ def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.Capt
         ("score --k many", "--k is 'many'; it must be a whole number."),
         ("score --k 9999 --out {}/scores.json", "--k is 9999, and tiny has 48 heads; pass at most 48."),
         ("verify nowhere --device foo", "--device is 'foo', which is not usable"),
+        ("score --exampels 3 --sede 4", "--exampels, --sede are not recognized; did you mean --examples, --seed?"),
+        ("score --n-examples many", "--examples is 'many'; it must be a whole number."),
         ("export --out x", "--model PATH is missing; --help lists the flags."),
+        ("evaluate", "RUN_DIR is missing; --help lists the flags."),
+        ("evaluate nowhere", "nowhere is not a folder; pass the folder of a finished run."),
         ("run", "no recipe; pass a Python file first"),
     ],
 )
