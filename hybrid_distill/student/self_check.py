@@ -148,5 +148,5 @@ def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> It
 
     with ExitStack() as hooks:
         for _, block in decoder_blocks(model):
-            hooks.callback(block.register_forward_hook(change).remove)
+            hooks.enter_context(block.register_forward_hook(change))
         yield
