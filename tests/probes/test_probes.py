@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from families import family_tokenizer
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +22,8 @@ from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.needle import Needle, default_filler, filler_sentences
 from hybrid_distill.probes.registry import PROBES, make_probe, options_of
+from hybrid_distill.probes.ruler import TASKS as RULER_TASKS
+from hybrid_distill.probes.ruler import ruler_questions
 from hybrid_distill.probes.words import MQAR, Copying, TwoHop
 
 COLORS = [(f"The color of {thing} is", color, (), "color") for thing, color in (
@@ -100,7 +103,11 @@ def test_probes_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar"),
+        (
+            "growing",
+            {},
+            "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar,",
+        ),
         ("copy", {"pairs": 3, "depths": 1}, "'copy' has no option depths, pairs; it has length, seed, words"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
@@ -226,6 +233,22 @@ def test_rows_of_recall_ask_for_several_of_their_keys() -> None:
         assert len(asked) == 3 and asked.items() <= values.items()
         assert [example.answer.strip() for example in examples] == list(asked.values())
         assert all(after.prompt.startswith(f"{e.prompt}{e.answer} ") for e, after in pairwise(examples))
+
+
+@pytest.mark.parametrize("task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *RULER_TASKS[-3:]])
+def test_a_question_of_ruler_asks_for_one_answer(task: str) -> None:
+    pytest.importorskip("lm_eval")
+    tokenizer = family_tokenizer("smollm2")
+    probe = make_probe(task, n_tokens=1500, tokenizer=tokenizer)
+    examples, plain = probe.examples(3), ruler_questions(task, 1500, tokenizer, 0, 3)
+    assert examples[:2] == probe.examples(2)
+    for example, question in zip(examples, plain, strict=True):
+        assert example.prompt == " ".join([question.prompt, *question.answers[:-1]])
+        assert example.answer == f" {question.answers[-1]}" and len(example.choices) == 10 == 1 / probe.chance
+        wrong = {choice.strip() for choice in example.choices} - {*question.answers}
+        assert len(wrong) == 9
+        assert task not in ("niah_multikey_2", "ruler_cwe") or all(word in example.prompt for word in wrong)
+    assert json.loads(json.dumps(probe.describe()))["length"] == 1500
 
 
 def test_the_default_words() -> None:
