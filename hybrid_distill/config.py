@@ -229,7 +229,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
-        data=replace(config.data, sources=(TINY,), weights=(), seq_len=min(config.data.seq_len, 256)),
+        data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
         matrix=small(config.matrix),
         align=small(config.align),
         distill=small(config.distill),

@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 from ..distributed import is_launched_main
 
-DROPPED = {("memory", "--no-published")}
-"""Flags that have lost their meaning."""
+DROPPED = {
+    ("memory", "--no-published"): 0,
+    ("prepare-data", "--workers"): 1,
+    ("cache-logits", "--student-run"): 1,
+}
+"""Flags that have lost their meaning, and how many values each had."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
 
 
@@ -32,7 +36,7 @@ MOVED = {
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Translate a command line into today's words."""
     name = words[0].replace("_", "-")
-    rest = [word for word in words[1:] if (name, word) not in DROPPED]
+    rest = _without_dropped(name, words[1:])
     if name in RENAMED:
         _notice(name, RENAMED[name])
         return [RENAMED[name], *rest]
@@ -49,6 +53,20 @@ def in_current_words(words: Sequence[str]) -> list[str]:
         _notice("evaluate --model", "evaluate-suite --model")
         return ["evaluate-suite", *rest]
     return [name, *rest]
+
+
+def _without_dropped(name: str, words: Sequence[str]) -> list[str]:
+    kept, at = list[str](), 0
+    while at < len(words):
+        flag, equals, _ = words[at].partition("=")
+        n_values = DROPPED.get((name, flag.replace("_", "-")))
+        if n_values is None:
+            kept.append(words[at])
+        else:
+            print(f"note: {flag} of `hybrid-distill {name}` no longer does anything.", file=sys.stderr)
+            at += 0 if equals else n_values
+        at += 1
+    return kept
 
 
 def _notice(old: str, new: str) -> None:

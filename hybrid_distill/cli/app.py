@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "Rank heads": ("score", "compare-scores"),
-    "Make students": ("run", "demo", "prepare-data", "cache-logits"),
+    "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
+    "Make students": ("run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
     "Choose": ("memory", "memory-published", "sweep", "sweep-status", "recommend"),

@@ -79,9 +79,9 @@ class RunInputs:
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage; with cached logits, once these are found to fit."""
-        tokenizer, state = self.stage_tokenizer(stage), connect()
+        tokenizer = self.stage_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
-        rows = open_rows(data, tokenizer, rank=state.process_index, world=state.num_processes)
+        rows = open_rows(data, tokenizer)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
             return rows
         logits = open_logits(stage.cached_logits)

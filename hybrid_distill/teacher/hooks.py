@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from ..plan import HeadId
 from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_blocks, head_sites
@@ -251,3 +252,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch to eager attention, the only one that returns its maps; restore the model's own afterwards."""
+    own = model.config._attn_implementation or "eager"
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

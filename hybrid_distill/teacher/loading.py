@@ -25,6 +25,7 @@ from transformers import (
 
 from ..assets import tiny_teacher_path
 from ..guard import check_checkpoint, check_no_run, is_bin_only
+from ..io import read_json
 from ..model.configuration_hybrid import rope_by_length, rope_settings
 from .llamba import is_llamba, llamba_config, load_llamba
 from .sites import text_config
@@ -37,6 +38,8 @@ RECIPE_FLAG = "--teacher.path"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLES_PER_TENSOR = 64
 HUB_TIMEOUT_S = 10.0
+IMPORTED = "imported_from.json"
+"""File of a folder that `hybrid-distill import-gguf` made: ``file`` and ``sha256`` of its source."""
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -112,6 +115,14 @@ def load_teacher(
             name_or_path, rope[0], f"{rope[1]:,}",
         )  # fmt: skip
     return model.eval(), tokenizer
+
+
+def imported_from(name_or_path: str | Path) -> str | None:
+    """Return name and SHA-256 of the file that a folder was imported from, for reports; None for other folders."""
+    if not (path := Path(name_or_path).expanduser() / IMPORTED).is_file():
+        return None
+    record = read_json(path)
+    return f"{record.get('file')}, sha256 {record.get('sha256')}"
 
 
 def read_teacher(

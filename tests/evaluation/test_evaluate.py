@@ -210,3 +210,27 @@ def test_a_record_that_is_not_an_evaluation_is_refused(planted, tmp_path, change
     (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
     with pytest.raises(ValueError, match="cannot be read as an evaluation"):
         EvalResult.load(tmp_path / "torn.json")
+
+
+def test_what_is_left_without_the_recurrence_is_measured(planted, tmp_path) -> None:
+    """A student with the circuit in recurrent heads loses it with them; one whose recurrent heads write nothing is
+    flagged."""
+    teacher, tokenizer = planted
+    options = {"n_pairs": (8,), "n_examples": 4, "keys": KEYS, "held_out_texts": [" ".join(KEYS[:6])]}
+    kept = [HeadId(layer, head) for layer, head in HeadPlan.all(teacher).kept if layer]
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=8)
+    found = evaluate(student, tokenizer, teacher=teacher, **options)
+    zeroed = found.recurrent_heads_zeroed
+    assert zeroed is not None and zeroed["n_examples"] == 4
+    assert list(zeroed["figures"]) == ["kv_choice_8", "kv_generation_8", "perplexity", "top1_agreement"]
+    assert zeroed["figures"]["perplexity"]["whole"] == pytest.approx(found.perplexity, rel=1e-6)
+    with ablate_heads(student, [HeadId(0, head) for head in range(attention_sites(student)[0].n_heads)]):
+        alone = evaluate(student, tokenizer, teacher=teacher, **options)
+    assert zeroed["figures"]["perplexity"]["zeroed"] == pytest.approx(alone.perplexity, rel=1e-6)
+    assert [row["layer"] for row in zeroed["by_layer"]] == [None, 0]
+    assert zeroed["by_layer"][1]["perplexity"] == pytest.approx(alone.perplexity, rel=1e-6)
+    assert not found.recurrence_unused and alone.recurrence_unused
+    found.save(tmp_path / "evaluation.json")
+    assert EvalResult.load(tmp_path / "evaluation.json") == found
+    for model in (teacher, build_student(teacher, HeadPlan.all(teacher), d_state=8)[0]):
+        assert evaluate(model, tokenizer, n_pairs=()).recurrent_heads_zeroed is None

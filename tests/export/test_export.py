@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,12 @@ RESULT = EvalResult(
     cache_bytes={128: 1000, 2048: 16000, 4096: 32000},
     conv_state_bytes=300,
 )
+ZEROED = {
+    "n_examples": 24,
+    "figures": {"perplexity": {"whole": 4.9, "zeroed": 9.0}},
+    "by_layer": [{"layer": None, "heads": 0, "perplexity": 4.9}, {"layer": 1, "heads": 5, "perplexity": 5.5}],
+    "unused": False,
+}
 
 LOAD_ALONE = """
 import sys, torch
@@ -70,7 +77,8 @@ def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
     for family in FAMILIES:
         student, plan = tiny_student(family)
         path = tmp_path_factory.mktemp(family) / "export"
-        options = {"results": {"teacher": RESULT, "student": RESULT}, "license": "apache-2.0"} if not made else {}
+        results = {"teacher": RESULT, "student": replace(RESULT, recurrent_heads_zeroed=ZEROED)}
+        options = {"results": results, "license": "apache-2.0"} if not made else {}
         export_checkpoint(
             student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=not made, **options
         )
@@ -205,6 +213,8 @@ def test_card_says_what_was_kept_measured_and_allowed(exports):
     assert "| 1 | 2, 3, 7 | 1, 3 | 5 |" in card
     assert "87.5 ± 3.0" in card
     assert "trust_remote_code=True" in card and "## Limitations" in card
+    assert "| perplexity | 4.900 | 9.000 |" in card and "does not use its recurrent heads" not in card
+    assert "| layer | perplexity |\n| ---: | ---: |\n| none | 4.900 |\n| 1 | 5.500 |\n" in card
     assert HeadPlan.load(path / "plan.json").k == 4
 
 

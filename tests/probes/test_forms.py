@@ -11,13 +11,14 @@ from planted import KEYS, planted_teacher
 from test_answering import brute_force, sharp
 
 from hybrid_distill.cli.score import ScoreJob
+from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.probes import Probe
 from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
 from hybrid_distill.probes.forms import FormedProbe, best_form, check_form, in_form
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.words import MQAR, single_token_words
-from hybrid_distill.scoring import compare_files, score_heads
+from hybrid_distill.scoring import score_heads
 
 
 @torch.no_grad()
