@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 SHORTER = {
     "pairs": "fewer pairs (--pairs)",
     "lengths": "a shorter filler (--lengths)",
+    "n_tokens": "shorter questions (--length)",
     "facts": "shorter questions (--facts)",
 }
 SHOWN = 20
@@ -40,7 +41,8 @@ class ScoreJob:
     model: str = TINY
     """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, needle, copy, two_hop or mqar."""
+    """kv, letters, needle, copy, two_hop, mqar, or a task of RULER: niah_single_1 to 3, niah_multikey_1 to 3,
+    niah_multivalue, niah_multiquery, ruler_vt, ruler_cwe, ruler_fwe."""
     form: str = PLAIN
     """Form of the prompts: ``plain``, ``shots=1`` (solved examples before it), ``chat`` (the tokenizer's template), or
     ``auto``: the one in which the model answers most of 32 prompts."""
@@ -48,6 +50,8 @@ class ScoreJob:
     """Pairs of kv, two_hop and mqar; kv takes several sizes, ``10,25,50``, in turn."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle; several lengths are taken in turn."""
+    length: Count = 512
+    """Tokens of a question of RULER's tasks."""
     facts: Path | None = None
     """JSON lines of questions for letters; by default the embedded facts."""
     examples: Count = 128
@@ -104,6 +108,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     given: dict[str, object] = {
         "pairs": tuple(numbers("pairs", job.pairs, least=1)),
         "lengths": tuple(numbers("lengths", job.lengths, least=1)),
+        "n_tokens": job.length,
         "facts": job.facts,
         "seed": job.seed,
     }

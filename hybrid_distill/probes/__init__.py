@@ -61,6 +61,11 @@ class SeededProbe(ABC):
         check_counts(n=n)
         return [self._example(index) for index in range(n)]
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing, 0 to 1: that of the first example."""
+        return 1 / len(self._example(0).choices)
+
     @abstractmethod
     def _example(self, index: int) -> Example: ...
 
@@ -81,15 +86,16 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
 
 
-def check_words(name: str, words: Iterable[object], at_least: int = 1) -> None:
-    """Raise ValueError unless there are ``at_least`` different entries, each one word."""
-    counted = Counter(map(str, words))
+def checked_words(name: str, words: Any, at_least: int = 1) -> tuple[Any, ...]:
+    """Return entries as a tuple. Raises ValueError unless there are ``at_least`` different ones, each one word."""
+    counted = Counter(map(str, words := as_tuple(name, words)))
     if repeated := [word for word, count in counted.items() if count > 1]:
         raise ValueError(f"{name}: {repeated[0]!r} is there twice; pass each once.")
     if bad := [word for word in counted if len(word.split()) != 1 or word != word.strip()]:
         raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without space.")
     if len(counted) < at_least:
         raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; give more, or ask for less.")
+    return words
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -43,42 +43,37 @@ class Knowledge:
         """Return the first ``n`` questions in the file's order; all of them by default."""
         if n is not None:
             check_counts(n=n)
-        return read_json_lines(self._file, _as_example, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
 
-    @property
-    def _file(self) -> Path:
-        return facts_path() if self.path is None else Path(self.path)
+        def read(record: dict[str, Any]) -> Example:
+            return Example(record["prompt"], record["answer"], tuple(record["choices"]))
+
+        return read_questions(self.path, read, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
 
     def describe(self) -> dict[str, object]:
         """Return the file's name and hash."""
-        digest = hashlib.sha256(_text(self._file).encode()).hexdigest()[:16]
-        return {"name": "knowledge", "file": self._file.name, "sha256": digest}
+        file = Path(self.path or facts_path())
+        return {"name": "knowledge", "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
 
 
-def _as_example(record: dict[str, Any]) -> Example:
-    return Example(record["prompt"], record["answer"], tuple(record["choices"]))
+def read_questions(path: str | Path | None, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
+    """Read the questions of a file, one a line; without a path the embedded teacher's.
 
-
-def read_json_lines(file: Path, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
-    """Read the questions of a file, one a line. Raises ValueError naming the first bad line and what is expected."""
-    found = []
-    for number, line in enumerate(_text(file).splitlines(), start=1):
+    Raises ValueError for a file that cannot be read, naming the first bad line and what is expected.
+    """
+    file, found = Path(path or facts_path()), []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
+    for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 found.append(read(json.loads(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} of {file} is not a question ({error}); write {expected}.") from error
-    return found
-
-
-def _text(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
-    if not text.strip():
+    if not found:
         raise ValueError(f"{file} holds no questions; write one a line.")
-    return text
+    return found
 
 
 class Fact(NamedTuple):
@@ -120,8 +115,7 @@ class LetterChoice(SeededProbe):
         and ``"kind"``. Raises ValueError for a file that cannot be read as such, naming the line.
         """
         expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
-        file = facts_path() if facts is None else Path(facts)
-        return cls(tuple(read_json_lines(file, _read_fact, expected)), n_options, seed, form)
+        return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, form)
 
     def __post_init__(self) -> None:
         check_counts(n_options=self.n_options)
@@ -146,11 +140,6 @@ class LetterChoice(SeededProbe):
     def _others(self, fact: Fact) -> list[str]:
         """Return answers of facts of the same kind that are not the fact's answer or one of its distractors."""
         return [answer for answer in self._answers[fact.kind] if answer not in (fact.answer, *fact.distractors)]
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of naming any letter."""
-        return 1 / self.n_options
 
     @cached_property
     def _order(self) -> list[Fact]:

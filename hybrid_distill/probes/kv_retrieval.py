@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from . import Example, SeededProbe, as_tuple, check_counts, check_words
+from . import Example, SeededProbe, as_tuple, check_counts, checked_words
 
 
 class Wording(NamedTuple):
@@ -47,9 +47,8 @@ class KVRetrieval(SeededProbe):
             check_counts(n_pairs=n_pairs)
             if n_pairs > N_VALUES:
                 raise ValueError(f"n_pairs is {n_pairs}, but {N_VALUES} values are distinct; pass at most {N_VALUES}.")
-        check_words("n_pairs", self._sizes)
-        object.__setattr__(self, "keys", tuple(self.keys))
-        check_words("keys", self.keys, max(self._sizes))
+        checked_words("n_pairs", self._sizes)
+        object.__setattr__(self, "keys", checked_words("keys", self.keys, max(self._sizes)))
 
     @property
     def _sizes(self) -> tuple[int, ...]:

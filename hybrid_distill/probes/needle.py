@@ -9,7 +9,7 @@ from itertools import product
 from typing import ClassVar
 
 from ..assets.dictionaries import N_VALUES, NOUNS
-from . import Example, SeededProbe, as_tuple, check_counts, check_words, digest
+from . import Example, SeededProbe, check_counts, checked_words, digest
 
 NEEDLE = "The number of the {key} is {value}."
 QUESTION = "The number of the {key} is"
@@ -55,18 +55,12 @@ class Needle(SeededProbe):
 
     def __post_init__(self) -> None:
         for name in ("lengths", "depths", "keys"):
-            object.__setattr__(self, name, as_tuple(name, getattr(self, name)))
-            check_words(name, getattr(self, name))
+            object.__setattr__(self, name, checked_words(name, getattr(self, name)))
         check_counts(n_choices=self.n_choices, **{f"lengths: {length}": length for length in self.lengths})
         if wrong := [depth for depth in self.depths if not isinstance(depth, int | float) or not 0 <= depth <= 1]:
             raise ValueError(f"depth {wrong[0]!r} is not in 0..1: 0 is before the filler, 1 after it.")
         if self.n_choices > N_VALUES:
             raise ValueError(f"n_choices is {self.n_choices}; there are {N_VALUES} numbers: pass at most that many.")
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of naming any of the choices."""
-        return 1 / self.n_choices
 
     def _example(self, index: int) -> Example:
         """Make an example. Lengths change from example to example, depths after each round of lengths."""

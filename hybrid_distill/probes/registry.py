@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,17 +13,19 @@ from . import Probe, as_tuple
 from .knowledge import LetterChoice
 from .kv_retrieval import KVRetrieval
 from .needle import Needle
+from .ruler import TASKS
+from .ruler_probe import RulerProbe
 from .words import MQAR, Copying, TwoHop, single_token_words
 
 
 def make_probe(name: str, **options: object) -> Probe:
-    """Make the probe called ``name``, one of ``PROBES``, with its options.
+    """Make the probe called ``name``, one of ``PROBES`` or ``RULER``, with its options.
 
     Raises ValueError for an unknown name, an option that this probe does not have, and what the probe refuses.
     """
     if unknown := sorted(set(options) - set(known := options_of(name))):
         raise ValueError(f"the probe {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
-    return PROBES[name](**options)
+    return {**PROBES, **RULER}[name](**options)
 
 
 def probe_with(name: str, given: Mapping[str, object]) -> Probe:
@@ -32,9 +35,10 @@ def probe_with(name: str, given: Mapping[str, object]) -> Probe:
 
 def options_of(name: str) -> tuple[str, ...]:
     """Return the names of a probe's options. Raises ValueError for an unknown name."""
-    if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(PROBES)}.")
-    return tuple(inspect.signature(PROBES[name]).parameters)
+    known = {**PROBES, **RULER}
+    if name not in known:
+        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(known)}.")
+    return tuple(inspect.signature(known[name]).parameters)
 
 
 def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> KVRetrieval:
@@ -69,3 +73,4 @@ PROBES: dict[str, Callable[..., Probe]] = {
     "two_hop": _two_hop,
     "mqar": _mqar,
 }
+RULER: dict[str, Callable[..., Probe]] = {task: partial(RulerProbe, task) for task in TASKS}

@@ -83,7 +83,7 @@ def ruler_questions(
     if task not in TASKS:
         raise ValueError(f"there is no RULER task {task!r}; pass one of {', '.join(TASKS)}.")
     check_counts(length=length, n=n)
-    generators = _generators()
+    generators = load_generators()
     room = length - tokens_to_generate(task, length)
 
     def fits(prompt: str, room: int = room) -> bool:
@@ -184,7 +184,7 @@ def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = "
 
 
 @cache
-def _generators() -> SimpleNamespace:
+def load_generators() -> SimpleNamespace:
     """Import lm-eval's generators, without the download that one of them starts. Raises ValueError if they lack."""
     try:
         from nltk import data

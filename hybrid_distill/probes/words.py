@@ -10,7 +10,7 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ..assets.dictionaries import N_VALUES, NOUNS
-from . import Example, SeededProbe, as_tuple, check_counts, check_words
+from . import Example, SeededProbe, check_counts, checked_words
 
 HEADER = "In this list a word stands for a number, or for another word of the list:"
 QUESTION = "Followed to its end, '{key}' stands for the number"
@@ -35,13 +35,7 @@ class Copying(SeededProbe):
         check_counts(length=self.length)
         if self.length < 2:
             raise ValueError(f"length is {self.length}; a list of one word has no next word: pass at least 2.")
-        object.__setattr__(self, "words", as_tuple("words", self.words))
-        check_words("words", self.words, self.length)
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of naming any word of the list."""
-        return 1 / self.length
+        object.__setattr__(self, "words", checked_words("words", self.words, self.length))
 
     def _example(self, index: int) -> Example:
         rng = random.Random(f"copying {self.seed} {self.length} {index}")
@@ -74,18 +68,12 @@ class TwoHop(SeededProbe):
                 f"n_pairs is {self.n_pairs}; two chains need 4 entries, and {2 * N_VALUES} use up all numbers: "
                 f"pass 4 to {2 * N_VALUES}."
             )
-        object.__setattr__(self, "keys", as_tuple("keys", self.keys))
-        check_words("keys", self.keys, self.n_pairs)
+        object.__setattr__(self, "keys", checked_words("keys", self.keys, self.n_pairs))
 
     @property
     def _n_ends(self) -> int:
         """Entries whose value is a number: half of them, and the odd one."""
         return self.n_pairs - self.n_pairs // 2
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of naming any number of the dictionary."""
-        return 1 / self._n_ends
 
     def _example(self, index: int) -> Example:
         rng = random.Random(f"two-hop {self.seed} {self.n_pairs} {index}")
@@ -121,13 +109,7 @@ class MQAR(SeededProbe):
         check_counts(n_pairs=self.n_pairs, n_queries=self.n_queries)
         if self.n_queries > self.n_pairs:
             raise ValueError(f"n_queries is {self.n_queries}, but a row has {self.n_pairs} keys; pass at most that.")
-        object.__setattr__(self, "words", as_tuple("words", self.words))
-        check_words("words", self.words, 2 * self.n_pairs)
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of naming any value of the row."""
-        return 1 / self.n_pairs
+        object.__setattr__(self, "words", checked_words("words", self.words, 2 * self.n_pairs))
 
     def _example(self, index: int) -> Example:
         row, query = divmod(index, self.n_queries)

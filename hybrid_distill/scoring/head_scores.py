@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..io import write_json
 from ..plan import HeadId
 from ..provenance import now, versions
-from ..teacher import HeadSite, decoder_blocks, fingerprint
+from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
 
 FORMAT = "hybrid-distill/head-scores/2"
 READABLE = ("hybrid-distill/head-scores/1", FORMAT)
@@ -227,6 +227,7 @@ def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software, for the provenance of a result."""
     return {
         "model": model.name_or_path,
+        "imported_from": imported_from(model.name_or_path),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),

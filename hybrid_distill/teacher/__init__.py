@@ -1,6 +1,5 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
-from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
@@ -17,6 +16,7 @@ from .loading import (
     TINY,
     fingerprint,
     hub_error,
+    imported_from,
     load_config,
     load_teacher,
     longest_context,
@@ -57,6 +57,7 @@ __all__ = [
     "head_kinds",
     "head_sites",
     "hub_error",
+    "imported_from",
     "load_config",
     "load_teacher",
     "longest_context",
@@ -65,7 +66,6 @@ __all__ = [
     "record_heads",
     "replaced_forward",
     "replay_blocks",
-    "rope_by_length",
     "text_config",
     "trace_mixers",
 ]
