@@ -108,7 +108,6 @@ def test_probes_are_made_by_name() -> None:
             {},
             "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar,",
         ),
-        ("copy", {"pairs": 3, "depths": 1}, "'copy' has no option depths, pairs; it has length, seed, words"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
