@@ -14,14 +14,12 @@ from typing import Any, ClassVar, Protocol
 class Example:
     """One question: a model that knows the answer would write ``prompt + answer``.
 
-    ``answer`` is one of ``choices``; each carries its own leading space. The question itself begins at character
-    ``begins`` of the prompt; what stands before it, such as solved examples, only shows how to answer.
+    ``answer`` is one of ``choices``; each carries its own leading space.
     """
 
     prompt: str
     answer: str
     choices: tuple[str, ...]
-    begins: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt or not all(self.choices):

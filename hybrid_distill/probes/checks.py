@@ -54,7 +54,7 @@ def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> l
             vanishes = unknown is None and _plain(word) not in _plain(str(tokenizer.decode(ids)))
             is_lost[word] = vanishes or unknown in ids
         lost = [word for word in words if is_lost[word]]
-        plain = text.replace(tokenizer.unk_token or "", "")  # chat templates may use that very token
+        plain = text.replace(str(tokenizer.unk_token or ""), "")  # chat templates may use that very token
         if not lost and unknown in _ids(tokenizer, plain):  # words that the tokenizer does not take apart
             lost = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
         found |= dict.fromkeys(lost)

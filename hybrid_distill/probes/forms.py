@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +44,8 @@ class FormedProbe:
 
     def __post_init__(self) -> None:
         check_form("form", self.form)
+        if self.form in (PLAIN, AUTO):
+            raise ValueError(f"form is {self.form!r}; pass shots=1 or chat: in_form takes plain, best_form finds one.")
         if self.form == CHAT and not self.tokenizer.chat_template:
             raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain, shots=1 or auto.")
 
@@ -68,7 +70,7 @@ class FormedProbe:
         for index, example in enumerate(pool[:n]):
             solved = [pool[(index + shot * step) % len(pool)] for shot in range(1, shots + 1)]
             before = "".join(f"{other.prompt}{other.answer}\n\n" for other in solved)
-            formed.append(Example(before + example.prompt, example.answer, example.choices, len(before)))
+            formed.append(replace(example, prompt=before + example.prompt))
         return formed
 
     def _in_chat(self, example: Example) -> Example:
@@ -83,7 +85,7 @@ class FormedProbe:
         except TemplateError as error:
             raise ValueError(f"the chat template cannot write a question ({error}); pass plain or shots=1.") from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
-        return Example(f"{text}{lead}", example.answer, example.choices, str(text).find(example.prompt))
+        return replace(example, prompt=f"{text}{lead}")
 
 
 def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Probe:

@@ -56,7 +56,6 @@ def test_the_template_is_the_tokenizers_and_its_beginning_stands_once() -> None:
     ((plain,), (chat,)) = probe.examples(1), FormedProbe(probe, "chat", tokenizer).examples(1)
     assert chat.prompt == f"<s><|turn|>user\n{plain.prompt}<|end|>\n<|turn|>assistant\nThe value is"
     assert (chat.answer, chat.choices) == (plain.answer, plain.choices)
-    assert chat.prompt[chat.begins :].startswith(plain.prompt)
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -69,9 +68,8 @@ def test_solved_examples_are_others_than_the_one_asked(probe: Probe) -> None:
     plain, examples = probe.examples(30), formed.examples(30)
     assert examples[:7] == formed.examples(7)
     for asked, example in zip(plain, examples, strict=True):
-        assert example.prompt[example.begins :] == asked.prompt
-        *solved, end = example.prompt[: example.begins].split("\n\n")
-        assert len(solved) == 2 and not end and f"{asked.prompt}{asked.answer}" not in example.prompt
+        *solved, last = example.prompt.split("\n\n")
+        assert len(solved) == 2 and last == asked.prompt and f"{asked.prompt}{asked.answer}" not in example.prompt
     assert formed.describe() == {**probe.describe(), "prompt_form": "shots=2"}
     assert in_form(probe, "plain", formed.tokenizer) is probe
 

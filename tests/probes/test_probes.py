@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from families import family_tokenizer
-from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
+from planted import KEYS, probe_texts, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
 from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.probes import Example, Probe
-from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.checks import check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
@@ -103,12 +102,7 @@ def test_probes_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        (
-            "growing",
-            {},
-            "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar,",
-        ),
-        ("copy", {"pairs": 3, "depths": 1}, "'copy' has no option depths, pairs; it has length, seed, words"),
+        ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
@@ -130,17 +124,11 @@ def test_impossible_settings_are_refused(name: str, settings: dict, message: str
         make_probe(name, **settings)
 
 
-@pytest.mark.parametrize(
-    ("facts", "n_options", "message"),
-    [
-        (COLORS, 27, "n_options is 27"),
-        (COLORS, 6, "has 4 wrong answers, 6 options need 5"),
-        ([*COLORS, *CITIES], 3, "'Rome lies in' has 1 wrong answers"),
-    ],
-)
-def test_facts_without_enough_options_are_refused(facts: list, n_options: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LetterChoice(tuple(facts), n_options)
+def test_facts_without_enough_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="n_options is 27"):
+        LetterChoice(tuple(COLORS), 27)
+    with pytest.raises(ValueError, match="'Rome lies in' has 1 wrong answers, 3 options need 2"):
+        LetterChoice((*COLORS, *CITIES), 3)
 
 
 # Retrieval
@@ -163,8 +151,6 @@ def test_sizes_are_taken_in_turn() -> None:
     examples = KVRetrieval((3, 8), seed=5, keys=KEYS).examples(7)
     three, eight = KVRetrieval(3, 5, KEYS).examples(4), KVRetrieval(8, 5, KEYS).examples(3)
     assert examples == [three[0], eight[0], three[1], eight[1], three[2], eight[2], three[3]]
-    result = answer_choices(*planted_teacher(), make_probe("kv", pairs=(2, 5, 12), keys=KEYS).examples(30))
-    assert result.accuracy > 0.9, "a known circuit answers dictionaries of every size"
 
 
 def entries(example: Example) -> tuple[dict[str, str], str]:
@@ -311,13 +297,10 @@ def test_facts_are_read_from_the_file_of_knowledge_questions(tmp_path: Path) -> 
 
 
 def test_knowledge_reads_questions(tmp_path: Path) -> None:
-    path = tmp_path / "facts.jsonl"
     question = {"prompt": "Rome lies in", "answer": " Italy", "choices": [" Italy", " Spain"]}
-    path.write_text(json.dumps(question) + "\n\n" + json.dumps(question) + "\n")
-    knowledge = Knowledge(path)
-    assert knowledge.examples() == 2 * [Example("Rome lies in", " Italy", (" Italy", " Spain"))]
-    assert len(knowledge.examples(1)) == 1
-    assert knowledge.chance == 0.5
+    (path := tmp_path / "facts.jsonl").write_text(json.dumps(question) + "\n\n" + json.dumps(question) + "\n")
+    assert Knowledge(path).examples() == 2 * [Example("Rome lies in", " Italy", (" Italy", " Spain"))]
+    assert len(Knowledge(path).examples(1)) == 1 and Knowledge(path).chance == 0.5
 
 
 @pytest.mark.parametrize("read", [lambda p: Knowledge(p).examples(), lambda p: LetterChoice.from_file(p, 2)])
