@@ -212,9 +212,9 @@ class FromLayer(Forwards):
         with self._ablated(layer, missing, below_BLD[:1, :n], heads_BLHP[:1, :n]):
             ids_GL = part.rows[0].ids_L[:n].expand(len(missing), -1)
             self.model(input_ids=ids_GL, past_key_values=cache, use_cache=True, **extras)
-        above = [(keys.split(1), values.split(1)) for keys, values, *_ in [*cache][layer + 1 :]]
+        kept = [(keys, values) for keys, values, *_ in cache if keys is not None and values is not None]
         for index, head in enumerate(missing):
-            self.starts[layer, head] = [(keys[index], values[index]) for keys, values in above]
+            self.starts[layer, head] = [(keys[index, None], values[index, None]) for keys, values in kept]
 
     @contextmanager
     def _ablated(self, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor) -> Iterator[None]:

@@ -227,7 +227,7 @@ def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software, for the provenance of a result."""
     return {
         "model": model.name_or_path,
-        "imported_from": imported_from(model.name_or_path),
+        "imported_from": imported_from(str(model.name_or_path)),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),

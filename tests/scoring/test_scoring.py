@@ -134,10 +134,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(family: str, vocab_size: int = 160) -> Any:
+def random_model(family: str, vocab_size: int = 160, **more: Any) -> Any:
     """Larger weights than at initialization, so that every head matters."""
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    return make_family_model(family.split(",")[0], **{"vocab_size": vocab_size, **small, **FAMILIES[family]})
+    return make_family_model(family.split(",")[0], **{"vocab_size": vocab_size, **small, **FAMILIES[family], **more})
 
 
 @pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])

@@ -1,6 +1,7 @@
 """Shortcuts are taken where they agree with plain forwards as well as those agree with one another, and only there."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,7 @@ from test_scoring import DIGITS, WORDS, assert_same, one_by_one, random_model
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import auto_batch, score_heads
-from hybrid_distill.scoring.auto_batch import fast_products
+from hybrid_distill.scoring import exact, score_heads
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])
 DEEP = {
@@ -93,25 +93,10 @@ def test_what_all_prompts_begin_with_runs_once(family: str, tokenizer: Any, capl
     assert_same(scores, *one_by_one(model, tokenizer, Introduced(), 7))
 
 
-def test_products_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken where it is measured to be faster, by wide models alone; the model is left as it was."""
-    wide = make_family_model("llama", num_hidden_layers=1, hidden_size=512, vocab_size=40)
-    narrow = make_family_model("llama", num_hidden_layers=1, vocab_size=40)
-    ids, used = torch.arange(20)[None], []
-    by_onednn = auto_batch._by_onednn
-
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        used.append(args)
-        return by_onednn(*args, **kwargs)
-
-    monkeypatch.setattr(auto_batch, "_by_onednn", watched)
-    monkeypatch.setattr(auto_batch, "_speed", lambda multiply, weight: 1 + (multiply is watched))
-    for model in (wide, narrow):
-        with torch.no_grad():
-            expected = model(ids).logits
-            with fast_products(model):
-                found = model(ids).logits
-            assert torch.equal(model(ids).logits, expected)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert bool(used) == (model is wide)
-        used.clear()
+@pytest.mark.parametrize("width", [512, 32])
+def test_wide_models_alone_multiply_by_onednn(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(exact, "on_fast_cpu", lambda device: used.append(device) or nullcontext())
+    model = random_model("llama, one layer", hidden_size=width)
+    score_heads(model, WORDS, PROBE, n_examples=1, heads=HEADS[:1], min_accuracy=0.0, progress=False)
+    assert bool(used) == (width == 512)
