@@ -73,7 +73,7 @@ class ScoreJob:
     batch_size: Count | None = None
     """Rows at a time; by default as many as are fast and fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """By default bfloat16 on a GPU, float32 on a CPU. A CPU that multiplies in bfloat16 (AMX, AVX512-BF16) is about twice
+    """By default bfloat16 on a GPU, float32 on a CPU. A CPU with bfloat16 units (AMX, AVX512-BF16) is about twice
     as fast in it."""
     allow_bin: bool = False
     """Load weights that are a pickle (``*.bin``) too."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from transformers import PreTrainedModel
 
