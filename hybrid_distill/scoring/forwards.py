@@ -43,7 +43,7 @@ from ..teacher import (
     text_config,
 )
 from .auto_batch import Rows
-from .probe_batch import ProbeBatch, Question, Row, batches_of
+from .probe_batch import ProbeBatch, Question, Row
 
 log = logging.getLogger(__name__)
 
@@ -331,8 +331,9 @@ def fastest_exact(
 
 def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
     """Return what each outcome_XGB of all batches, side by side, loses without the heads, as scores are made of it."""
-    lost = [b.outcome(forwards.whole(b)) - b.outcome(forwards.without(b, layer, heads)) for b in batches]
-    return torch.cat(lost, dim=-1)
+    whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
+    without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
+    return torch.cat(whole, dim=-1) - torch.cat(without, dim=-1)
 
 
 def _plainly(
@@ -352,8 +353,7 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
     rows differently, or as numbers of the type that is computed in can.
     """
     layers = [site.layer for site in short.sites]
-    batches = batches_of(rows)
-    rows = tuple(row for batch in batches for row in batch.rows)
+    batches = [ProbeBatch([row]) for row in rows]
     # Readings round too: they are sums in float32 over the vocabulary.
     reading = torch.finfo(torch.float32).eps * text_config(short.model).vocab_size ** 0.5
     rounding = torch.finfo(computed_in(short.model)).eps
@@ -362,6 +362,9 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
         last = short.site_of[layer].n_heads - 1
         heads = tuple(sorted({last // 3, last}))
         try:
+            # As in earnest: every batch reaches a layer from the one below, after other batches have run.
+            for batch in batches if layer > layers[0] else ():
+                short.without(batch, layers[layers.index(layer) - 1], [0])
             found_XGB = _drops(short, batches, layer, heads)
             alone_XGB, together_XGB, size = plain(rows, layer, heads)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -57,7 +57,7 @@ def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dty
         seen[:] = [output if channel == "tokens" else output.mean(1, keepdim=True)]
 
     def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + 2 * seen[0]
+        return output + 4 * seen[0]
 
     hooks = [
         model.model.layers[2].mlp.register_forward_hook(look),
