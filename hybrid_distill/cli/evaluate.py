@@ -10,8 +10,6 @@ from pathlib import Path
 import tyro
 
 from ..distributed import alone_in, is_launched_main
-from ..evaluation.evaluate import EvalResult
-from ..pipeline import Run, finished_run
 
 
 def command(
@@ -28,6 +26,9 @@ def command(
         form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; measures anew.
         again: Measure anew, in the place of what was measured before.
     """
+    from ..evaluation.evaluate import EvalResult
+    from ..pipeline import Run, finished_run
+
     if (run_dir / "gate").is_dir():
         raise ValueError(f"{run_dir} is an export, not a run; pass it to evaluate-suite --model {run_dir}.")
     this, path = finished_run(run_dir), run_dir / "evaluation.json"

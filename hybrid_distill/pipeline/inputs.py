@@ -129,8 +129,9 @@ class RunInputs:
         """Make the plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a
         plan that cannot be made."""
         file = self.config.scoring.file
+        if options.selection in ("top", "restoration", "random"):
+            HeadPlan.check_k(teacher, options.k, "--plan.k")
         if options.selection == "restoration" or (options.selection == "top" and file is None):
-            HeadPlan.check_k(teacher, options.k)
             return None
         plan = make_plan(options, teacher, lambda: HeadScores.load(file or Path()), by_shape=True)
         plan.check_fits(teacher)
@@ -222,7 +223,6 @@ def make_plan(
 ) -> HeadPlan:
     """Make the plan that a config describes; ``scores`` is asked only for ``top``. ``by_shape`` reads no weights."""
     if options.selection == "top":
-        HeadPlan.check_k(teacher, options.k)
         return HeadPlan.top_k(scores(), options.k)
     if options.selection == "file":
         if options.file is None:

@@ -1,6 +1,5 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
-from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
@@ -67,7 +66,6 @@ __all__ = [
     "record_heads",
     "replaced_forward",
     "replay_blocks",
-    "rope_by_length",
     "text_config",
     "trace_mixers",
 ]
