@@ -126,7 +126,7 @@ def test_a_damaged_result_is_named(done: Path, capsys: pytest.CaptureFixture[str
     assert str(weights.name) in refusal(capsys, small_run(done))
 
 
-@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b", "sweep_llama_1b"])
+@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_smollm2_135m", "hybrid_llama_1b", "sweep_llama_1b"])
 def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +135,7 @@ def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     printed = capsys.readouterr().out
     assert f"hybrid-distill {' '.join(words)}\n" in printed.partition("\n")[2].partition("\n")[0] + "\n"
     assert "Parameters: teacher" in printed and "Cache of one sequence" in printed and '"d_state"' not in printed
+    assert re.search(r"Time of training, from a second measured now .*\n  align: [\d,]+ steps of \d+\.\d s", printed)
     assert not (tmp_path / "run").exists()
 
 
