@@ -15,6 +15,10 @@ DROPPED = {
 }
 """Flags that have lost their meaning, and how many values each had."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
+SAME = {("score", "--n-examples"): "--examples", ("analyze", "--n-examples"): "--examples"} | {
+    ("evaluate", "--examples"): "--n-examples"
+}
+"""Flags of which people expect the name that they have in other commands."""
 
 
 class Moved(NamedTuple):
@@ -52,7 +56,7 @@ def in_current_words(words: Sequence[str]) -> list[str]:
     if name == "evaluate" and "--model" in flags:
         _notice("evaluate --model", "evaluate-suite --model")
         return ["evaluate-suite", *rest]
-    return [name, *rest]
+    return [name, *(word.replace(flag, SAME.get((name, flag), flag), 1) for word, flag in zip(rest, flags))]
 
 
 def _without_dropped(name: str, words: Sequence[str]) -> list[str]:

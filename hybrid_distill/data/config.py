@@ -9,7 +9,7 @@ from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
-from ..limits import Count, Limits, Positive, check_options
+from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
 from .documents import HUB, is_embedded, no_conversations, source_files
 from .folder import TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
@@ -37,7 +37,7 @@ class DataConfig:
     renders them, and the loss is on the assistant's tokens."""
     seq_len: TokensOfARow = 256
     """Tokens of a row."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the order of rows."""
 
     def __post_init__(self) -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..assets.dictionaries import NOUNS
 from ..io import write_json
 from ..model import HybridConfig, layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..probes import Example
 from ..probes.answering import answer_choices, answer_generation
+from ..probes.forms import PLAIN, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import TextBatch, text_batches
@@ -109,6 +111,7 @@ def evaluate(
     n_pairs: Sequence[int] = (4, 8, 16, 32),
     n_examples: int = 128,
     seed: int = 1,
+    form: str = PLAIN,
     keys: Sequence[str] | None = None,
     held_out_texts: Sequence[str] | None = None,
     max_text_tokens: int = 512,
@@ -119,12 +122,13 @@ def evaluate(
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
     KV retrieval is measured by choice and by generation for every dictionary size, on prompts that follow
-    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns).
+    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns), in a ``form`` of
+    `in_form`; questions of ``knowledge`` are asked as they are.
     ``held_out_texts`` are cut at ``max_text_tokens``, each on its own.
     """
-    probes = {n: KVRetrieval(n, seed, None if keys is None else tuple(keys)) for n in n_pairs}
+    probes = {n: KVRetrieval(n, seed, NOUNS if keys is None else tuple(keys)) for n in n_pairs}
     inputs = Inputs(
-        examples={n: probe.examples(n_examples) for n, probe in probes.items()},
+        examples={n: in_form(probe, form, tokenizer).examples(n_examples) for n, probe in probes.items()},
         questions=knowledge.examples() if knowledge else [],
         texts=list(held_out_texts or []),
         max_text_tokens=max_text_tokens,
@@ -138,7 +142,7 @@ def evaluate(
         **measure(model, teacher, tokenizer, inputs),
         **model_cache_bytes(model),
         recurrent_heads_zeroed=without_recurrence(model, teacher, tokenizer, inputs),
-        provenance={"seed": seed, "max_text_tokens": max_text_tokens, **describe_run(model)},
+        provenance={"seed": seed, "form": form, "max_text_tokens": max_text_tokens, **describe_run(model)},
     )
 
 

@@ -1,9 +1,9 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
-from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
+    eager_attention,
     eval_mode,
     record_block,
     record_heads,
@@ -50,6 +50,7 @@ __all__ = [
     "attention_sites",
     "check_exists",
     "decoder_blocks",
+    "eager_attention",
     "eval_mode",
     "fingerprint",
     "head_dim_of",
@@ -65,7 +66,6 @@ __all__ = [
     "record_heads",
     "replaced_forward",
     "replay_blocks",
-    "rope_by_length",
     "text_config",
     "trace_mixers",
 ]

@@ -101,9 +101,7 @@ def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     assert isinstance(rows, PackedRows)
     expected = [encode_conversation(document, tokenizer) for document in read_documents(str(source), None)]
     batch = rows.batch(0, rows.rows_per_epoch)
-    found = {
-        tuple(zip(ids.tolist(), mask.tolist())) for ids, mask in zip(batch["input_ids"], batch["mask"])
-    }
+    found = {tuple(zip(ids.tolist(), mask.tolist())) for ids, mask in zip(batch["input_ids"], batch["mask"])}
     stream = [pair for ids, learned in expected for pair in zip(ids, learned)]
     stream += [(tokenizer.eos_token_id, False)] * (-len(stream) % 16)
     assert found == {tuple(stream[begin : begin + 16]) for begin in range(0, len(stream), 16)}
