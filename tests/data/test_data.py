@@ -9,8 +9,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from training import rows_of, word_tokenizer
 from training import word_texts as texts
-from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
@@ -69,7 +69,7 @@ def test_rows_come_in_another_order_in_each_epoch_and_for_each_seed():
 
 
 def test_segments_are_the_documents_cut_at_row_ends(tokenizer):
-    rows = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
+    rows = rows_of(texts(30), tokenizer)
     expected, position = [], 0
     for text in texts(30):
         ids = [*tokenizer(text)["input_ids"], EOS]
@@ -174,7 +174,7 @@ def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(folder, "write_tokens", pytest.fail)
         second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-    in_memory = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
+    in_memory = rows_of(texts(30), tokenizer)
     assert first.fingerprint == second.fingerprint == in_memory.fingerprint
     for other in (second, in_memory):
         assert torch.equal(first.batch(3, 4)["input_ids"], other.batch(3, 4)["input_ids"])
@@ -225,7 +225,7 @@ def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
     write_source(tmp_path / "hub" / "a.jsonl", texts(60))
     source = f"hf:{tmp_path / 'hub'}"
     rows = open_rows(DataConfig(sources=(source,), hub_tokens=200, seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
-    read = PackedRows.from_texts(texts(60), tokenizer, seq_len=16).sources[0].shards[0]
+    read = rows_of(texts(60), tokenizer).sources[0].shards[0]
     n_tokens = max(start for start in read.starts if start <= 200)
     assert rows.sources[0].shards[0].ids.tolist() == read.ids[:n_tokens].tolist()
     with pytest.raises(ValueError, match=r"pass --data.hub-tokens N, .* prepare-data --sources hf:"):

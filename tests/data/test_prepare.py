@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from training import rows_of, word_tokenizer
 from training import word_texts as texts
-from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
@@ -146,7 +146,7 @@ def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, 
 def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     first = prepare.prepare(job)
-    expected = PackedRows.from_texts(texts(120), tokenizer, seq_len=16)
+    expected = rows_of(texts(120), tokenizer)
     monkeypatch.setattr(tokens, "encode_documents", pytest.fail)
     assert prepare.prepare(job).split("(")[0] == first.split("(")[0], "a finished folder is left alone"
     config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
