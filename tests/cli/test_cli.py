@@ -263,6 +263,12 @@ def test_old_spellings_are_accepted(old: str, new: str, capsys: pytest.CaptureFi
     assert in_current_words(new.split()) == new.split() and not capsys.readouterr().err
 
 
+def test_flags_of_what_is_gone_are_left_out_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--chat --workers 8 --out x", "--chat --workers=8 --out x"):
+        assert in_current_words(["prepare-data", *words.split()]) == ["prepare-data", "--chat", "--out", "x"]
+        assert "note: --workers of `hybrid-distill prepare-data`" in capsys.readouterr().err
+
+
 def parser_of(words: str) -> argparse.ArgumentParser:
     """The parser of a command, of an experiment, or of a recipe's fields."""
     if words in ("RunConfig", "cache-logits"):
