@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ if __name__ == "__main__":
 from conftest import make_family_model
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
-from hybrid_distill.data import DataConfig, PackedRows
+from hybrid_distill.data import DataConfig, PackedRows, Tokens
+from hybrid_distill.data.tokens import encode, hash_of, id_dtype
 from hybrid_distill.distributed import connect
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -84,9 +86,16 @@ def word_texts(n: int, first: int = 0) -> list[str]:
     return [" ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)]
 
 
+def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16) -> PackedRows:
+    """Texts in memory, cut into rows."""
+    shard = encode(texts, tokenizer, id_dtype(tokenizer))
+    fingerprint = hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()])
+    return PackedRows([Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len)
+
+
 def small_rows(seq_len: int = 16) -> PackedRows:
     """About 50 rows, the last of them padded."""
-    return PackedRows.from_texts(word_texts(91), word_tokenizer(), seq_len=seq_len)
+    return rows_of(word_texts(91), word_tokenizer(), seq_len)
 
 
 def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:

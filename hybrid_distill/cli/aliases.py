@@ -67,7 +67,8 @@ def _without_dropped(name: str, words: Sequence[str]) -> list[str]:
         if n_values is None:
             kept.append(words[at])
         else:
-            print(f"note: {flag} of `hybrid-distill {name}` no longer does anything.", file=sys.stderr)
+            if is_launched_main():
+                print(f"note: {flag} of `hybrid-distill {name}` no longer does anything.", file=sys.stderr)
             at += 0 if equals else n_values
         at += 1
     return kept

@@ -61,6 +61,8 @@ def import_gguf(file: Path, out: Path, dtype: str = "float32") -> str:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with locked(out):
         model.save_pretrained(out)
+        for weights in out.glob("*.safetensors"):  # safetensors writes files that only their owner reads
+            weights.chmod((out / "config.json").stat().st_mode)
         tokenizer.save_pretrained(out)
         digest = hashlib.sha256()
         with file.open("rb") as content:

@@ -9,17 +9,16 @@ renders conversations and marks the assistant's tokens. `caching` stores a teach
 
 from .caching import write_logits
 from .config import DataConfig, check_sources, open_rows
-from .documents import DataUnavailable, read_documents, read_held_out, source_files
+from .documents import read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
-from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
+from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint
 
 __all__ = [
     "Batch",
     "CachedLogitsDataset",
     "DataConfig",
-    "DataUnavailable",
     "LogitFolder",
     "LogitHeader",
     "PackedRows",
@@ -38,7 +37,6 @@ __all__ = [
     "read_held_out",
     "source_files",
     "tokenizer_fingerprint",
-    "tokens_of",
     "write_logits",
     "write_tokens",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,11 +51,12 @@ def top_k_of(
     The forward pass is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
     """
     decoder, parts = decoder_of(teacher), []
+    embedding: Any = teacher.get_output_embeddings()
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
         packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
         hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
-            logits_MV = finish_logits(teacher.get_output_embeddings()(hidden_ME), decoder.config)[:, :vocab_size]
+            logits_MV = finish_logits(embedding(hidden_ME), decoder.config)[:, :vocab_size]
             log_probs_MV = (logits_MV.float() / temperature).log_softmax(-1)
             log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
             parts.append((ids_MK, log_probs_MK, log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -96,14 +97,14 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     template = tokenizer.get_chat_template()
     if _MARK.search(template):
         options = {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-        texts, spans = render_jinja_template([messages], chat_template=template, **options)
-        return texts[0], spans[0]
-    text, spans = _rendered(messages, tokenizer), list[Span]()
+        found: Any = render_jinja_template([messages], chat_template=template, **options)
+        return found[0][0], found[1][0]
+    text, spans = rendered(messages, tokenizer), list[Span]()
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _rendered(messages[:number], tokenizer, add_generation_prompt=True)
-        through = _rendered(messages[: number + 1], tokenizer)
+        before = rendered(messages[:number], tokenizer, prompt=True)
+        through = rendered(messages[: number + 1], tokenizer)
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
@@ -114,5 +115,8 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     return text, spans
 
 
-def _rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""
+def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False) -> str:
+    """Return messages as text, with the beginning of an answer if it is a ``prompt``."""
+    if not messages:
+        return ""
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))

@@ -49,10 +49,6 @@ Located = tuple[Iterator[str], Callable[[], Place]]
 """Texts, and a function that returns the place behind the last one that was read."""
 
 
-class DataUnavailable(ValueError):
-    """A source on the hub cannot be read."""
-
-
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
     """Read the texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong.
 
@@ -236,7 +232,7 @@ def no_conversations(place: str) -> ValueError:
 
 
 def _hub_documents(source: str, text_column: str | None, place: Place) -> Located:
-    """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
+    """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises ValueError."""
     from datasets import load_dataset
 
     repo, config, split = [*source.removeprefix(HUB).split(":"), "", ""][:3]
@@ -279,7 +275,7 @@ def _reachable(source: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataUnavailable(
+        raise ValueError(
             f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
             "or run on the embedded corpus with --data.sources tiny."
         ) from error

@@ -203,10 +203,10 @@ def write_tokens(
             return begun
     writer = _Writer(folder, begun or header)
     read = made_by[1] if made_by else partial(_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
-    options = {"total": max_tokens, "initial": writer.header.tokens, "unit": "tok", "unit_scale": True}
-    with tqdm(**options, desc="tokens", disable=None) as bar:
+    dtype, start = id_dtype(tokenizer), writer.header.tokens
+    with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
         for texts, place in read(writer.place):
-            bar.update(writer.add(encode(texts, tokenizer, id_dtype(tokenizer), chat), place))
+            bar.update(writer.add(encode(texts, tokenizer, dtype, chat), place))
             if writer.full:
                 break
     return writer.finish()

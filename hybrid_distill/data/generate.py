@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from ..io import Record, read_json
 from ..limits import Count, Positive, Share
 from ..probes.answering import left_pad
 from ..teacher import eval_mode, fingerprint, longest_context
-from .chat import check_template
+from .chat import check_template, rendered
 from .folder import SourcePlace, TokenHeader, write_tokens
 from .tokens import hash_of
 
@@ -98,8 +99,7 @@ def _documents(
         going_on = [place for place, turns in enumerate(asked) if len(turns) > turn]
         for place in going_on:
             said[place].append({"role": "user", "content": asked[place][turn]})
-        options = {"tokenize": False, "add_generation_prompt": True}
-        texts = [str(tokenizer.apply_chat_template(said[place], **options)) for place in going_on]
+        texts = [rendered(said[place], tokenizer, prompt=True) for place in going_on]
         seed = f"{sampling.seed} {number} {turn}"
         for place, answer in zip(going_on, _written(model, tokenizer, texts, sampling, seed, False)):
             said[place].append({"role": "assistant", "content": answer.strip()})
@@ -126,7 +126,8 @@ def _written(
     )  # fmt: skip
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
-        out_BL = model.generate(inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
+        generate: Any = model.generate  # its type is lost in transformers' decorators
+        out_BL = generate(inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
     return tokenizer.batch_decode(out_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
 
 

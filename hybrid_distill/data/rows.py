@@ -5,16 +5,15 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from .tokens import Tokens, hash_of, tokens_of
+from .tokens import Tokens, hash_of
 
 ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
@@ -92,13 +91,6 @@ class PackedRows:
         self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
         self.text_fingerprint = hash_of(prints)
         """Hash of the tokens alone, whatever the length and the order of rows."""
-
-    @classmethod
-    def from_texts(
-        cls, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, seed: int = 0
-    ) -> PackedRows:
-        """Cut texts in memory into rows."""
-        return cls([tokens_of(texts, tokenizer)], seq_len=seq_len, seed=seed)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
         """Return rows ``step * batch_size ...`` of the endless row of epochs; each process takes an equal part.

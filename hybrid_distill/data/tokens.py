@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -70,14 +70,6 @@ class Tokens:
         boundary[filled:][:1] = 1
         boundary[0] = 0
         return input_ids, boundary.cumsum(), mask
-
-
-def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenize texts in memory. Raises ValueError when there is no text."""
-    shard = encode(list(texts), tokenizer, id_dtype(tokenizer))
-    if not len(shard.ids):
-        raise ValueError("there is no text to tokenize: every document is empty; pass one that is not.")
-    return Tokens((shard,), eos_id(tokenizer), hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()]))
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:

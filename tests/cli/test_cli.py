@@ -115,7 +115,7 @@ def test_a_damaged_result_is_named(done: Path, capsys: pytest.CaptureFixture[str
     assert str(weights.name) in refusal(capsys, small_run(done))
 
 
-@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_llama_1b", "hybrid_qwen2_1_5b", "sweep_llama_1b"])
+@pytest.mark.parametrize("recipe", ["hybrid_tiny", "hybrid_smollm2_135m", "hybrid_llama_1b", "sweep_llama_1b"])
 def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +124,7 @@ def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     printed = capsys.readouterr().out
     assert f"hybrid-distill {' '.join(words)}\n" in printed.partition("\n")[2].partition("\n")[0] + "\n"
     assert "Parameters: teacher" in printed and "Cache of one sequence" in printed and '"d_state"' not in printed
+    assert re.search(r"Time of training, from a second measured now .*\n  align: [\d,]+ steps of \d+\.\d s", printed)
     assert not (tmp_path / "run").exists()
 
 
@@ -260,6 +261,12 @@ def test_old_spellings_are_accepted(old: str, new: str, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert said.startswith("note: `hybrid-distill ") and f"is now `hybrid-distill {new.split()[0]}" in said
     assert in_current_words(new.split()) == new.split() and not capsys.readouterr().err
+
+
+def test_flags_of_what_is_gone_are_left_out_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--chat --workers 8 --out x", "--chat --workers=8 --out x"):
+        assert in_current_words(["prepare-data", *words.split()]) == ["prepare-data", "--chat", "--out", "x"]
+        assert "note: --workers of `hybrid-distill prepare-data`" in capsys.readouterr().err
 
 
 def parser_of(words: str) -> argparse.ArgumentParser:

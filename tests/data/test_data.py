@@ -9,8 +9,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from training import rows_of, word_tokenizer
 from training import word_texts as texts
-from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
@@ -69,7 +69,7 @@ def test_rows_come_in_another_order_in_each_epoch_and_for_each_seed():
 
 
 def test_segments_are_the_documents_cut_at_row_ends(tokenizer):
-    rows = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
+    rows = rows_of(texts(30), tokenizer)
     expected, position = [], 0
     for text in texts(30):
         ids = [*tokenizer(text)["input_ids"], EOS]
@@ -84,18 +84,6 @@ def test_segments_are_the_documents_cut_at_row_ends(tokenizer):
     assert sorted(found) == sorted(expected)
 
 
-def test_any_step_is_what_reading_up_to_it_gives():
-    def rows() -> PackedRows:
-        return PackedRows([numbered(700, shard=90), numbered(90, shard=90, first=1000)], seq_len=8, weights=(2, 1))
-
-    reader = rows()
-    read = [reader.batch(step, 6) for step in range(60)]
-    for step in (59, 0, 33, 34, 1):
-        for rank in range(3):
-            jumped = rows().batch(step, 6, rank, 3)
-            assert all(torch.equal(jumped[name], read[step][name][2 * rank : 2 * rank + 2]) for name in jumped)
-
-
 def test_a_shuffle_is_a_permutation_in_which_every_place_is_as_likely():
     for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
         assert sorted(shuffled(place, n, 5) for place in range(n)) == list(range(n))
@@ -104,19 +92,6 @@ def test_a_shuffle_is_a_permutation_in_which_every_place_is_as_likely():
         for place in range(5):
             counts[place, shuffled(place, 5, key, 0, 1)] += 1
     assert abs(counts - 400).max() < 5 * np.sqrt(400 * 0.8)
-
-
-def test_the_size_of_shards_changes_no_row(tokenizer, tmp_path):
-    write_source(tmp_path / "a.jsonl", texts(50))
-    whole = data.tokens_of(texts(50), tokenizer)
-    for size in (1, 37, 10**6):
-        folder.write_tokens(tmp_path / str(size), [str(tmp_path / "a.jsonl")], tokenizer, shard_tokens=size)
-        found = data.open_tokens(tmp_path / str(size), tokenizer)
-        assert found.fingerprint == whole.fingerprint
-        assert (len(found.shards) > 1) == (size < 100)
-        for i in range(-(-len(whole) // 16)):
-            for expected, column in zip(whole.row(i, 16), found.row(i, 16)):
-                assert (expected == column).all()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused():
@@ -188,15 +163,6 @@ def test_a_bad_source_is_named(tokenizer, tmp_path, name, content, message):
     assert not left, "a failed source leaves nothing behind"
 
 
-def test_a_bad_config_is_refused():
-    with pytest.raises(ValueError, match=r"data.sources is empty; pass a source"):
-        DataConfig(sources=())
-    with pytest.raises(ValueError, match=r"for 1 sources; pass one for each"):
-        DataConfig(weights=(1.0, 2.0))
-    with pytest.raises(ValueError, match="seq_len is 1; it must be a whole number of at least 2"):
-        DataConfig(seq_len=1)
-
-
 def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatch):
     source = tmp_path / "a.txt"
     source.write_text("\n<|endoftext|>\n".join(texts(30)))
@@ -208,7 +174,7 @@ def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(folder, "write_tokens", pytest.fail)
         second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-    in_memory = PackedRows.from_texts(texts(30), tokenizer, seq_len=16)
+    in_memory = rows_of(texts(30), tokenizer)
     assert first.fingerprint == second.fingerprint == in_memory.fingerprint
     for other in (second, in_memory):
         assert torch.equal(first.batch(3, 4)["input_ids"], other.batch(3, 4)["input_ids"])
@@ -259,7 +225,7 @@ def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
     write_source(tmp_path / "hub" / "a.jsonl", texts(60))
     source = f"hf:{tmp_path / 'hub'}"
     rows = open_rows(DataConfig(sources=(source,), hub_tokens=200, seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
-    read = PackedRows.from_texts(texts(60), tokenizer, seq_len=16).sources[0].shards[0]
+    read = rows_of(texts(60), tokenizer).sources[0].shards[0]
     n_tokens = max(start for start in read.starts if start <= 200)
     assert rows.sources[0].shards[0].ids.tolist() == read.ids[:n_tokens].tolist()
     with pytest.raises(ValueError, match=r"pass --data.hub-tokens N, .* prepare-data --sources hf:"):

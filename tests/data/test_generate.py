@@ -70,7 +70,7 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
     line = generate(job)
     header = TokenHeader.load(job.out / "tokens.json")
     assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line and 900 < header.tokens <= 1200
-    stopped, plain, calls = replace(job, out=tmp_path / "stopped"), writing._documents, iter(range(5))
+    stopped, plain, calls = replace(job, out=tmp_path / "stopped"), writing._documents, iter(range(2))
 
     def dying(*args: Any) -> list[str]:
         if next(calls, None) is None:
