@@ -125,7 +125,7 @@ def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) ->
     head = pd.DataFrame("", [0, 1], table.columns)
     head["", "chosen"] = ["questions a seed", "guessing"]
     for column in columns:
-        n, chance = results.n_questions(column.name), results.chance(column.name)
+        n, chance = results.questions(column.name), results.chance(column.name)
         texts = [ABSENT if math.isnan(n) else f"{n:,.0f}", "" if math.isnan(chance) else f"{100 * chance:.1f}"]
         if (column.group, column.header) in table:
             head[column.group, column.header] = texts
@@ -143,7 +143,7 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
         if of_group := [c.name for c in columns if c.group == group and "choice" not in c.name]:
             shown = [frame.loc[students.index] for frame in results.against_teacher(of_group)]
             table = value_table(table, [Column("all", group, group="coverage, %")], *shown)
-    ratios = results.against_teacher([column.name for column in columns]).mean.loc[students.index]
+    ratios = results.against_teacher([column.name for column in columns])[0].loc[students.index]
     memory = pd.DataFrame({"memory": students.bytes / settings.loc[TEACHER].bytes.max()})
     table = change_table(change_table(table, columns, ratios), [Column("memory", "memory")], memory)
     return [table, CHANGE]
@@ -154,7 +154,7 @@ def _needed(results: SweepResults) -> list[Block]:
     quality = results.quality("retrieval")
     if quality is None or TEACHER not in results.settings.index:
         return []
-    kept = without(results.against_teacher([quality.name]).mean, NONE, ALL).reset_index()
+    kept = without(results.against_teacher([quality.name])[0], NONE, ALL).reset_index()
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
     found = kept.groupby(["selection", "d_state"], sort=False).agg({"enough": "min", "heads": "max"})
     texts = found.enough.map("{:.0f}".format).where(found.enough.notna(), "> " + found.heads.astype(str))
@@ -206,7 +206,7 @@ def _draw(results: SweepResults, folder: Path) -> dict[str, str]:
         parts = [_points(*results.against_teacher(names), "all", 100).assign(group=g) for g, names in groups.items()]
         points = pd.concat(parts)
         first = points.selection.iloc[0]
-        covered = Row(points[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
+        covered = Row(points.loc[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
         _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
         captions["coverage"] = f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}."
     if rows and rows[0].points.heads.nunique() > 1:
