@@ -326,13 +326,15 @@ def test_few_seeds_leave_open_no_more_than_is_possible(tmp_path: Path, no_figure
 
 
 def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures: None) -> None:
-    rows = [
-        row | {"zeroed_kv_generation_8": 0.05 if row["heads"] == 4 else row["kv_generation_8"]}
-        for row in cells(heads=(2, 4), states=(16,), selections=("top",))
-        if row["selection"] == "top"
-    ]
+    def measured(heads: int) -> dict[str, object]:
+        return {"whole_kv_generation_8": 0.9, "zeroed_kv_generation_8": 0.05, "recurrence_unused": heads // 4}
+
+    rows = cells(heads=(2, 4), states=(16,), selections=("top",))
+    rows = [row | (measured(int(str(row["heads"]))) if row["selection"] == "top" else {}) for row in rows]
+    rows.sort(key=lambda row: row["selection"] != "top")  # which has all columns
     section = write_sweep_report(write(tmp_path, rows)).read_text().partition("## Without the recurrence")[2]
-    assert "| 4 | top | 16 | 3 | 5.0 | used |" in section and "| NOT USED: no figure changes |" in section
+    assert "| 2 | top | 16 | 3 | 90.0 → 5.0 | used |" in section
+    assert "| 4 | top | 16 | 3 | 90.0 → 5.0 | NOT USED |" in section
 
 
 def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:

@@ -27,7 +27,6 @@ from ...plan import HeadPlan
 from ...scoring import HeadScores
 from .document import (
     ABSENT,
-    ZEROED,
     Block,
     Column,
     Figure,
@@ -71,6 +70,7 @@ class RunRecord:
     scores: HeadScores | None = None
     plan: HeadPlan | None = None
     plan_of: str = ""
+    by_layer: list[Block] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
@@ -121,6 +121,9 @@ def read_record(directory: Path) -> RunRecord:
         chosen = {"label": label, "selection": entry["selection"], "data": data, "k": k, "n_heads": n_heads}
         rows.append({**chosen, **(all_figures(result) if result else {})})
         errors.append(standard_errors(result) if result else {})
+        left = result.to_dict().get("recurrent_heads_zeroed") if result else None
+        if left:
+            record.by_layer += [f"Layer by layer, {label}:", pd.DataFrame(left["by_layer"]).astype(object).round(3)]
         losses.append(_losses(folder, label))
         if losses[-1].empty:
             record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
@@ -158,11 +161,13 @@ def _comparison(directory: Path) -> Record:
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
-    """Return the figures of an evaluation, and with a prefix what is left of them without the recurrent heads."""
-    left = result.to_dict().get("recurrent_heads_zeroed") or {}
-    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in left.items()}
-    flat = {"_".join(filter(None, (name, key))): x for name, values in nested.items() for key, x in values.items()}
-    return result.figures() | {f"{ZEROED}{name}": x for name, x in flat.items() if isinstance(x, int | float)}
+    """Return the figures of an evaluation, and what is left of them without the recurrent heads (`zeroed_section`)."""
+    figures, left = result.figures(), result.to_dict().get("recurrent_heads_zeroed")
+    if left:
+        for name, measured in left["figures"].items():
+            figures |= {f"{state}_{name}": measured[state] for state in ("whole", "zeroed")}
+        figures["recurrence_unused"] = float(left["unused"])
+    return figures
 
 
 def standard_errors(result: EvalResult) -> dict[str, float]:
@@ -249,10 +254,10 @@ def _sections(record: RunRecord, figures: Mapping[str, list[Block]]) -> list[Sec
     for name, reading in (("kv_generation", "By generation"), ("kv_choice", "By choice")):
         if shown := [Column(f"{name}_{size}", f"{size} pairs") for size in sizes(models, name)]:
             by_size += [f"{reading}, %:", value_table(names.iloc[:, :1], shown, models, errors)]
-    zeroed = zeroed_section(names, columns[:5], models, errors)
+    zeroed = zeroed_section(names, columns, models)
     sections = {
         "Results": [*results, *filter(None, [record.questions]), NOTE],
-        zeroed.title: zeroed.blocks,
+        zeroed.title: [*zeroed.blocks, *record.by_layer],
         "Retrieval by dictionary size": by_size,
         "Head scores": _head_blocks(record),
         "Training": [],

@@ -30,8 +30,6 @@ from .results import FILE, TEACHER, duration
 
 NEEDED = 0.90
 """Share of the teacher's retrieval by which selections are compared."""
-BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Shares of the teacher's memory for which the report names a student."""
 NAMES = {"top": "top, by score", "restoration": "restoration", "layers": "whole layers", "random": "random"}
 KNOWLEDGE, RETRIEVAL, TEXT = "knowledge-focused", "retrieval-heavy", "plain text"
 BARS = "bars: 95 % intervals of the mean over seeds"
@@ -87,7 +85,7 @@ def _sections(results: SweepResults, captions: dict[str, str]) -> list[Section]:
         names = _names(results.settings)
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
-            zeroed_section(names, columns, *results.figures),
+            zeroed_section(names, columns, results.figures[0]),
             Section("Against the teacher", [*drawn("coverage"), *_changes(results, names, columns)], 2),
             Section("Heads kept", drawn("heads")),
             Section("State size", drawn("states")),
@@ -164,20 +162,12 @@ def _needed(results: SweepResults) -> list[Block]:
 
 
 def _memory(results: SweepResults) -> list[Block]:
-    """Show the front, and the best student under some shares of the teacher's memory."""
+    """Show the settings that no other one beats."""
     quality = results.quality("retrieval")
     if quality is None:
         return []
     found = results.front(quality)
-    table = results.front_table(quality, found)
-    blocks: list[Block] = [table.rename(columns={"student": "on the front"})]
-    if TEACHER in results.settings.index:
-        whole = results.settings.loc[TEACHER].bytes.max()
-        budgets = {f"1/{round(1 / share)} of the teacher's, {size_text(share * whole)}": share for share in BUDGETS}
-        best = {name: table[found.bytes <= share * whole].tail(1) for name, share in budgets.items()}
-        if (rows := pd.concat(best, names=["under a budget of"])).size:
-            blocks.append(rows.reset_index(level=0))
-    return blocks
+    return [results.front_table(quality, found).rename(columns={"student": "on the front"})]
 
 
 def _made(results: SweepResults) -> list[Block]:
