@@ -44,7 +44,7 @@ def grid(heads: str = "0,2,all", d_state: str = "4", selection: str = "top", see
 
 def recipe(**changes: Any) -> Any:
     """A recipe's module whose run learns nothing, in a second."""
-    return SimpleNamespace(config=lambda: small_run(**changes))
+    return SimpleNamespace(config=lambda: small_run(**changes), __file__="recipe.py")
 
 
 def test_cells_that_are_equal_are_one_cell() -> None:
