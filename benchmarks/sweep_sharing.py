@@ -85,7 +85,7 @@ def students() -> dict[str, Any]:
 
 def _students(folder: Path) -> dict[str, Any]:
     job = SweepJob(out=folder / "shared", heads=HEADS, d_state=str(D_STATE), seeds=SEEDS, selection="top,random")
-    shared, shared_seconds = _timed(lambda: sweep(job, SimpleNamespace(config=config)))
+    shared, shared_seconds = _timed(lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__)))
     seconds: dict[str, float] = {}
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in shared.cells:

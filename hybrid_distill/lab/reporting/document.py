@@ -16,10 +16,6 @@ from markupsafe import Markup, escape
 
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
-ZEROED = "zeroed_"
-"""Prefix of the columns with what is left of a figure when all recurrent heads are zeroed."""
-UNCHANGED = 0.01
-"""Relative change of a figure, beyond two standard errors, up to which the recurrence does nothing for it."""
 
 
 @dataclass(frozen=True)
@@ -158,20 +154,21 @@ def sizes(frame: pd.DataFrame, name: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def zeroed_section(
-    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, errors: pd.DataFrame
-) -> Section:
+def zeroed_section(names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame) -> Section:
     """Show what is left of the figures of models, rows of ``names``, when all recurrent heads are zeroed.
 
-    Empty where that was not measured. A model is flagged when no figure changes beyond two of its errors and 1 %.
+    Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few examples; ``recurrence_unused`` is 1 for a student
+    whose figures do not change. Empty where that was not measured.
     """
-    left = values.filter(regex=f"^{ZEROED}").rename(columns=lambda name: name.removeprefix(ZEROED)).dropna(how="all")
-    if left.empty:
+    if "recurrence_unused" not in values:
         return Section("", [])
-    before = values.reindex(index=left.index, columns=left.columns)
-    margin = 2 * errors.reindex(index=left.index, columns=left.columns).fillna(0)
-    changes = ((left - before).abs() > margin.clip(lower=UNCHANGED * before.abs())).any(axis=1)
-    table = value_table(names.loc[left.index], columns, left, pd.DataFrame())
-    table["", "recurrence"] = ["used" if change else "NOT USED: no figure changes" for change in changes]
-    note = "What is left of each figure when the outputs of all recurrent heads are set to zero."
+    values = values.loc[values.recurrence_unused.notna()]
+    table = names.loc[values.index].copy()
+    for column in columns:
+        if f"zeroed_{column.name}" in values:
+            pairs = zip(values[f"whole_{column.name}"], values[f"zeroed_{column.name}"])
+            texts = [[with_error(x, None, column.digits, scale=column.scale) for x in pair] for pair in pairs]
+            table[column.group, column.header] = [" → ".join(pair) for pair in texts]
+    table["", "recurrence"] = ["NOT USED" if unused == 1 else "used" for unused in values.recurrence_unused]
+    note = "The student as it is → with zeros in place of what its recurrent heads write, on the same few examples."
     return Section("Without the recurrence", [table, note], names.shape[1])

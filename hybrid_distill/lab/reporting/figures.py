@@ -96,12 +96,12 @@ def look(selection: str, *, hollow: bool = False) -> Look:
     return found._replace(dash=DASHED) if hollow else found
 
 
-def layer_looks(n_layers: int) -> dict[int, Look]:
-    """Return a shade for every layer; the legend names the first and the last."""
+def shades_of(n: int) -> list[Look]:
+    """Return the looks of lines that stand for layers, from dark to light."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return {layer: Look(to_hex(colormaps["copper"](layer / n_layers)), "") for layer in range(n_layers)}
+    return [Look(to_hex(colormaps["copper"](place / n)), "") for place in range(n)]
 
 
 def can_draw() -> bool:

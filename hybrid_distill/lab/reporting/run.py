@@ -27,7 +27,6 @@ from ...plan import HeadPlan
 from ...scoring import HeadScores
 from .document import (
     ABSENT,
-    ZEROED,
     Block,
     Column,
     Figure,
@@ -38,7 +37,7 @@ from .document import (
     value_table,
     zeroed_section,
 )
-from .figures import Row, can_draw, draw_lines, layer_looks, look
+from .figures import Row, can_draw, draw_lines, look, shades_of
 from .heads import score_map, score_table
 
 T = TypeVar("T")
@@ -58,19 +57,20 @@ class RunRecord:
     """Everything a report shows.
 
     ``models`` has a row for each model, the teacher first: label, selection, k, n_heads, data and figures; ``errors``
-    has their standard errors. ``losses`` has a frame for each label and stage: the loss, and that of every layer, by
-    step. ``plan`` is shown with the head scores, ``missing`` lists what could not be read.
+    has their standard errors. ``losses`` are the points of training curves. ``plan`` is shown with the head scores,
+    ``missing`` lists what could not be read.
     """
 
     title: str
     n_pairs: int = DEFAULT_PAIRS
     models: pd.DataFrame = field(default_factory=pd.DataFrame)
     errors: pd.DataFrame = field(default_factory=pd.DataFrame)
-    losses: dict[tuple[str, str], pd.DataFrame] = field(default_factory=dict)
+    losses: pd.DataFrame = field(default_factory=pd.DataFrame)
     questions: str = ""
     scores: HeadScores | None = None
     plan: HeadPlan | None = None
     plan_of: str = ""
+    by_layer: list[Block] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
@@ -103,7 +103,7 @@ def read_record(directory: Path) -> RunRecord:
     """Collect what a report needs. Raises ValueError for a directory that is neither a run nor a comparison."""
     directory = directory.resolve()
     comparison, record = _comparison(directory), RunRecord(directory.name)
-    record.losses = _losses(directory / "aligned", SHARED)
+    losses = [_losses(directory / "aligned", SHARED)]
     teacher = record.read(EvalResult.load, directory / "teacher" / "evaluation.json", "the teacher's evaluation")
     rows, errors = [], []
     if teacher is not None:
@@ -121,11 +121,15 @@ def read_record(directory: Path) -> RunRecord:
         chosen = {"label": label, "selection": entry["selection"], "data": data, "k": k, "n_heads": n_heads}
         rows.append({**chosen, **(all_figures(result) if result else {})})
         errors.append(standard_errors(result) if result else {})
-        if not (losses := _losses(folder, label)):
+        left = result.to_dict().get("recurrent_heads_zeroed") if result else None
+        if left:
+            record.by_layer += [f"Layer by layer, {label}:", pd.DataFrame(left["by_layer"]).astype(object).round(3)]
+        losses.append(_losses(folder, label))
+        if losses[-1].empty:
             record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
-        record.losses |= losses
         if record.plan is None and entry["selection"] in RANKED and not data:
             record.plan, record.plan_of = plan, label
+    record.losses = pd.concat(losses)
     record.scores = record.read(HeadScores.load, directory / "scores.json", "head scores")
     chance = {}
     if teacher is not None:
@@ -157,11 +161,13 @@ def _comparison(directory: Path) -> Record:
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
-    """Return the figures of an evaluation, and with a prefix what is left of them without the recurrent heads."""
-    left = result.to_dict().get("recurrent_heads_zeroed") or {}
-    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in left.items()}
-    flat = {"_".join(filter(None, (name, key))): x for name, values in nested.items() for key, x in values.items()}
-    return result.figures() | {f"{ZEROED}{name}": x for name, x in flat.items() if isinstance(x, int | float)}
+    """Return the figures of an evaluation, and what is left of them without the recurrent heads (`zeroed_section`)."""
+    figures, left = result.figures(), result.to_dict().get("recurrent_heads_zeroed")
+    if left:
+        for name, measured in left["figures"].items():
+            figures |= {f"{state}_{name}": measured[state] for state in ("whole", "zeroed")}
+        figures["recurrence_unused"] = float(left["unused"])
+    return figures
 
 
 def standard_errors(result: EvalResult) -> dict[str, float]:
@@ -182,25 +188,34 @@ def metrics(path: Path) -> list[Record]:
     return found
 
 
-def _losses(folder: Path, label: str) -> dict[tuple[str, str], pd.DataFrame]:
-    """Read the losses of a run's stages, without skipped steps; a step repeated after a resume counts once."""
-    found = {}
+def _losses(folder: Path, label: str) -> pd.DataFrame:
+    """Read the losses of a run's stages, and of every layer, as running means: a row a point.
+
+    Without skipped steps; a step repeated after a resume counts once.
+    """
+    points = []
     for path in sorted((folder / "stages").glob("*/metrics.jsonl")):
-        shown = [record for record in metrics(path) if "step" in record and "skipped" not in record]
-        rows = [{"step": each["step"], "loss": each.get("loss"), **each.get("per_layer", {})} for each in shown]
-        if rows:
-            frame = pd.DataFrame(rows, dtype=float).drop_duplicates("step", keep="last").set_index("step").sort_index()
-            found[label, path.parent.name] = frame.where((frame > 0) & (frame < math.inf))
-    return found
+        for record in metrics(path):
+            if "step" in record and "skipped" not in record:
+                losses = {"loss": record.get("loss"), **record.get("per_layer", {})}
+                points += [(label, path.parent.name, record["step"], *loss) for loss in losses.items()]
+    frame = pd.DataFrame(points, columns=["panel", "stage", "x", "line", "y"]).dropna()
+    frame = frame.drop_duplicates(["stage", "x", "line"], keep="last").sort_values(["stage", "x"], kind="stable")
+    frame = frame.loc[(frame.y > 0) & (frame.y < math.inf)]
+    smooth = frame.groupby(["stage", "line"]).y.transform(
+        lambda y: y.rolling(max(len(y) // 40, 5), center=True, min_periods=1).mean()
+    )
+    return frame.assign(y=smooth)
 
 
 def with_means(models: pd.DataFrame, errors: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return models and errors; random draws of one size are followed by their mean and its error over the draws."""
     models = models.reindex(columns=models.columns.union(["k", "n_heads"], sort=False))
     figures = models.columns.difference(["label", "selection", "data", "k", "n_heads"])
-    for (k, data), draws in models[models.selection == "random"].groupby(["k", "data"]):
-        found = draws[figures].dropna(how="all").astype(float)
+    for _, draws in models[models.selection == "random"].groupby(["k", "data"]):
+        found = draws.loc[:, figures].dropna(how="all").astype(float)
         if len(found) > 1:
+            k, data = draws.k.iloc[0], draws.data.iloc[0]
             label = f"{k:.0f} random heads (mean of {len(found)}{f', {data}' if data else ''})"
             place = draws.index[-1] + 0.5
             mean = draws.iloc[[-1]].assign(label=label, **found.mean()).set_axis([place])
@@ -239,10 +254,10 @@ def _sections(record: RunRecord, figures: Mapping[str, list[Block]]) -> list[Sec
     for name, reading in (("kv_generation", "By generation"), ("kv_choice", "By choice")):
         if shown := [Column(f"{name}_{size}", f"{size} pairs") for size in sizes(models, name)]:
             by_size += [f"{reading}, %:", value_table(names.iloc[:, :1], shown, models, errors)]
-    zeroed = zeroed_section(names, columns[:5], models, errors)
+    zeroed = zeroed_section(names, columns, models)
     sections = {
         "Results": [*results, *filter(None, [record.questions]), NOTE],
-        zeroed.title: zeroed.blocks,
+        zeroed.title: [*zeroed.blocks, *record.by_layer],
         "Retrieval by dictionary size": by_size,
         "Head scores": _head_blocks(record),
         "Training": [],
@@ -267,7 +282,9 @@ def _head_blocks(record: RunRecord) -> list[Block]:
 def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
     """Draw every figure that the record has numbers for; return them by the title of their section."""
     found: dict[str, list[Block]] = {"Training": []}
-    looks = {m.label: look(str(m.selection), hollow=bool(m.data)) for m in record.models.itertuples()}
+    models, losses = record.models, record.losses
+    chosen = zip(models.label, models.selection, models.data)
+    looks = {label: look(selection, hollow=bool(data)) for label, selection, data in chosen}
     if sizes(record.models, "kv_generation"):
         row = Row(_by_size(record, "kv_generation", 100), "KV retrieval by generation", percent=True)
         draw_lines(directory / "kv_retrieval.png", [row], looks, "pairs in the dictionary")
@@ -279,23 +296,22 @@ def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
         outlined = f"; outlined: {record.plan_of}" if record.plan else ""
         caption = f"What each head is worth, for KV retrieval and for plain text{outlined}."
         found["Head scores"] = [Figure("heads.png", caption)]
-    layers, ends = {}, []
-    for (label, stage), losses in record.losses.items():
-        smooth = losses.rolling(max(len(losses) // 40, 5), center=True, min_periods=1).mean()
-        if "align" in stage:
-            per_layer = smooth.filter(regex=r"\d+$").rename(columns=lambda name: int(name.rpartition(".")[2]))
-            layers[label] = _points(per_layer, "line").assign(panel=label)
-        elif "distill" in stage:
-            ends.append(_points(smooth[["loss"]].set_axis([label], axis=1), "line").assign(panel=""))
-    if layers := {label: points for label, points in layers.items() if len(points)}:
-        rows = [Row(pd.concat(list(layers.values())[i : i + 3]), "alignment loss") for i in range(0, len(layers), 3)]
-        shades = layer_looks(max(points.line.max() for points in layers.values()) + 1)
+    layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
+    if len(layers):
+        names, panels = (
+            sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2])),
+            layers.panel.unique(),
+        )
+        rows = [layers.loc[layers.panel.isin(panels[i : i + 3])] for i in range(0, len(panels), 3)]
+        shades = dict(zip(names, shades_of(len(names))))
+        rows = [Row(row, "alignment loss") for row in rows]
         draw_lines(directory / "alignment_loss.png", rows, shades, "optimizer step", even=False, log=True)
         caption = "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean)."
         found["Training"].append(Figure("alignment_loss.png", caption))
-    if ends:
-        row = Row(pd.concat(ends), "distillation loss")
+    ends = losses[losses.stage.str.contains("distill") & (losses.line == "loss")]
+    if len(ends):
         plain = {label: style._replace(marker="") for label, style in looks.items()}
+        row = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
         draw_lines(directory / "distillation_loss.png", [row], plain, "optimizer step", even=False, log=True)
         caption = "End-to-end distillation: loss against the teacher's predictions (running mean)."
         found["Training"].append(Figure("distillation_loss.png", caption))
@@ -309,16 +325,12 @@ def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
     """Return what was measured at several sizes as points."""
-    names = {f"{name}_{size}": size for size in sizes(record.models, name)}
+    columns = {f"{name}_{size}": size for size in sizes(record.models, name)}
     values, errors = (
-        _points(
-            (scale * frame.reindex(columns=list(names))).rename(columns=names).T.set_axis(record.models.label, axis=1)
-        )
-        for frame in (record.models, record.errors)
+        scale * frame.reindex(columns=list(columns)).rename(columns=columns) for frame in (record.models, record.errors)
     )
-    return values.assign(error=errors.y, panel="").dropna(subset="y")
-
-
-def _points(frame: pd.DataFrame, line: str = "line") -> pd.DataFrame:
-    """Turn a frame with a column a line into one with a row a point."""
-    return frame.rename_axis("x").rename_axis(line, axis=1).stack(future_stack=True).rename("y").reset_index()
+    points = values.melt(var_name="x", value_name="y", ignore_index=False)
+    points = points.assign(
+        line=record.models.label, panel="", error=errors.melt(value_name="error")["error"].to_numpy()
+    )
+    return points.dropna(subset="y")

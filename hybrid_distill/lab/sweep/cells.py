@@ -20,7 +20,7 @@ from ...pipeline import Run, run_beside
 from ...scoring import HeadScores
 from ...train.loop import Interrupted
 from .folder import Sweep, Task
-from .grid import ALL, NONE, Cell
+from .grid import Cell
 from .jobs import PATIENCE
 
 
@@ -109,6 +109,7 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
 
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
+    ranking = "top" if cell.selection == "top" else "restoration"
     if cell.selection == "random":
         return PlanConfig("random", k=cell.heads, seed=cell.seed)
     if cell.selection == "layers":
@@ -116,8 +117,7 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
         return restored_plan(_alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
-    selections = {NONE: "none", ALL: "all", "top": "top"}
-    return PlanConfig(selections.get(cell.selection, "restoration"), k=cell.heads)
+    return PlanConfig("none" if cell.heads == 0 else "all" if cell.d_state is None else ranking, k=cell.heads)
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:

@@ -123,9 +123,7 @@ class Sweep:
                 _check_grows(before, record)
         (base.out / "tasks").mkdir(parents=True, exist_ok=True)
         write_json(base.out / FILE, record)
-        sweep = cls(base.out)
-        write_json(base.out / FILE, {**record, "saving": sweep.saving()})
-        return sweep
+        return cls(base.out)
 
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -163,13 +161,6 @@ class Sweep:
             leaves = (folder / "evaluation.json",)
             tasks[cell.name] = Task(cell.name, cell.seed, folder, leaves, cell.d_state, cell, after, own)
         return tasks
-
-    def saving(self) -> dict[str, int]:
-        """Count alignments, the students that they serve, and the steps that those would have spent on their own."""
-        trained = [task for task in self.tasks.values() if task.d_state is not None]
-        steps = [task.steps for task in trained if task.cell is None]
-        served = len(trained) - len(steps)
-        return {"alignments": len(steps), "students": served, "steps": sum(steps[:1]) * (served - len(steps))}
 
 
 def _check_grows(before: Sweep, now: Record) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Literal
 
 import tyro
@@ -65,7 +65,7 @@ class SweepJob:
     recipe's."""
 
 
-def sweep(job: SweepJob, recipe: ModuleType | SimpleNamespace) -> Sweep:
+def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     """Run the sweep that a job describes, or what is left of it, and print how it stands.
 
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for what cannot be asked for, before anything runs;
@@ -108,7 +108,7 @@ def sweep(job: SweepJob, recipe: ModuleType | SimpleNamespace) -> Sweep:
     return this
 
 
-def base_config(job: SweepJob, recipe: ModuleType | SimpleNamespace) -> RunConfig:
+def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     """Return the recipe's config, with the fields that the command changes."""
     flags = []
     for name, value in _pairs("set", job.set, "distill.steps=100"):

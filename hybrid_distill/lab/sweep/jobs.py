@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ...locking import is_locked
 
@@ -30,14 +30,6 @@ POLL = 0.2
 """Seconds between looks at what runs elsewhere."""
 PATIENCE = 120.0
 """Seconds to wait for a process that still saves a task, left over by a sweep that was stopped."""
-
-
-class Workers(Protocol):
-    """A place for ``slots`` tasks at a time."""
-
-    slots: int
-
-    def start(self, sweep: Sweep, task: Task, slot: int) -> Here | Job[int]: ...
 
 
 @dataclass
@@ -140,7 +132,7 @@ def share_of_machine(slot: int, slots: int) -> dict[str, str]:
     return share
 
 
-def run_tasks(sweep: Sweep, workers: Workers, changed: Callable[[Task], None]) -> None:
+def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
     """Carry out every task that is not done, failed ones too; call ``changed`` after each.
 
     Raises KeyboardInterrupt when asked to stop, after everything that runs has saved.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -33,11 +33,8 @@ NO_SHARES = ["perplexity", "kl_to_teacher"]
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Estimate(NamedTuple):
-    """Means over seeds, and halves of their 95 % intervals: a row a setting, a column a figure."""
-
-    mean: pd.DataFrame
-    margin: pd.DataFrame
+Estimate = tuple[pd.DataFrame, pd.DataFrame]
+"""Means over seeds, and halves of their 95 % intervals: a row a setting, a column a figure."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +115,21 @@ class SweepResults:
         stated = config.get("evaluation", {}).get("stated_pairs") or config.get("scoring", {}).get("n_pairs")
         return next((n for n in (stated, DEFAULT_PAIRS) if n in self.pair_sizes), max(self.pair_sizes, default=0))
 
-    def n_questions(self, column: str) -> float:
+    def questions(self, column: str) -> float:
         """Return how many questions of one seed stand behind a figure (tokens, of those on plain text), else NaN."""
-        if not column.startswith("kv_"):
-            return self._behind("n_knowledge" if column == "knowledge" else "n_text_tokens")
-        asked = self.record.get("config", {}).get("evaluation", {}).get("n_examples", math.nan)
-        found = self._behind("n_examples")
-        return asked if math.isnan(found) else found
+        if column.startswith("kv_"):
+            asked = self.record.get("config", {}).get("evaluation", {}).get("n_examples", math.nan)
+            return asked if math.isnan(found := self._behind("n_examples")) else found
+        return self._behind("n_knowledge" if column == "knowledge" else "n_text_tokens")
 
     def chance(self, column: str) -> float:
         """Return what guessing gives: of a dictionary, one of its values; NaN where that is not known."""
-        if match := re.fullmatch(r"kv_(choice|generation)_([1-9]\d*)", column):
-            return 1 / int(match[2])
+        if column.startswith("kv_"):
+            return 1 / int(column.rpartition("_")[2])
         return self._behind("knowledge_chance") if column == "knowledge" else math.nan
 
     def _behind(self, name: str) -> float:
-        """Return a number that is the same for all who were measured."""
-        return self.done[name].max() if name in self.rows else math.nan
+        return self.done[name].max() if name in self.done else math.nan
 
     def quality(self, name: str) -> Column | None:
         """Return what students are compared by: retrieval, knowledge or perplexity; None where no cell has it."""
@@ -155,7 +150,7 @@ class SweepResults:
         """
         mean, margin = (frame[quality.name] for frame in self.figures)
         found = self.settings.assign(mean=mean, margin=margin).dropna(subset=["mean"])
-        chance, asked = self.chance(quality.name), self.n_questions(quality.name)
+        chance, asked = self.chance(quality.name), self.questions(quality.name)
         if math.isnan(chance):
             return found.assign(exceeds=True)
         questions = found.n_done * (FEW_QUESTIONS if math.isnan(asked) else int(asked))
@@ -193,11 +188,11 @@ def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
     The margin of a share never reaches beyond 0 and 1: what two or three seeds leave open may be all.
     """
     grouped = rows.groupby(SETTING, sort=False)[columns]
-    mean, n = grouped.mean(), grouped.count()
-    margin = grouped.sem() * stats.t.ppf(0.975, n.where(n > 1) - 1)
+    mean, n = pd.DataFrame(grouped.mean()), pd.DataFrame(grouped.count())
+    margin = pd.DataFrame(grouped.sem()) * stats.t.ppf(0.975, n.where(n > 1) - 1)
     most = (mean - 0.5).abs() + 0.5
     most[[name for name in NO_SHARES if name in most]] = math.inf
-    return Estimate(mean, margin.clip(upper=most))
+    return mean, margin.clip(upper=most)
 
 
 def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
@@ -254,7 +249,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
     if quality is None:
         raise ValueError(f"no finished cell has a figure for {job.quality}; pass another --quality.")
     found = results.front(quality)
-    least, fits = found.iloc[0], found[found.bytes <= budget]
+    least, fits = found.iloc[0], found.loc[found.bytes <= budget]
     if fits.empty:
         raise ValueError(
             f"nothing fits into {size_text(budget)} a sequence: the smallest, {least.label}, holds "
@@ -270,7 +265,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
             f"{100 * results.chance(quality.name):.1f} %. Raise --memory, or extend the sweep by more heads or seeds."
         )
     table.insert(1, "seeds", fits.n_done)
-    best, batch = fits[fits.exceeds].iloc[-1], f" for each of {job.batch} sequences" if job.batch > 1 else ""
+    best, batch = fits.loc[fits.exceeds].iloc[-1], f" for each of {job.batch} sequences" if job.batch > 1 else ""
     lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens: {best.label}", text_table(table.iloc[::-1])]
     retrieval = results.quality("retrieval")
     if retrieval is not None and not results.compared(retrieval).exceeds[best.name]:

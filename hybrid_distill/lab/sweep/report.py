@@ -30,8 +30,6 @@ from .results import FILE, TEACHER, duration
 
 NEEDED = 0.90
 """Share of the teacher's retrieval by which selections are compared."""
-BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Shares of the teacher's memory for which the report names a student."""
 NAMES = {"top": "top, by score", "restoration": "restoration", "layers": "whole layers", "random": "random"}
 KNOWLEDGE, RETRIEVAL, TEXT = "knowledge-focused", "retrieval-heavy", "plain text"
 BARS = "bars: 95 % intervals of the mean over seeds"
@@ -87,7 +85,7 @@ def _sections(results: SweepResults, captions: dict[str, str]) -> list[Section]:
         names = _names(results.settings)
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
-            zeroed_section(names, columns, *results.figures),
+            zeroed_section(names, columns, results.figures[0]),
             Section("Against the teacher", [*drawn("coverage"), *_changes(results, names, columns)], 2),
             Section("Heads kept", drawn("heads")),
             Section("State size", drawn("states")),
@@ -125,7 +123,7 @@ def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) ->
     head = pd.DataFrame("", [0, 1], table.columns)
     head["", "chosen"] = ["questions a seed", "guessing"]
     for column in columns:
-        n, chance = results.n_questions(column.name), results.chance(column.name)
+        n, chance = results.questions(column.name), results.chance(column.name)
         texts = [ABSENT if math.isnan(n) else f"{n:,.0f}", "" if math.isnan(chance) else f"{100 * chance:.1f}"]
         if (column.group, column.header) in table:
             head[column.group, column.header] = texts
@@ -143,7 +141,7 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
         if of_group := [c.name for c in columns if c.group == group and "choice" not in c.name]:
             shown = [frame.loc[students.index] for frame in results.against_teacher(of_group)]
             table = value_table(table, [Column("all", group, group="coverage, %")], *shown)
-    ratios = results.against_teacher([column.name for column in columns]).mean.loc[students.index]
+    ratios = results.against_teacher([column.name for column in columns])[0].loc[students.index]
     memory = pd.DataFrame({"memory": students.bytes / settings.loc[TEACHER].bytes.max()})
     table = change_table(change_table(table, columns, ratios), [Column("memory", "memory")], memory)
     return [table, CHANGE]
@@ -154,7 +152,7 @@ def _needed(results: SweepResults) -> list[Block]:
     quality = results.quality("retrieval")
     if quality is None or TEACHER not in results.settings.index:
         return []
-    kept = without(results.against_teacher([quality.name]).mean, NONE, ALL).reset_index()
+    kept = without(results.against_teacher([quality.name])[0], NONE, ALL).reset_index()
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
     found = kept.groupby(["selection", "d_state"], sort=False).agg({"enough": "min", "heads": "max"})
     texts = found.enough.map("{:.0f}".format).where(found.enough.notna(), "> " + found.heads.astype(str))
@@ -164,20 +162,12 @@ def _needed(results: SweepResults) -> list[Block]:
 
 
 def _memory(results: SweepResults) -> list[Block]:
-    """Show the front, and the best student under some shares of the teacher's memory."""
+    """Show the settings that no other one beats."""
     quality = results.quality("retrieval")
     if quality is None:
         return []
     found = results.front(quality)
-    table = results.front_table(quality, found)
-    blocks: list[Block] = [table.rename(columns={"student": "on the front"})]
-    if TEACHER in results.settings.index:
-        whole = results.settings.loc[TEACHER].bytes.max()
-        budgets = {f"1/{round(1 / share)} of the teacher's, {size_text(share * whole)}": share for share in BUDGETS}
-        best = {name: table[found.bytes <= share * whole].tail(1) for name, share in budgets.items()}
-        if (rows := pd.concat(best, names=["under a budget of"])).size:
-            blocks.append(rows.reset_index(level=0))
-    return blocks
+    return [results.front_table(quality, found).rename(columns={"student": "on the front"})]
 
 
 def _made(results: SweepResults) -> list[Block]:
@@ -206,7 +196,7 @@ def _draw(results: SweepResults, folder: Path) -> dict[str, str]:
         parts = [_points(*results.against_teacher(names), "all", 100).assign(group=g) for g, names in groups.items()]
         points = pd.concat(parts)
         first = points.selection.iloc[0]
-        covered = Row(points[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
+        covered = Row(points.loc[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
         _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
         captions["coverage"] = f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}."
     if rows and rows[0].points.heads.nunique() > 1:
