@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...plan import HeadId
-from ...probes import Probe, check_counts
+from ...probes import check_counts
 from ...scoring import HeadScores, score_heads
 from ...teacher import HeadKind, ablate_heads, asked_for, head_kinds, head_sites
 from .experiment import Bench, ModelExperiment, Variant
@@ -49,29 +49,35 @@ class HybridHeadRanking(ModelExperiment):
     """Plain texts that show heads which matter for everything."""
 
     def run(self) -> str:
-        check_counts(k=self.k, **_named(self.counts))
+        check_counts(k=self.k, **{f"counts[{place}]": count for place, count in enumerate(self.counts)})
         bench = self.load()
         model, tokenizer, _ = bench
-        probe = self.questions.probe(self.probe, self.questions.seed + 1)
-        check_readable(model, tokenizer, probe.examples(self.questions.examples))
-        scores = score_kinds(
-            model,
-            tokenizer,
-            probe,
-            n_examples=self.questions.examples,
-            race_k=self.k,
-            min_accuracy=self.min_accuracy,
-            control_texts=self.questions.documents(self.n_control_texts),
-        )
+        probe, n_examples = self.questions.probe(self.probe, self.questions.seed + 1), self.questions.examples
+        check_readable(model, tokenizer, probe.examples(n_examples))
+        texts, kinds = self.questions.documents(self.n_control_texts), head_kinds(model)
+        if "channel" in kinds:
+            raise ValueError(
+                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose "
+                "recurrent heads are those of Mamba-2."
+            )
+        scores = {
+            kind: score_heads(
+                model, tokenizer, probe, kind=asked_for(kind), n_examples=n_examples, race_k=self.k,
+                min_accuracy=self.min_accuracy, control_texts=texts,
+            )
+            for kind in kinds
+        }  # fmt: skip
         ranking = rank_together(model, scores)
         title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
+        rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
         removed = remove_kinds(bench, ranking, self.counts)
         is_attention = [ranked.kind == "attention" for ranked in ranking]
-        self.save(ranking_table(ranking, title), partial(draw_bars, most=self.k, is_attention=is_attention))
+        table = Table(title, "head", COLUMNS, rows, compared=False)
+        self.save(table, partial(draw_bars, most=self.k, is_attention=is_attention))
         for kind, found in scores.items():
             found.save(self.out / f"{self.NAME}.{kind}.json")
-        after = self.save(removed, partial(draw_lines, x_label="heads removed"), ".removed")
-        return "\n\n".join([ranking_table(ranking[: self.k], title).text(), summary(ranking, self.k), after])
+        after = self.save(removed, partial(draw_lines, x_label="heads removed"), suffix=".removed")
+        return "\n\n".join([table._replace(rows=rows[: self.k]).text(), summary(ranking, self.k), after])
 
 
 class RankedHead(NamedTuple):
@@ -82,24 +88,11 @@ class RankedHead(NamedTuple):
     lost: tuple[float, float, float]
 
 
-def score_kinds(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, **options: Any
-) -> dict[str, HeadScores]:
-    """Score each kind of head; a student's heads of both kinds are scored together, as hybrid.
-
-    Raises ValueError for Mamba-1, whose channels are too many to ablate one by one.
-    """
-    kinds = head_kinds(model)
-    if "channel" in kinds:
-        raise ValueError(
-            f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose recurrent "
-            "heads are those of Mamba-2."
-        )
-    return {kind: score_heads(model, tokenizer, probe, kind=asked_for(kind), **options) for kind in kinds}
-
-
 def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> list[RankedHead]:
-    """Rank all heads, best first: by accuracy lost, then log-probability lost, then position."""
+    """Rank all heads, best first: by accuracy lost, then log-probability lost, then position.
+
+    ``scores`` are by kind; those of a student's heads, of both kinds together, are "hybrid".
+    """
     ranked = []
     for kind, found in scores.items():
         sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
@@ -108,12 +101,6 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
             ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), lost))
     return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
-
-
-def ranking_table(ranking: Sequence[RankedHead], title: str) -> Table:
-    """Make a row for each head."""
-    rows = tuple(Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking)
-    return Table(title, "head", COLUMNS, rows, compared=False)
 
 
 def summary(ranking: Sequence[RankedHead], k: int) -> str:
@@ -132,22 +119,13 @@ def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[i
 
     A kind with fewer heads than a count loses all of them, once.
     """
-    check_counts(**_named(counts))
     kinds = sorted({ranked.kind for ranked in ranking})
     groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
-    if len(kinds) > 1:
-        groups["both"] = list(ranking)
     variants = [Variant("nothing", nullcontext())]
-    variants += [
-        Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n)
-        for group, heads in groups.items()
-        for n in sorted({min(count, len(heads)) for count in counts})
-    ]
+    for group, heads in (groups | ({"both": list(ranking)} if len(kinds) > 1 else {})).items():
+        for n in sorted({min(count, len(heads)) for count in counts}):
+            variants.append(Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n))
     return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
-
-
-def _named(counts: Sequence[int]) -> dict[str, int]:
-    return {f"counts[{place}]": count for place, count in enumerate(counts)}
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...plan import HeadId
-from .tables import Column, Row, Table
+from ..reporting import can_draw
+from .tables import Row, Table
 from .tasks import Questions, Subject, Task
 
 
@@ -31,10 +32,19 @@ class Experiment(ABC):
     def run(self) -> str:
         """Write the tables and figures to ``out``; return the tables as text."""
 
-    def save(self, table: Table, draw: Callable[[Table, Path], None] | None = None, suffix: str = "") -> str:
-        """Write OUT/NAME.md, .csv and, drawn by ``draw``, .png; return the table as text."""
+    def save(
+        self, table: Table, draw: Callable[[Table, Path], None] | None = None, *, suffix: str = "", most: int = 0
+    ) -> str:
+        """Write OUT/NAME.md, .csv and, drawn by ``draw``, .png; return the table as text.
+
+        With ``most``, text and figure show so many rows, and those of a group; the files have all.
+        """
         table.save(self.out, f"{self.NAME}{suffix}")
-        if draw is not None:
+        if most:
+            rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
+            left = len(table.rows) - len(rows)
+            table = table._replace(title=table.title + (f" ({left} more in the file)" if left else ""), rows=rows)
+        if draw is not None and can_draw():
             draw(table, self.out / f"{self.NAME}{suffix}.png")
         return table.text()
 
@@ -68,23 +78,22 @@ class Bench(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
 
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return tuple(task.column for task in self.tasks)
-
-    def measure(self) -> tuple[float, ...]:
-        """Find one number for each task."""
-        return tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
+    def row(self, variant: Variant) -> Row:
+        """Measure one variant: a number for each task."""
+        with variant.changed:
+            values = tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
+        return Row(variant.label, values, variant.group, variant.x)
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row for each variant; variants of one label are draws, shown as their mean."""
-        found: dict[str, list[tuple[float, ...]]] = {}
+        drawn: dict[str, list[Row]] = {}
         for variant in tqdm(variants, desc=label, disable=None):
-            with variant.changed:
-                found.setdefault(variant.label, []).append(self.measure())
-        first = {variant.label: variant for variant in reversed(variants)}
-        rows = (Row.mean(name, values, first[name].group, first[name].x) for name, values in found.items())
-        return Table(f"{self.model.name_or_path}: {title}", label, self.columns, tuple(rows))
+            drawn.setdefault(variant.label, []).append(self.row(variant))
+        return self.table_of(title, label, list(map(Row.mean, drawn.values())))
+
+    def table_of(self, title: str, label: str, rows: Sequence[Row]) -> Table:
+        """Put measured rows under a title that names the model."""
+        return Table(f"{self.model.name_or_path}: {title}", label, [task.column for task in self.tasks], rows)
 
 
 def parse_head(text: str) -> HeadId:

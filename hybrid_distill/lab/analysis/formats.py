@@ -7,7 +7,7 @@ has it, ``reworded``, a ``dialogue`` in plain text, or the probe's text in a ``c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,12 +24,12 @@ from ...scoring import HeadScores
 from ...teacher import HeadKind
 from .experiment import Bench, Experiment
 from .figures import draw_together
-from .remove_heads import remove_heads, warn_of_another_model
+from .removal import remove_heads, warn_of_another_model
 from .tasks import Subject, Task, accuracy_task, check_readable
 
 CHAT = "chat"
-WORDINGS = {"reworded": REWORDED, "dialogue": DIALOGUE}
-FORMATS = {"facts": ("completion", "text", "letter", CHAT), "kv": ("completion", *WORDINGS, CHAT)}
+WORDINGS = {"completion": DICTIONARY, "reworded": REWORDED, "dialogue": DIALOGUE, CHAT: DICTIONARY}
+FORMS: dict[str, Form] = {"completion": "completion", "text": "text", "letter": "letter", CHAT: "letter"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,47 +66,35 @@ class Formats(Experiment):
     batch_size: int = 32
 
     def run(self) -> str:
-        names = None if self.formats is None else words(self.formats)
-        if names is not None and (not names or set(names) - set(FORMATS[self.of])):
-            raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(FORMATS[self.of])}.")
+        known = list(WORDINGS if self.of == "kv" else FORMS)
+        names = known if self.formats is None else words(self.formats)
+        if not names or set(names) - set(known):
+            raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(known)}.")
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
         if scores is not None and self.scores is not None:
             warn_of_another_model(scores, model, self.scores)
-        tasks = self.tasks(model, tokenizer, names)
+        if self.formats is None and not tokenizer.chat_template:
+            names.remove(CHAT)
         ranking, counts = ([], ()) if scores is None else (scores.ranking(self.by), self.counts)
-        bench = Bench(model, tokenizer, tasks)
+        bench = Bench(model, tokenizer, [self._task(name, model, tokenizer) for name in names])
         table = remove_heads(bench, ranking, counts, n_draws=self.random_draws, kind=self.kind)
         asked = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
-        table = replace(table, title=f"{model.name_or_path}: the same {self.examples} {asked} in several formats")
+        table = table._replace(title=f"{model.name_or_path}: the same {self.examples} {asked} in several formats")
         return self.save(table, partial(draw_together, x_label="heads removed"))
 
-    def tasks(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, names: list[str] | None = None
-    ) -> list[Task]:
-        """Make a column for each format, all of the same questions. Raises ValueError for unreadable questions."""
-        if names is None:
-            names = [name for name in FORMATS[self.of] if name != CHAT or tokenizer.chat_template]
-        made = []
-        for name in names:
-            examples, chance = self._asked(name, tokenizer)
-            check_readable(model, tokenizer, examples)
-            made.append(accuracy_task(name, examples, chance, batch_size=self.batch_size))
-        return made
-
-    def _asked(self, name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], float]:
-        """Return the questions in one format, and the share that guessing gets right."""
-        probe: KVRetrieval | LetterChoice
+    def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
+        """Make a column of the questions in one format. Raises ValueError for unreadable questions."""
         if self.of == "kv":
-            probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS.get(name, DICTIONARY))
+            probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
         else:
-            forms: dict[str, Form] = {"completion": "completion", "text": "text"}
-            probe = LetterChoice.from_file(self.facts, self.options, self.seed, forms.get(name, "letter"))
+            probe = LetterChoice.from_file(self.facts, self.options, self.seed, FORMS[name])
         examples = probe.examples(self.examples)
         if name == CHAT:
             check_template(tokenizer)
             examples = [in_chat(example, tokenizer) for example in examples]
-        return examples, probe.chance
+        check_readable(model, tokenizer, examples)
+        return accuracy_task(name, examples, probe.chance, self.batch_size)
 
 
 def in_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:

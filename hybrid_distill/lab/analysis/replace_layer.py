@@ -7,8 +7,9 @@ the student is as before, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from ...plan import HeadId
 from ...probes import check_counts
 from ...scoring.restoration import restore_heads, restore_layers
 from ...teacher import TINY, head_sites, load_teacher
-from .experiment import Bench, Experiment
+from .experiment import Bench, Experiment, Variant
 from .figures import draw_bars
 from .tables import Row, Table
 from .tasks import Questions, Subject, own_device
@@ -55,10 +56,7 @@ class ReplaceLayer(Experiment):
         student, teacher, tokenizer = self.load()
         bench = Bench(student, tokenizer, self.questions.make(student, tokenizer))
         table = replace_each(bench, teacher, by=self.by, together=self.together)
-        self.save(table)
-        shown = shortened(table)
-        draw_bars(shown, self.out / f"{self.NAME}.png", first="the student as it is")
-        return shown.text()
+        return self.save(table, partial(draw_bars, first="the student as it is"), most=SHOWN)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they fit each other."""
@@ -72,7 +70,16 @@ class ReplaceLayer(Experiment):
             dtype = str(student.dtype).removeprefix("torch.")
             teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
         student.name_or_path = str(self.student)
-        check_pair(student, teacher)
+        if student.config.model_type != HybridConfig.model_type:
+            raise ValueError(
+                f"{self.student} is a {student.config.model_type} model; pass a student of this project, the "
+                "folder of its run or its export."
+            )
+        if (ours := _shape(student)) != (theirs := _shape(teacher)):
+            raise ValueError(
+                f"the student has {ours}, the teacher {teacher.name_or_path!r} has {theirs}; pass the student's own "
+                "with --teacher."
+            )
         for model in (student, teacher):
             nn.Module.to(model, own_device())
         return student.eval(), teacher, tokenizer
@@ -86,70 +93,29 @@ def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", to
     """
     student = bench.model
     assert isinstance(student, HybridForCausalLM)
-    sites = head_sites(student)
-    heads = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
-    parts: Sequence[int | HeadId] = heads if by == "head" else [site.layer for site in sites]
+    sites, of_heads = head_sites(student), by == "head"
+    parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads if of_heads else 1)]
 
-    def restore(chosen: Sequence[int | HeadId]) -> AbstractContextManager[None]:
-        if by == "head":
-            return restore_heads(student, teacher, [part for part in chosen if isinstance(part, HeadId)])
-        return restore_layers(student, teacher, [part for part in chosen if isinstance(part, int)])
-
-    together = min(together, len(parts))
+    def row_of(chosen: Sequence[HeadId], group: str = "") -> Row:
+        layers = [part.layer for part in chosen]
+        restored = restore_heads(student, teacher, chosen) if of_heads else restore_layers(student, teacher, layers)
+        named = " + ".join(map(str, chosen if of_heads else layers))
+        one = named if of_heads else f"layer {named}"
+        return bench.row(Variant(f"{by}s {named}" if len(chosen) > 1 else one, restored, group))
 
     def worth(row: Row) -> float:
-        return row.values[0] if bench.columns[0].unit else -row.values[0]  # less perplexity is better
+        return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
 
-    with tqdm(total=2 + sum(range(len(parts), len(parts) - together, -1)), disable=None) as bar:
-        bar.set_description(f"putting back a {by}")
-
-        def row_of(restored: Sequence[int | HeadId], group: str = "") -> Row:
-            with restore(restored):
-                values = bench.measure()
-            bar.update()
-            return Row(_label(by, restored), values, group)
-
-        rows = [row_of([])]
-        alone = {part: row_of([part]) for part in parts}
-        rows += alone.values() if by == "layer" else sorted(alone.values(), key=worth, reverse=True)
-        chosen = [max(parts, key=lambda part: worth(alone[part]))]
-        while len(chosen) < together:
-            tried = {part: row_of([*chosen, part], "together") for part in parts if part not in chosen}
-            chosen.append(max(tried, key=lambda part: worth(tried[part])))
-            rows.append(tried[chosen[-1]])
-        rows.append(Row("teacher", bench._replace(model=teacher).measure(), "teacher"))
-        bar.update()
-    title = f"{student.name_or_path}: one {by} of the teacher put back"
-    return Table(title, "put back", bench.columns, tuple(rows))
-
-
-def _label(by: By, restored: Sequence[int | HeadId]) -> str:
-    named = " + ".join(map(str, restored))
-    if len(restored) > 1:
-        return f"{by}s {named}"
-    return f"layer {named}" if restored and by == "layer" else named or "none"
-
-
-def shortened(table: Table) -> Table:
-    """Keep the first rows of those put back alone, and all others."""
-    rows = [row for number, row in enumerate(table.rows) if number < SHOWN or row.group]
-    left = len(table.rows) - len(rows)
-    return replace(table, title=table.title + (f" ({left} more in the file)" if left else ""), rows=tuple(rows))
-
-
-def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Raise ValueError unless ``student`` is a student, and ``teacher`` has its shape."""
-    if student.config.model_type != HybridConfig.model_type:
-        raise ValueError(
-            f"{student.name_or_path} is a {student.config.model_type} model; pass a student of this project, the "
-            "folder of its run or its export."
-        )
-    ours, theirs = _shape(student), _shape(teacher)
-    if ours != theirs:
-        raise ValueError(
-            f"the student has {ours}, the teacher {teacher.name_or_path!r} has {theirs}; pass the student's own with "
-            "--teacher."
-        )
+    rows, chosen = [bench.row(Variant("none", nullcontext()))], list[HeadId]()
+    while len(chosen) < min(together, len(parts)):
+        left = tqdm([part for part in parts if part not in chosen], desc=f"putting back a {by}", disable=None)
+        tried = {part: row_of([*chosen, part], "together" if chosen else "") for part in left}
+        best = max(tried, key=lambda part: worth(tried[part]))
+        in_order = sorted(tried.values(), key=worth, reverse=True) if of_heads else list(tried.values())
+        rows += [tried[best]] if chosen else in_order
+        chosen.append(best)
+    rows.append(bench._replace(model=teacher).row(Variant("teacher", nullcontext(), "teacher")))
+    return bench.table_of(f"one {by} of the teacher put back", "put back", rows)
 
 
 def _shape(model: PreTrainedModel) -> str:

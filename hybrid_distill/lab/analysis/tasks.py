@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -31,43 +31,11 @@ KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval
 MAX_TEXT_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A column, and the function that finds its number: a percentage, or a perplexity."""
 
     column: Column
     measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
-
-
-def accuracy_task(
-    name: str, examples: Sequence[Example], chance: float | None, *, batch_size: int, generated: bool = False
-) -> Task:
-    """Make a column of questions answered right, by choice or by generation; ``chance`` is 0 to 1."""
-
-    def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        if generated:
-            return 100 * answer_generation(model, tokenizer, examples, batch_size=batch_size).double().mean().item()
-        return 100 * answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
-
-    return Task(Column(name, "%", None if chance is None else 100 * chance), accuracy)
-
-
-def lm_eval_task(name: str, job: SuiteJob) -> Task:
-    """Make a column of a task of lm-eval, in percent.
-
-    Raises ValueError for an unknown task, for missing files, and where lm-eval is not installed; the column raises it
-    for a task that lm-eval cannot ask this model.
-    """
-    check_job(job)
-
-    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        with TemporaryDirectory() as folder:
-            found = run_suite(model, tokenizer, job, Path(folder))
-        for part, reason in found.failed.items():
-            raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
-        return 100 * found.tasks[name].value
-
-    return Task(Column(name, "%"), percent)
 
 
 def own_device() -> torch.device:
@@ -129,28 +97,22 @@ class Questions:
 
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
         if name == TEXT:
-            return self._text()
+            return perplexity_task(self.documents(self.examples), self.batch_size)
         if name.startswith(LM_EVAL):
-            suite = name.removeprefix(LM_EVAL)
-            job = SuiteJob(
-                suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=self.batch_size
+            suite, seed, size = name.removeprefix(LM_EVAL), self.seed, self.batch_size
+            return lm_eval_task(
+                SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=seed, batch_size=size)
             )
-            return lm_eval_task(suite, job)
-        probe_name, generated = name.removesuffix(GENERATED), name.endswith(GENERATED)
-        examples, chance = self.examples_of(probe_name)
+        examples, chance = self.examples_of(name.removesuffix(GENERATED))
         check_readable(model, tokenizer, examples)
-        chance = None if generated else chance
-        return accuracy_task(name, examples, chance, batch_size=self.batch_size, generated=generated)
+        return accuracy_task(name, examples, chance, self.batch_size)
 
     def examples_of(self, name: str) -> tuple[list[Example], float]:
         """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
-        if name == KNOWLEDGE:
-            knowledge = Knowledge(self.facts)
-            return knowledge.examples(self.examples), knowledge.chance
-        if name not in PROBES:
+        if name not in (KNOWLEDGE, *PROBES):
             raise ValueError(f"there is no task {name!r}; there are {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
-        probe = self.probe(name, self.seed)
-        return probe.examples(self.examples), probe.chance
+        asked = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
+        return asked.examples(self.examples), asked.chance
 
     def probe(self, name: str, seed: int) -> Probe:
         """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
@@ -160,20 +122,48 @@ class Questions:
         """Return the first ``n`` plain texts."""
         return read_held_out(self.texts, n)
 
-    def _text(self) -> Task:
-        texts = self.documents(self.examples)
 
-        def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-            n_tokens, total = 0, 0.0
-            with eval_mode(model):
-                for batch in text_batches(
-                    model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=self.batch_size
-                ):
-                    total += batch.token_losses(batch.logits(model)).double().sum().item()
-                    n_tokens += int(batch.counts_BT.sum())
-            return math.exp(total / n_tokens)
+def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int) -> Task:
+    """Make a column of questions answered right, by generation if so named; ``chance``, by choice, is 0 to 1."""
+    if name.endswith(GENERATED):
+        return Task(
+            Column(name),
+            lambda m, t: 100 * answer_generation(m, t, examples, batch_size=batch_size).double().mean().item(),
+        )
+    column = Column(name, chance=100 * chance)
+    return Task(column, lambda m, t: 100 * answer_choices(m, t, examples, batch_size=batch_size).accuracy)
 
-        return Task(Column("perplexity", "", digits=3), perplexity)
+
+def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
+    """Make a column of the perplexity of plain text."""
+
+    def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        n_tokens, total = 0, 0.0
+        with eval_mode(model):
+            for batch in text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size):
+                total += batch.token_losses(batch.logits(model)).double().sum().item()
+                n_tokens += int(batch.counts_BT.sum())
+        return math.exp(total / n_tokens)
+
+    return Task(Column("perplexity", "", digits=3), perplexity)
+
+
+def lm_eval_task(job: SuiteJob) -> Task:
+    """Make a column of a task of lm-eval, in percent.
+
+    Raises ValueError for an unknown task, for missing files, and where lm-eval is not installed; the column raises it
+    for a task that lm-eval cannot ask this model.
+    """
+    check_job(job)
+
+    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        with TemporaryDirectory() as folder:
+            found = run_suite(model, tokenizer, job, Path(folder))
+        for part, reason in found.failed.items():
+            raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+        return 100 * found.tasks[job.suite].value
+
+    return Task(Column(job.suite), percent)
 
 
 def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
