@@ -6,11 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from ..lab.analysis.carriers import HybridHeadRanking
-from ..lab.analysis.formats import Formats
+from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer
 from ..lab.analysis.maps import Maps, Mask
-from ..lab.analysis.removal import KeepHeads, PruneLayers, RemoveHeads
-from ..lab.analysis.replace_layer import ReplaceLayer
+from ..lab.analysis.removal import Formats, KeepHeads, PruneLayers, RemoveHeads
 
 Experiment = (
     Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, figure
+from .experiment import Column, Row, Table
 from .mixing import HeadMix
 from .patterns import MarkedPrompt, row_shares
-from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,14 +57,12 @@ def draw_together(table: Table, path: Path, x_label: str) -> None:
         axes.legend(fontsize=8)
 
 
-def draw_bars(
-    table: Table, path: Path, *, first: str = INTACT, most: int | None = None, is_attention: Sequence[bool] = ()
-) -> None:
-    """Draw a bar for each row, or for the first so many; recurrent heads' are orange.
+def draw_bars(table: Table, path: Path, *, first: str = INTACT, is_attention: Sequence[bool] = ()) -> None:
+    """Draw a bar for each row; recurrent heads' are orange.
 
     Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
     """
-    rows = table.rows[:most]
+    rows = table.rows
     colors = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
     if table.compared:
         colors[0] = PALE

@@ -23,9 +23,19 @@ from ...probes.registry import probe_with
 from ...scoring import HeadScores
 from ...scoring.comparison import comparison_table
 from ...teacher import HeadKind, eval_mode
-from .experiment import Experiment, ModelExperiment, parse_head
+from .experiment import (
+    Column,
+    Experiment,
+    ModelExperiment,
+    Questions,
+    Row,
+    Subject,
+    Table,
+    check_readable,
+    parse_head,
+)
 from .figures import draw_bars, draw_maps
-from .mixing import MAX_BYTES, HeadMix, check_prompt, mask_heads, mix_heads
+from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
 from .patterns import (
     MarkedPrompt,
     Sharpness,
@@ -37,8 +47,6 @@ from .patterns import (
     rank_by,
     sharpness,
 )
-from .tables import Column, Row, Table
-from .tasks import Questions, Subject, check_readable
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions that mask searches heads on
@@ -81,7 +89,7 @@ class Maps(Experiment):
     """Heads of each pattern to show."""
     scores: Path | None = None
     """A scores.json: the patterns' rankings are compared with it."""
-    max_gb: float = MAX_BYTES / 2**30
+    max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
@@ -112,7 +120,7 @@ class Maps(Experiment):
             panels += self._panels(Subject(path, self.subject.dtype).load()[0], path, prompt, chosen, ssm_heads)
         n_columns = len(chosen) + len(ssm_heads) if self.beside else COLUMNS_OF_ONE_MODEL
         title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
-        table = sharpness_table(title, [(label, sharpness(mix.matrix_TS, prompt)) for label, mix in panels])
+        table = sharpness_table(title, [(label, sharpness(prompt, mix)) for label, mix in panels])
         drawn = self.save(table, lambda _, path: draw_maps(panels, prompt, path, n_columns=n_columns))
         return "\n\n".join([*shown, drawn])
 
@@ -122,8 +130,7 @@ class Maps(Experiment):
         label, panels = Path(name).name if self.beside else "", []
         asked: tuple[tuple[list[HeadId], HeadKind | None], ...] = ((heads, self.kind), (ssm_heads, "ssm"))
         for some, kind in asked:
-            max_bytes = int(self.max_gb * 2**30)
-            mixes = mix_heads(model, prompt.ids, some, kind=kind, max_bytes=max_bytes) if some else []
+            mixes = mix_heads(model, prompt.ids, some, kind=kind, max_gb=self.max_gb) if some else []
             panels += [(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
         return panels
 
@@ -157,7 +164,7 @@ class Mask(ModelExperiment):
     """Length of that ranking."""
     kind: HeadKind | None = None
     """Only attention heads, or only ``ssm`` heads."""
-    max_gb: float = MAX_BYTES / 2**30
+    max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
@@ -179,7 +186,7 @@ class Mask(ModelExperiment):
             found = find_patterns(model, tokenizer, examples[:SEARCHED], kind=self.kind)
             own = {head: measures for head, measures in found.items() if among is None or head in among}
             heads = {pattern: rank_by(own, pattern)[: self.k] for pattern in PATTERNS}
-        table = mask_patterns(model, marked, heads, kind=self.kind, max_bytes=int(self.max_gb * 2**30))
+        table = mask_patterns(model, marked, heads, kind=self.kind, max_gb=self.max_gb)
         return self.save(table, draw_bars)
 
 
@@ -189,7 +196,7 @@ def mask_patterns(
     heads: Mapping[str, Sequence[HeadId]],
     *,
     kind: HeadKind | None = None,
-    max_bytes: int = MAX_BYTES,
+    max_gb: float = MAX_GB,
 ) -> Table:
     """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate heads, and both.
 
@@ -199,7 +206,7 @@ def mask_patterns(
     if not every:
         raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
     for marked in tasks.values():
-        check_prompt(model, max((prompt.ids for _, prompt in marked), key=len), every, kind, max_bytes)
+        check_prompt(model, max((prompt.ids for _, prompt in marked), key=len), every, kind, max_gb)
     roles = {role: {role: own} for role, own in heads.items() if own}
     if len(roles) > 1:
         roles["both"] = dict(heads)

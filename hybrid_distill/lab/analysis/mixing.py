@@ -14,9 +14,9 @@ Shapes: T target token, S source token, L length, H head, P head dim, N state si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,23 @@ from ...teacher import HeadKind, HeadSite, check_exists, eval_mode, head_sites, 
 
 Mixer = Any
 """A mixer of some family, with that family's attributes, and what it returns."""
-Calls = dict[nn.Module, tuple[tuple[Tensor, ...], dict[str, Tensor], Mixer]]
-"""Latest call of each module of a mixer: positional arguments, named ones, output."""
 Scan = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 """A layer's recurrence: (matrix_TS, values_SP, scale_TP) of a head."""
+Found = TypeVar("Found")
 
-MAX_BYTES = 4 * 2**30
+MAX_GB = 4.0
 BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
+
+
+class Call(NamedTuple):
+    """Latest call of a module."""
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+    output: Mixer
+
+
+Calls = dict[nn.Module, Call]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,38 +74,26 @@ def mix_heads(
     model: PreTrainedModel,
     ids: Sequence[int],
     heads: Sequence[HeadId],
+    read: Callable[[HeadMix], Found] = lambda mix: mix,
     *,
     kind: HeadKind | None = None,
-    max_bytes: int = MAX_BYTES,
-) -> list[HeadMix]:
-    """Return the matrices of some heads on one prompt, in order, from one forward. ``kind`` as in `head_sites`.
+    max_gb: float = MAX_GB,
+) -> list[Found]:
+    """Return what ``read`` takes of each head on one prompt, by default its `HeadMix`, from one forward.
 
-    Raises ValueError for a head or kind that the model does not have, for a prompt beyond its context, and for matrices
-    of more than ``max_bytes`` (`mixing_bytes`), before anything is computed.
+    Matrices are made one after the other. ``kind`` as in `head_sites`. Raises ValueError for a head or kind that the
+    model does not have, and as `check_prompt` does.
     """
-    check_prompt(model, ids, heads, kind, max_bytes)
-    found: dict[HeadId, HeadMix] = {}
-    visit_heads(model, ids, heads, lambda mix: found.update({mix.head: mix}), kind=kind)
-    return [found[head] for head in heads]
+    check_prompt(model, ids, heads, kind, max_gb)
+    found: dict[HeadId, Found] = {}
 
-
-def visit_heads(
-    model: PreTrainedModel,
-    ids: Sequence[int],
-    heads: Sequence[HeadId],
-    visit: Callable[[HeadMix], object],
-    *,
-    kind: HeadKind | None = None,
-) -> None:
-    """Run one prompt and pass the matrix of each head to ``visit``, one after the other."""
-
-    def see(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> None:
-        for mix in mixes:
-            visit(mix)
+    def note(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> None:
+        found.update((mix.head, read(mix)) for mix in mixes)
 
     ids_1L = torch.tensor([list(ids)], device=model.device)
-    with eval_mode(model), _behind_mixers(model, heads, kind, see):
+    with eval_mode(model), _behind_mixers(model, heads, kind, note):
         forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
+    return [found[head] for head in heads]
 
 
 @contextmanager
@@ -111,8 +109,7 @@ def mask_heads(
     """
 
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:
-        args, _, _ = calls[site.o_proj]
-        heads_BTHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
+        heads_BTHP = calls[site.o_proj].args[0].unflatten(-1, (-1, site.head_dim)).clone()
         for mix in mixes:
             mask_TS = masks[mix.head].to(mix.matrix_TS.device)
             if len(heads_BTHP) != 1 or mask_TS.shape != mix.matrix_TS.shape:
@@ -124,8 +121,7 @@ def mask_heads(
             whole_T1 = (mask_TS | ~torch.ones_like(mask_TS).tril()).all(-1, keepdim=True)
             masked_TP = replace(mix, matrix_TS=mix.matrix_TS * mask_TS).output().to(own_TP.dtype)
             heads_BTHP[0, :, mix.head.head] = torch.where(whole_T1, own_TP, masked_TP)
-        # Not by a call: hooks on the projection have seen these heads.
-        out_BTD, (_, _, output) = site.o_proj.forward(heads_BTHP.flatten(-2)), calls[site.module]
+        out_BTD, output = site.o_proj.forward(heads_BTHP.flatten(-2)), calls[site.module].output  # without its hooks
         return (out_BTD, *output[1:]) if isinstance(output, tuple) else out_BTD
 
     with _behind_mixers(model, list(masks), kind, project_masked):
@@ -140,39 +136,34 @@ def _behind_mixers(
     act: Callable[[HeadSite, Iterator[HeadMix], Calls], object],
 ) -> Iterator[None]:
     """Call ``act`` behind each mixer that has some of the heads; what it returns replaces the mixer's output."""
-    every = find_heads(model, kind)
-    check_heads(model, every, heads)
-    has_attention = any(site.kind_of(head) == "attention" for (_, head), site in every.items())
+    sites = sites_of(model, heads, kind)
+
+    def hook(site: HeadSite) -> None:
+        calls: Calls = {}
+        inner = ExitStack()  # hooks of the mixer while its block runs: layers may share a mixer
+        own = [head for head in heads if head.layer == site.layer]
+
+        def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> None:
+            calls[module] = Call(args, kwargs, output)
+
+        def enter(*_: object) -> None:
+            for module in site.module.modules():
+                inner.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+            behind = site.module.register_forward_hook(lambda *_: act(site, _mixes(site, own, calls), calls))
+            inner.callback(behind.remove)
+
+        def leave(*_: object) -> None:
+            inner.close()
+            calls.clear()
+
+        hooks.callback(site.block.register_forward_pre_hook(enter).remove)
+        hooks.callback(site.block.register_forward_hook(leave, always_call=True).remove)
+
     with ExitStack() as hooks:
-        hooks.enter_context(eager_attention(model) if has_attention else nullcontext())
-        for site in {head.layer: every[head] for head in heads}.values():
-            hooks.enter_context(_behind_mixer(site, [head for head in heads if head.layer == site.layer], act))
-        yield
-
-
-@contextmanager
-def _behind_mixer(
-    site: HeadSite, heads: Sequence[HeadId], act: Callable[[HeadSite, Iterator[HeadMix], Calls], object]
-) -> Iterator[None]:
-    calls: Calls = {}
-    inner = ExitStack()  # hooks of the mixer while its block runs: layers may share a mixer
-
-    def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> None:
-        calls[module] = args, kwargs, output
-
-    def enter(*_: object) -> None:
-        for module in site.module.modules():
-            inner.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-        behind = site.module.register_forward_hook(lambda *_: act(site, _mixes(site, heads, calls), calls))
-        inner.callback(behind.remove)
-
-    def leave(*_: object) -> None:
-        inner.close()
-        calls.clear()
-
-    with ExitStack() as outer:
-        outer.callback(site.block.register_forward_pre_hook(enter).remove)
-        outer.callback(site.block.register_forward_hook(leave, always_call=True).remove)
+        if any(_has_attention(site) for site in find_heads(model, kind).values()):
+            hooks.enter_context(eager_attention(model))
+        for site in sites:
+            hook(site)
         yield
 
 
@@ -187,41 +178,42 @@ def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[Hea
     return found
 
 
-def check_heads(model: PreTrainedModel, every: Mapping[HeadId, HeadSite], heads: Sequence[HeadId]) -> None:
-    """Raise ValueError for a head that does not exist, or is of another kind."""
-    for head in heads:
-        if head not in every:
-            check_exists(model, list({site.layer: site for site in every.values()}.values()), head)
-            raise ValueError(f"{head} of this student is of another kind; leave out --kind.")
+def sites_of(model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | None = None) -> list[HeadSite]:
+    """Return the layers of some heads. Raises ValueError for a head that does not exist, or is of another kind."""
+    every = find_heads(model, kind)
+    if missing := [head for head in heads if head not in every]:
+        check_exists(model, list({site.layer: site for site in every.values()}.values()), missing[0])
+        raise ValueError(f"{missing[0]} of this student is of another kind than {kind!r}; leave out --kind.")
+    return list({head.layer: every[head] for head in heads}.values())
+
+
+def _has_attention(site: HeadSite) -> bool:
+    return any(site.kind_of(head) == "attention" for head in range(site.n_heads))
 
 
 def check_prompt(
-    model: PreTrainedModel, ids: Sequence[int], heads: Sequence[HeadId], kind: HeadKind | None, max_bytes: int
+    model: PreTrainedModel, ids: Sequence[int], heads: Sequence[HeadId], kind: HeadKind | None, max_gb: float
 ) -> None:
     """Raise ValueError for a prompt that is empty or beyond the model's context, or whose matrices are too large."""
     context = longest_context(model.config)
     if not ids or (context is not None and len(ids) > context):
         limit = "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
-    needed = mixing_bytes(model, len(ids), heads, kind)
-    if needed > max_bytes:
+    if (needed := mixing_bytes(model, len(ids), heads, kind) / 2**30) > max_gb:
         raise ValueError(
-            f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed / 2**30:.1f} GiB, more than "
-            f"the {max_bytes / 2**30:.1f} GiB allowed; take a shorter prompt or fewer heads, or allow more."
+            f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed:.1f} GiB, more than the "
+            f"{max_gb:.1f} GiB allowed; take a shorter prompt or fewer heads, or allow more with --max-gb."
         )
 
 
 def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId], kind: HeadKind | None = None) -> int:
-    """Estimate the memory that `mix_heads` needs beside the model: the matrices, and what making them takes."""
-    every = find_heads(model, kind)
-    check_heads(model, every, heads)
+    """Estimate the memory of these matrices, beside the model, and of making them."""
     working = [0]
-    for head, site in every.items():
+    for site in sites_of(model, heads, kind):  # every state of a Mamba-1 channel has a matrix of its own
         mixer: Mixer = site.module
-        if site.kind_of(head.head) == "attention":  # eager, in all layers: the scores, and their softmax in float32
+        working.append(BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1))
+        if _has_attention(site):  # eager: the scores, and their softmax in float32
             working.append(site.n_heads * (4 + 2 * model.dtype.itemsize))
-        elif head in heads:  # every state of a Mamba-1 channel has its own decay: as many matrices are added up
-            working.append(BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1))
     return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + max(working))
 
 
@@ -229,33 +221,30 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[He
     """Make the matrices of the named heads of one layer, one after the other."""
     mixer: Mixer = site.module
     scan: Scan | None = None
-    for layer_and_head in heads:
-        head = layer_and_head.head
-        if site.kind_of(head) == "attention":
-            yield HeadMix(layer_and_head, "attention", *_map_and_values(site, head, calls))
+    for named in heads:
+        if site.kind_of(named.head) == "attention":
+            yield HeadMix(named, "attention", *_map_and_values(site, named.head, calls))
             continue
-        if scan is None:
-            makers = {"channel": _of_mamba1, "ssm": _of_mamba2, "hybrid": _of_student}
-            scan = makers[site.kind](mixer, calls)
-        index = mixer.recurrent.index(head) if site.kind == "hybrid" else head
-        yield HeadMix(layer_and_head, site.kind_of(head), *scan(index))
+        scan = scan or {"channel": _of_mamba1, "ssm": _of_mamba2, "hybrid": _of_student}[site.kind](mixer, calls)
+        index = mixer.recurrent.index(named.head) if site.kind == "hybrid" else named.head
+        yield HeadMix(named, site.kind_of(named.head), *scan(index))
 
 
 def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Tensor]:
     """Return a query head's attention map, and its values from the output of the linear that makes them."""
-    attention: Mixer = site.module
-    layout: Mixer = site.layout
-    own: Sequence[int] = range(site.n_heads)
-    groups: Sequence[int] = range(site.n_kv_heads)
+    attention, layout = site.module, site.layout
+    own, groups = range(site.n_heads), range(site.n_kv_heads)
     if site.kind == "hybrid":
-        layout, own, groups, attention = attention.layout, attention.kept, attention.kv_groups, attention.attention
-    _, _, output = calls[attention]
+        mixer: Mixer = attention
+        attention, layout, own, groups = mixer.attention, mixer.layout, mixer.kept, mixer.kv_groups
+    assert layout is not None
+    output = calls[attention].output
     if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
         raise ValueError(f"{type(attention).__name__} returns no attention maps, even in eager attention.")
-    _, _, out_1LC = calls[attention.get_submodule(layout.value)]
     group = groups.index(head // (site.n_heads // site.n_kv_heads))
     block = layout.block("value", group, len(own), len(groups))
-    values_SP = _wide(out_1LC[0].unflatten(-1, (-1, site.head_dim))[:, block])
+    out_LC = calls[attention.get_submodule(layout.value)].output[0]
+    values_SP = _wide(out_LC.unflatten(-1, (-1, site.head_dim))[:, block])
     return output[1][0, own.index(head)].to(values_SP.dtype), values_SP.contiguous()
 
 
@@ -269,8 +258,8 @@ def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Te
 
 
 def _of_student(mixer: Mixer, calls: Calls) -> Scan:
-    args, kwargs, _ = calls[mixer]
-    parts = mixer.ssm.scan_inputs(args[0] if args else kwargs["hidden_states"])
+    call = calls[mixer]
+    parts = mixer.ssm.scan_inputs(call.args[0] if call.args else call.kwargs["hidden_states"])
     x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in parts)
     return _scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(mixer.ssm.D), gate_LHP)
 
@@ -282,7 +271,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     """
     n_heads, n_groups = mixer.num_heads, mixer.n_groups
     width, state = mixer.intermediate_size, n_groups * mixer.ssm_state_size
-    projected_LC = calls[mixer.in_proj][2][0]
+    projected_LC = calls[mixer.in_proj].output[0]
     if hasattr(mixer, "mup_vector"):
         projected_LC = projected_LC * mixer.mup_vector.flatten()
     gate_LC, xbc_LC, dt_LH = projected_LC.split([width, width + 2 * state, n_heads], dim=-1)
@@ -293,8 +282,9 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     )
     scale_LC = F.silu(_wide(gate_LC))
     if hasattr(mixer.norm, "weight"):
-        args, _, _ = calls[mixer.norm]
-        in_norm_LC = _wide(args[0][0]) * (1 if getattr(mixer.norm, "norm_before_gate", False) else scale_LC)
+        in_norm_LC = _wide(calls[mixer.norm].args[0][0]) * (
+            1 if getattr(mixer.norm, "norm_before_gate", False) else scale_LC
+        )
         in_groups = in_norm_LC.unflatten(-1, (n_groups, -1))
         rms = (in_groups.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
         scale_LC = scale_LC * mixer.norm.weight / rms.expand_as(in_groups).flatten(-2)
@@ -305,7 +295,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
 
 def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
     """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not; every channel has N decays."""
-    x_LC, gate_LC = calls[mixer.in_proj][2][0].chunk(2, dim=-1)
+    x_LC, gate_LC = calls[mixer.in_proj].output[0].chunk(2, dim=-1)
     x_LC = _convolved(mixer, x_LC)
     parts = mixer.x_proj(x_LC).split([mixer.time_step_rank, *2 * [mixer.ssm_state_size]], dim=-1)
     if hasattr(mixer, "dt_layernorm"):

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from ...plan import HeadId
 from ...probes import Example
 from ...probes.answering import Tokens, encode_example, tokenize
 from ...teacher import HeadKind
-from .mixing import HeadMix, find_heads, visit_heads
+from .mixing import HeadMix, find_heads, mix_heads
 
 Positions = tuple[int, ...]
 
@@ -66,7 +67,9 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
-    own = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True).encodings[0].offsets
+    own: list[tuple[int, int]] = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]  # type: ignore[assignment]
     spans = [(0, 0)] * (len(ids) - len(own)) + own
     segments = []
     for line, start in _lines(prompt):
@@ -147,9 +150,9 @@ class Sharpness(NamedTuple):
     aggregate: float
 
 
-def sharpness(matrix_TS: Tensor, prompt: MarkedPrompt) -> Sharpness:
-    """Measure one head's matrix on a prompt."""
-    share_TS = row_shares(matrix_TS)
+def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
+    """Measure one head on a prompt."""
+    share_TS = row_shares(mix.matrix_TS)
     last_S = share_TS[-1]
     gathered = [
         share_TS[list(segment.summary)][:, list(segment.content)].sum(1).max().item()
@@ -191,13 +194,9 @@ def find_patterns(
         )
     total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
     for prompt in tqdm([mark_example(tokenizer, example) for example in examples], desc="matrices", disable=None):
-        found: dict[HeadId, Sharpness] = {}
-
-        def measure(mix: HeadMix, prompt: MarkedPrompt = prompt, found: dict[HeadId, Sharpness] = found) -> None:
-            found[mix.head] = sharpness(mix.matrix_TS, prompt)
-
-        visit_heads(model, prompt.ids, list(every), measure, kind=kind)
-        total_HM += torch.tensor([found[head] for head in every], dtype=torch.float64)
+        measure = partial(sharpness, prompt)
+        measured = mix_heads(model, prompt.ids, list(every), measure, kind=kind, max_gb=math.inf)
+        total_HM += torch.tensor(measured, dtype=torch.float64)
     return {head: Sharpness(*means) for head, means in zip(every, (total_HM / len(examples)).tolist(), strict=True)}
 
 

@@ -1,52 +1,153 @@
-"""What is left of each task without some heads or layers (arXiv 2504.18574): remove-heads, prune-layers, keep-heads."""
+"""What is left of each task without some heads or layers (arXiv 2504.18574).
+
+`remove-heads`, `formats`, `prune-layers` and `keep-heads`: curves over what a model is left without.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data.chat import check_template
+from ...limits import words
 from ...plan import HeadId
+from ...probes import Example
+from ...probes.answering import tokenize
+from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
+from ...probes.letter_choice import Form, LetterChoice
 from ...scoring import HeadScores
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
-from .experiment import Bench, ModelExperiment, Variant
-from .figures import draw_bars, draw_lines
-from .tables import Table
+from .experiment import (
+    Bench,
+    Experiment,
+    ModelExperiment,
+    Questions,
+    Subject,
+    Table,
+    Task,
+    Variant,
+    accuracy_task,
+    check_readable,
+)
+from .figures import draw_bars, draw_lines, draw_together
+
+CHAT = "chat"
+WORDINGS = {"completion": DICTIONARY, "reworded": REWORDED, "dialogue": DIALOGUE, CHAT: DICTIONARY}
+FORMS: dict[str, Form] = {"completion": "completion", "text": "text", "letter": "letter", CHAT: "letter"}
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveHeads(ModelExperiment):
+class HeadRemoval(Experiment):
+    """Remove the first heads of a ranking, and as many random ones."""
+
+    subject: Subject = field(default_factory=Subject)
+    scores: Path | None
+    """A scores.json of this model, as ``hybrid-distill score`` writes it: its first heads are removed."""
+    counts: tuple[int, ...] = (10, 20, 30)
+    """Numbers of heads to remove."""
+    by: str = "retrieval"
+    """Order of the ranking: retrieval, retrieval_minus_control or ratio."""
+    random_draws: int
+    """Random choices of as many heads; their mean is shown."""
+    kind: HeadKind | None = None
+    """``ssm`` for the recurrent heads of a model that has attention too."""
+
+    def remove(self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]) -> Table:
+        """Load the model and measure it with and without heads."""
+        scores = None if self.scores is None else HeadScores.load(self.scores)
+        model, tokenizer = self.subject.load()
+        bench, ranking, counts = Bench(model, tokenizer, make_tasks(model, tokenizer)), list[HeadId](), self.counts
+        if scores is None:
+            counts = ()
+        else:
+            ranking = scores.ranking(self.by)
+            if scores.fingerprint not in ("", fingerprint(model)):
+                log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
+        return remove_heads(bench, ranking, counts, n_draws=self.random_draws, kind=self.kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveHeads(HeadRemoval):
     """Remove the first heads of a ranking, and as many random ones: which tasks mind?"""
 
     NAME = "remove-heads"
 
     scores: Path
-    """Ranking: a scores.json of this model, as ``hybrid-distill score`` writes it."""
-    counts: tuple[int, ...] = (10, 20, 30)
-    """Numbers of heads to remove."""
-    by: str = "retrieval"
-    """Order of the ranking: retrieval, retrieval_minus_control or ratio."""
     random_draws: int = 3
-    """Random choices of as many heads; their mean is shown."""
-    kind: HeadKind | None = None
-    """``ssm`` for the recurrent heads of a model that has attention too."""
+    questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
-        scores = HeadScores.load(self.scores)
-        bench = self.load()
-        warn_of_another_model(scores, bench.model, self.scores)
-        table = remove_heads(bench, scores.ranking(self.by), self.counts, n_draws=self.random_draws, kind=self.kind)
-        return self.save(table, partial(draw_lines, x_label="heads removed"))
+        return self.save(self.remove(self.questions.make), partial(draw_lines, x_label="heads removed"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats(HeadRemoval):
+    """Ask the same questions in several formats, with all heads and without the first ones of a ranking.
+
+    Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for its ``letter``, or
+    for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe has it, ``reworded``, a ``dialogue`` in
+    plain text, or the probe's text in a ``chat``.
+    """
+
+    NAME = "formats"
+
+    scores: Path | None = None
+    random_draws: int = 0
+    of: Literal["facts", "kv"] = "facts"
+    """Questions: facts with options, or dictionaries of keys and values."""
+    formats: str | None = None
+    """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By default all, ``chat``
+    where the tokenizer has a chat template."""
+    facts: Path | None = None
+    """JSON lines of questions; by default the embedded facts."""
+    options: int = 4
+    """Options of a fact."""
+    pairs: int = 8
+    """Dictionary size of kv."""
+    examples: int = 128
+    """Questions, the same in every format."""
+    seed: int = 1
+    batch_size: int = 32
+
+    def run(self) -> str:
+        known = list(WORDINGS if self.of == "kv" else FORMS)
+        names = known if self.formats is None else words(self.formats)
+        if not names or set(names) - set(known):
+            raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(known)}.")
+        table = self.remove(lambda model, tokenizer: self._tasks(names, model, tokenizer))
+        asked = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
+        name, _, _ = table.title.rpartition(": ")
+        table = table._replace(title=f"{name}: the same {self.examples} {asked} in several formats")
+        return self.save(table, partial(draw_together, x_label="heads removed"))
+
+    def _tasks(self, names: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+        """Make a column for each format. Raises ValueError for unreadable questions."""
+        tasks = []
+        for name in names:
+            if name == CHAT and self.formats is None and not tokenizer.chat_template:
+                continue
+            if self.of == "kv":
+                probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
+            else:
+                probe = LetterChoice.from_file(self.facts, self.options, self.seed, FORMS[name])
+            examples = probe.examples(self.examples)
+            if name == CHAT:
+                check_template(tokenizer)
+                examples = [in_chat(example, tokenizer) for example in examples]
+            check_readable(model, tokenizer, examples)
+            tasks.append(accuracy_task(name, examples, probe.chance, self.batch_size))
+        return tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +190,6 @@ class KeepHeads(ModelExperiment):
     def run(self) -> str:
         variants = {text: parse_kept(text) for text in self.keep}
         return self.save(keep_heads(self.load(), variants, last_layer=self.last_layer, kind=self.kind), draw_bars)
-
-
-def warn_of_another_model(scores: HeadScores, model: PreTrainedModel, path: Path) -> None:
-    """Log a warning where ``scores`` rank the heads of another model."""
-    if scores.fingerprint not in ("", fingerprint(model)):
-        log.warning("%s was made for another model than %s", path, model.name_or_path)
 
 
 def remove_heads(
@@ -211,3 +306,12 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 def _hand_on(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
     hidden_BLD = args[0] if args else kwargs["hidden_states"]
     return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD
+
+
+def in_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
+    """Put the prompt into the user's turn of the chat template; the answer begins the assistant's."""
+    turn = [{"role": "user", "content": example.prompt}]
+    text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    begin = str(tokenizer.bos_token) if tokenize(tokenizer, [""])[0] else ""  # it is set once more with the tokens
+    choices = tuple(choice.strip() for choice in example.choices)
+    return Example(text.removeprefix(begin), example.answer.strip(), choices)
