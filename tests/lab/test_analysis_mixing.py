@@ -179,5 +179,5 @@ def test_the_estimate_holds(family: str) -> None:
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    estimate = mixing_bytes(model, n, heads, head_sites(model))
+    estimate = mixing_bytes(model, n, heads)
     assert 0.4 * peak < estimate < 2.5 * peak, (estimate, peak)

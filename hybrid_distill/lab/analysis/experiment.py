@@ -95,12 +95,6 @@ class Table(NamedTuple):
         shown = len(labels) + any(column.chance is not None for column in self.columns)
         return pd.DataFrame(cells).head(shown), pd.DataFrame(numbers)
 
-    def first(self, most: int) -> Table:
-        """Return a table of so many rows, and those of a group."""
-        rows = [row for number, row in enumerate(self.rows) if number < most or row.group]
-        left = len(self.rows) - len(rows)
-        return self._replace(title=self.title + (f" ({left} more in the file)" if left else ""), rows=rows)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
@@ -118,15 +112,21 @@ class Experiment(ABC):
     def save(
         self, table: Table, draw: Callable[[Table, Path], None] | None = None, *, suffix: str = "", most: int = 0
     ) -> str:
-        """Write OUT/NAME.md, .csv and .png; return the table as text. With ``most``, text and figure are shortened."""
+        """Write OUT/NAME.md, .csv and .png; return the table as text.
+
+        With ``most``, text and figure have so many rows, and those of a group.
+        """
         path, (cells, numbers) = self.out / f"{self.NAME}{suffix}", table.frames()
         self.out.mkdir(parents=True, exist_ok=True)
         write_text(Path(f"{path}.md"), f"{table.title}\n\n{markdown_table(cells)}\n")
         write_text(Path(f"{path}.csv"), numbers.to_csv(index=False, lineterminator="\n"))
-        shown = table.first(most) if most else table
+        if most:
+            rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
+            more = f" ({len(table.rows) - len(rows)} more in the file)" if len(rows) < len(table.rows) else ""
+            table = table._replace(title=table.title + more, rows=rows)
         if draw is not None and can_draw():
-            draw(shown, Path(f"{path}.png"))
-        return f"{shown.title}\n{text_table(shown.frames()[0])}"
+            draw(table, Path(f"{path}.png"))
+        return f"{table.title}\n{text_table(table.frames()[0])}"
 
 
 @dataclass(frozen=True)
@@ -182,41 +182,28 @@ class Questions:
     """Seed of the questions; take another one than for scoring heads."""
     batch_size: int = 32
 
-    def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
-        return [self._task(name, model, tokenizer) for name in self.names()]
-
+    @property
     def names(self) -> list[str]:
-        """Return the names of the tasks. Raises ValueError for none."""
         if not (names := words(self.tasks)):
             raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
         return names
 
+    def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        return [self._task(name, model, tokenizer) for name in self.names]
+
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
         if name == TEXT:
-            texts = self.documents(self.examples)
+            texts = read_held_out(self.texts, self.examples)
             return Task(Column("perplexity", "", digits=3), lambda m, t: perplexity(m, t, texts, self.batch_size))
         if name.startswith(LM_EVAL):
-            return self._lm_eval_task(name.removeprefix(LM_EVAL))
+            suite, seed, size = name.removeprefix(LM_EVAL), self.seed, self.batch_size
+            job = SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=seed, batch_size=size)
+            check_job(job)
+            return Task(Column(suite), lambda m, t: percent_by_lm_eval(m, t, job))
         examples, chance = self.examples_of(name.removesuffix(GENERATED))
         check_readable(model, tokenizer, examples)
         return accuracy_task(name, examples, chance, self.batch_size)
-
-    def _lm_eval_task(self, suite: str) -> Task:
-        """Raise ValueError for an unknown task, missing files, and without lm-eval."""
-        job = SuiteJob(
-            suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=self.batch_size
-        )
-        check_job(job)
-
-        def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-            with TemporaryDirectory() as folder:
-                found = run_suite(model, tokenizer, job, Path(folder))
-            for part, reason in found.failed.items():
-                raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
-            return 100 * found.tasks[suite].value
-
-        return Task(Column(suite), percent)
 
     def examples_of(self, name: str) -> tuple[list[Example], float]:
         """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
@@ -228,10 +215,6 @@ class Questions:
     def probe(self, name: str, seed: int) -> Probe:
         """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
         return probe_with(name, {"pairs": self.pairs, "facts": self.facts, "seed": seed})
-
-    def documents(self, n: int) -> list[str]:
-        """Return the first ``n`` plain texts."""
-        return read_held_out(self.texts, n)
 
 
 def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
@@ -248,6 +231,15 @@ def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_s
 def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
     """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's context."""
     check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
+
+
+def percent_by_lm_eval(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> float:
+    """Ask a task of lm-eval. Raises ValueError for one that lm-eval cannot ask this model."""
+    with TemporaryDirectory() as folder:
+        found = run_suite(model, tokenizer, job, Path(folder))
+    for part, reason in found.failed.items():
+        raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+    return 100 * found.tasks[job.suite].value
 
 
 def perplexity(

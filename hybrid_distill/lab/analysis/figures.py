@@ -57,13 +57,13 @@ def draw_together(table: Table, path: Path, x_label: str) -> None:
         axes.legend(fontsize=8)
 
 
-def draw_bars(table: Table, path: Path, *, first: str = INTACT, is_attention: Sequence[bool] = ()) -> None:
+def draw_bars(table: Table, path: Path, *, first: str = INTACT) -> None:
     """Draw a bar for each row; recurrent heads' are orange.
 
     Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
     """
     rows = table.rows
-    colors = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
+    colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
     if table.compared:
         colors[0] = PALE
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data import read_held_out
 from ...model.configuration_hybrid import HybridConfig
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
@@ -167,37 +168,32 @@ class HybridHeadRanking(ModelExperiment):
         model, tokenizer, _ = bench
         probe, n_examples = self.questions.probe(self.probe, self.questions.seed + 1), self.questions.examples
         check_readable(model, tokenizer, probe.examples(n_examples))
-        texts, kinds = self.questions.documents(self.n_control_texts), head_kinds(model)
+        texts, kinds = read_held_out(self.questions.texts, self.n_control_texts), head_kinds(model)
         if "channel" in kinds:
             raise ValueError(
                 f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose "
                 "recurrent heads are those of Mamba-2."
             )
-        scores = {
-            kind: score_heads(
-                model, tokenizer, probe, kind=asked_for(kind), n_examples=n_examples, race_k=self.k,
-                min_accuracy=self.min_accuracy, control_texts=texts,
-            )
-            for kind in kinds
-        }  # fmt: skip
+        score = partial(score_heads, model, tokenizer, probe, n_examples=n_examples, race_k=self.k)
+        score = partial(score, min_accuracy=self.min_accuracy, control_texts=texts)
+        scores = {kind: score(kind=asked_for(kind)) for kind in kinds}
         ranking = rank_together(model, scores)
-        title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
         rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
+        title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
         removed = remove_kinds(bench, ranking, self.counts)
-        is_attention = [ranked.kind == "attention" for ranked in ranking]
-        table = Table(title, "head", COLUMNS, rows, compared=False)
-        shown = self.save(table, partial(draw_bars, is_attention=is_attention), most=self.k)
+        shown = self.save(Table(title, "head", COLUMNS, rows, compared=False), draw_bars, most=self.k)
         for kind, found in scores.items():
             found.save(self.out / f"{self.NAME}.{kind}.json")
         after = self.save(removed, partial(draw_lines, x_label="heads removed"), suffix=".removed")
-        return "\n\n".join([shown, summary(ranking, self.k), after])
+        return f"{shown}\n\n{after}"
 
 
 class RankedHead(NamedTuple):
-    """One head and its losses: points of accuracy, nats of the answer, nats per token of text."""
+    """One head, the argument that finds it among `head_sites`, and its losses, in the order of ``COLUMNS``."""
 
     head: HeadId
     kind: HeadKind
+    asked: HeadKind | None
     lost: tuple[float, float, float]
 
 
@@ -208,23 +204,13 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     """
     ranked = []
     for kind, found in scores.items():
-        sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
+        asked = asked_for(kind)
+        sites = {site.layer: site for site in head_sites(model, asked)}
         for head in found.ranking():
             control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
-            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), lost))
+            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), asked, lost))
     return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
-
-
-def summary(ranking: Sequence[RankedHead], k: int) -> str:
-    """Count each kind among the first k heads, and give the place of its first head."""
-    lines = []
-    for kind in sorted({ranked.kind for ranked in ranking}):
-        places = [place for place, ranked in enumerate(ranking, start=1) if ranked.kind == kind]
-        among = sum(place <= k for place in places)
-        first = ranking[places[0] - 1].head
-        lines.append(f"{kind}: {among} of the first {min(k, len(ranking))} heads, {first} at place {places[0]}")
-    return "\n".join(lines)
 
 
 def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[int]) -> Table:
@@ -243,12 +229,8 @@ def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[i
 
 @contextmanager
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
-    """Remove heads of several kinds at once; a student numbers both kinds together."""
-    together = "hybrid" in head_kinds(model)
-    own: dict[HeadKind | None, list[HeadId]] = {}
-    for ranked in heads:
-        own.setdefault(None if together else ranked.kind, []).append(ranked.head)
     with ExitStack() as removed:
-        for kind, chosen in own.items():
-            removed.enter_context(ablate_heads(model, chosen, kind=kind))
+        for kind in {ranked.asked for ranked in heads}:
+            own = [ranked.head for ranked in heads if ranked.asked == kind]
+            removed.enter_context(ablate_heads(model, own, kind=kind))
         yield

@@ -172,7 +172,7 @@ class Mask(ModelExperiment):
         heads = {"gather": list(map(parse_head, self.gather)), "aggregate": list(map(parse_head, self.aggregate))}
         among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
         model, tokenizer = self.subject.load()
-        asked = {name: self.questions.examples_of(name) for name in self.questions.names()}
+        asked = {name: self.questions.examples_of(name) for name in self.questions.names}
         for examples, _ in asked.values():
             check_readable(model, tokenizer, examples)
         marked = {

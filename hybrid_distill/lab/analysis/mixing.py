@@ -147,16 +147,21 @@ def _behind_mixers(
             calls[module] = Call(args, kwargs, output)
 
         def enter(*_: object) -> None:
-            for module in site.module.modules():
+            for module in list(site.module.modules())[1:]:
                 inner.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-            behind = site.module.register_forward_hook(lambda *_: act(site, _mixes(site, own, calls), calls))
-            inner.callback(behind.remove)
+
+        def behind(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> object:
+            if not calls:
+                return None  # it runs for another layer
+            record(module, args, kwargs, output)
+            return act(site, _mixes(site, own, calls), calls)
 
         def leave(*_: object) -> None:
             inner.close()
             calls.clear()
 
         hooks.callback(site.block.register_forward_pre_hook(enter).remove)
+        hooks.callback(site.module.register_forward_hook(behind, with_kwargs=True).remove)
         hooks.callback(site.block.register_forward_hook(leave, always_call=True).remove)
 
     with ExitStack() as hooks:
