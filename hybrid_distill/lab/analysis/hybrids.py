@@ -229,8 +229,9 @@ def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[i
 
 @contextmanager
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
+    kinds: set[HeadKind | None] = {ranked.asked for ranked in heads}
     with ExitStack() as removed:
-        for kind in {ranked.asked for ranked in heads}:
+        for kind in kinds:
             own = [ranked.head for ranked in heads if ranked.asked == kind]
             removed.enter_context(ablate_heads(model, own, kind=kind))
         yield
