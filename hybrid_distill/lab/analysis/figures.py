@@ -34,9 +34,8 @@ def draw_lines(table: Table, path: Path, x_label: str) -> None:
                 if any(errors := [row.spreads[index] if row.spreads else 0 for row in rows]):
                     axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=look.color, elinewidth=1.2, capsize=2)
             _references(axes, column, table.rows[0], index, across=True)
-            axes.set_xticks(sorted({row.x for row in table.rows if row.group}), minor=False)
-            axes.set_xlabel(x_label)
-            axes.set_title(column.header)
+            ticks = sorted({row.x for row in table.rows if row.group})
+            axes.set(xticks=ticks, xlabel=x_label, title=column.header)
         if len(groups) > 1:
             grid[0, 0].legend(fontsize=8)
         _note(grid, f"dashed: {INTACT}; dotted: guessing")

@@ -23,35 +23,13 @@ from ...probes.registry import probe_with
 from ...scoring import HeadScores
 from ...scoring.comparison import comparison_table
 from ...teacher import HeadKind, eval_mode
-from .experiment import (
-    Column,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Row,
-    Subject,
-    Table,
-    check_readable,
-    parse_head,
-)
+from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Subject, Table, check_readable, parse_head
 from .figures import draw_bars, draw_maps
 from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
-from .patterns import (
-    MarkedPrompt,
-    Sharpness,
-    aggregate_mask,
-    find_patterns,
-    gather_mask,
-    mark_example,
-    mark_prompt,
-    rank_by,
-    sharpness,
-)
+from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions that mask searches heads on
-PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {"gather": gather_mask, "aggregate": aggregate_mask}
-"""mask_TS of a prompt, by the role of a head."""
 VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "removed": torch.zeros_like,
     "pattern alone": lambda pattern_TS: pattern_TS,
@@ -173,17 +151,14 @@ class Mask(ModelExperiment):
         among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
         model, tokenizer = self.subject.load()
         asked = {name: self.questions.examples_of(name) for name in self.questions.names}
-        for examples, _ in asked.values():
+        marked: dict[Column, Marked] = {}
+        for name, (examples, chance) in asked.items():
             check_readable(model, tokenizer, examples)
-        marked = {
-            Column(name, chance=100 * chance): [
-                (encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples
-            ]
-            for name, (examples, chance) in asked.items()
-        }
+            column = Column(name, chance=100 * chance)
+            marked[column] = [(encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples]
         if not any(heads.values()):
-            examples, _ = next(iter(asked.values()))
-            found = find_patterns(model, tokenizer, examples[:SEARCHED], kind=self.kind)
+            (searched, _), *_ = asked.values()
+            found = find_patterns(model, tokenizer, searched[:SEARCHED], kind=self.kind)
             own = {head: measures for head, measures in found.items() if among is None or head in among}
             heads = {pattern: rank_by(own, pattern)[: self.k] for pattern in PATTERNS}
         table = mask_patterns(model, marked, heads, kind=self.kind, max_gb=self.max_gb)

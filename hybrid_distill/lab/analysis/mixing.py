@@ -102,10 +102,9 @@ def mask_heads(
 ) -> Iterator[None]:
     """Let each named head mix by ``matrix * mask``, masks being booleans [T, S]. ``kind`` as in `head_sites`.
 
-    Rows are not normalized anew. A row whose mask keeps everything stays the same to the last bit; a mask of nothing
-    removes the head. The gate and the norm behind an SSM stay those of the whole head. Raises ValueError for a head
-    that does not exist, and for forwards of anything but one prompt of T tokens without a cache. All attention runs
-    eagerly: no other returns its maps.
+    Rows are not normalized anew; a row whose mask keeps everything stays the same to the last bit. The gate and the
+    norm behind an SSM stay those of the whole head. Attention runs eagerly: no other returns its maps. Raises
+    ValueError for a head that does not exist, and for forwards of anything but one prompt of T tokens without a cache.
     """
 
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:

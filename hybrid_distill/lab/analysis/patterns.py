@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -30,14 +30,12 @@ from ...probes.answering import Tokens, encode_example, tokenize
 from ...teacher import HeadKind
 from .mixing import HeadMix, find_heads, mix_heads
 
-Positions = tuple[int, ...]
-
 
 class Segment(NamedTuple):
     """Positions of one line: its content, and the tokens at its end that may sum it up, a line break included."""
 
-    content: Positions
-    summary: Positions
+    content: tuple[int, ...]
+    summary: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class MarkedPrompt:
     ids: Tokens
     labels: tuple[str, ...]
     segments: tuple[Segment, ...]
-    separators: Positions
+    separators: tuple[int, ...]
     answer: int | None = None
 
     @property
@@ -67,9 +65,8 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
-    own: list[tuple[int, int]] = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)[
-        "offset_mapping"
-    ]  # type: ignore[assignment]
+    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    own: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
     spans = [(0, 0)] * (len(ids) - len(own)) + own
     segments = []
     for line, start in _lines(prompt):
@@ -133,6 +130,10 @@ def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
     mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
     return mask_TS
+
+
+PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {"gather": gather_mask, "aggregate": aggregate_mask}
+"""mask_TS of a prompt, by the role of a head."""
 
 
 class Sharpness(NamedTuple):
