@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness_rows import row, write_all, write_rows
+from harness_rows import row, write_rows
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, N_HEADS, N_LAYERS, planted_teacher
 from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
@@ -250,16 +250,6 @@ def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_
             found = task.measure(model, tokenizer)
             own = answer_choices(model, tokenizer, [as_example(made) for made in rows[:10]]).accuracy
         assert found == pytest.approx(100 * own)
-
-
-@needs_lm_eval
-def test_the_command_takes_them_beside_probes(tmp_path: Path) -> None:
-    write_all(tmp_path / "data", 4, ("arc_easy", "piqa"))
-    tasks = ["--tasks", "knowledge,lm_eval:arc_easy,lm_eval:piqa", "--data-dir", str(tmp_path / "data")]
-    main(["analyze", "keep-heads", "--keep", "5:none", *tasks, "--examples", "4", "--out", str(tmp_path)])
-    rows = list(csv.DictReader((tmp_path / "keep-heads.csv").open()))
-    figures = [float(made[name]) for made in rows for name in ("arc_easy", "piqa")]
-    assert len(figures) == 4 and set(figures) <= {0.0, 25.0, 50.0, 75.0, 100.0}
 
 
 @needs_lm_eval

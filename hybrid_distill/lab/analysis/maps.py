@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,36 +188,32 @@ def mask_patterns(
         roles["both"] = dict(heads)
     wanted = [("intact", {}, torch.ones_like)]
     wanted += [(f"{role}: {name}", own, mask) for role, own in roles.items() for name, mask in VARIANTS.items()]
+
+    def accuracy(marked: Marked, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor]) -> float:
+        logprob_EC = [
+            masked_logprobs(model, encoded, partial(_masks, prompt, roles, variant), kind=kind)
+            for encoded, prompt in marked
+        ]
+        return choice_result(logprob_EC, [encoded.answer for encoded, _ in marked]).accuracy
+
     rows = []
-    for label, masked, variant in tqdm(wanted, desc="masking", disable=None):
-        values = [100 * _accuracy(model, marked, masked, variant, kind) for marked in tasks.values()]
-        rows.append(Row(label, tuple(values)))
+    with eval_mode(model):
+        for label, roles_of, variant in tqdm(wanted, desc="masking", disable=None):
+            values = [100 * accuracy(marked, roles_of, variant) for marked in tasks.values()]
+            rows.append(Row(label, tuple(values)))
     named = [f"{role} {' '.join(map(str, own))}" for role, own in heads.items() if own]
     return Table(f"{model.name_or_path}: {', '.join(named)}", "heads", list(tasks), rows)
 
 
-def _accuracy(
-    model: PreTrainedModel,
-    marked: Marked,
-    roles: Mapping[str, Sequence[HeadId]],
-    variant: Callable[[Tensor], Tensor],
-    kind: HeadKind | None,
-) -> float:
-    """Return the share of questions answered right, each prompt with masks of its own; a head may have both roles."""
-
-    def masks_of(prompt: MarkedPrompt) -> dict[HeadId, Tensor]:
-        patterns: dict[HeadId, Tensor] = {}
-        for role, heads in roles.items():
-            for head in heads:
-                patterns[head] = PATTERNS[role](prompt) | patterns.get(head, torch.tensor(False))
-        return {head: variant(pattern_TS) for head, pattern_TS in patterns.items()}
-
-    with eval_mode(model):
-        logprob_EC = [
-            masked_logprobs(model, encoded, lambda ids, prompt=prompt: masks_of(replace(prompt, ids=ids)), kind=kind)
-            for encoded, prompt in marked
-        ]
-    return choice_result(logprob_EC, [encoded.answer for encoded, _ in marked]).accuracy
+def _masks(
+    prompt: MarkedPrompt, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor], ids: Tokens
+) -> dict[HeadId, Tensor]:
+    """Make the masks of a prompt that ``ids`` go on; a head may have both roles."""
+    patterns: dict[HeadId, Tensor] = {}
+    for role, heads in roles.items():
+        pattern_TS = PATTERNS[role](replace(prompt, ids=ids))
+        patterns |= {head: pattern_TS | patterns.get(head, torch.zeros_like(pattern_TS)) for head in heads}
+    return {head: variant(pattern_TS) for head, pattern_TS in patterns.items()}
 
 
 def masked_logprobs(

@@ -164,7 +164,7 @@ def _behind_mixers(
         hooks.callback(site.block.register_forward_hook(leave, always_call=True).remove)
 
     with ExitStack() as hooks:
-        if any(_has_attention(site) for site in find_heads(model, kind).values()):
+        if any(site.kind_of(head) == "attention" for (_, head), site in find_heads(model, kind).items()):
             hooks.enter_context(eager_attention(model))
         for site in sites:
             hook(site)
@@ -191,10 +191,6 @@ def sites_of(model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | N
     return list({head.layer: every[head] for head in heads}.values())
 
 
-def _has_attention(site: HeadSite) -> bool:
-    return any(site.kind_of(head) == "attention" for head in range(site.n_heads))
-
-
 def check_prompt(
     model: PreTrainedModel, ids: Sequence[int], heads: Sequence[HeadId], kind: HeadKind | None, max_gb: float
 ) -> None:
@@ -216,7 +212,7 @@ def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId],
     for site in sites_of(model, heads, kind):  # every state of a Mamba-1 channel has a matrix of its own
         mixer: Mixer = site.module
         working.append(BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1))
-        if _has_attention(site):  # eager: the scores, and their softmax in float32
+        if site.kind in ("attention", "hybrid"):  # eager: the scores, and their softmax in float32
             working.append(site.n_heads * (4 + 2 * model.dtype.itemsize))
     return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + max(working))
 

@@ -67,14 +67,12 @@ class HeadRemoval(Experiment):
         """Load the model and measure it with and without heads."""
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
-        bench, ranking, counts = Bench(model, tokenizer, make_tasks(model, tokenizer)), list[HeadId](), self.counts
+        bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
         if scores is None:
-            counts = ()
-        else:
-            ranking = scores.ranking(self.by)
-            if scores.fingerprint not in ("", fingerprint(model)):
-                log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
-        return remove_heads(bench, ranking, counts, n_draws=self.random_draws, kind=self.kind)
+            return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
+        if scores.fingerprint not in ("", fingerprint(model)):
+            log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
+        return remove_heads(bench, scores.ranking(self.by), self.counts, n_draws=self.random_draws, kind=self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,21 +219,19 @@ def remove_heads(
 
 def prune_from_the_end(bench: Bench) -> Table:
     """Make a row for each number of layers left, from all to one."""
-    n_layers = len(decoder_blocks(bench.model))
-    labels = {left: f"0 to {left - 1}" for left in range(n_layers, 0, -1)} | {1: "0", n_layers: "all"}
-    variants = [
-        Variant(label, without_layers(bench.model, range(left, n_layers)), "layers from the end", left)
-        for left, label in labels.items()
-    ]
+    model, n_layers, variants = bench.model, len(decoder_blocks(bench.model)), []
+    for left in range(n_layers, 0, -1):
+        label = "all" if left == n_layers else "0" if left == 1 else f"0 to {left - 1}"
+        variants.append(Variant(label, without_layers(model, range(left, n_layers)), "layers from the end", left))
     return bench.table("layers dropped from the end", "layers left", variants)
 
 
 def prune_each_layer(bench: Bench, *, last_layer: int | None = None) -> Table:
     """Make a row for each layer that is left out, all others being there; those above ``last_layer`` never are."""
     model, above = bench.model, layers_above(bench.model, last_layer)
-    n_layers = len(decoder_blocks(model)) - len(above)
     variants = [Variant("none", without_layers(model, above))]
-    variants += [Variant(str(i), without_layers(model, [i, *above]), "one layer", i) for i in range(n_layers)]
+    for layer in range(len(decoder_blocks(model)) - len(above)):
+        variants.append(Variant(str(layer), without_layers(model, [layer, *above]), "one layer", layer))
     title = "one layer left out" + (f", of layers 0 to {last_layer}" if above else "")
     return bench.table(title, "layer left out", variants)
 
