@@ -19,7 +19,7 @@ from planted import (
     probe_texts,
     word_tokenizer,
 )
-from test_answering import TOKENIZERS, sharp
+from test_answering import DIGITS, WHOLE, sharp
 from test_head_sites import FAMILIES, IDS, make_model, n_hooks
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -44,11 +44,10 @@ from hybrid_distill.lab.analysis.patterns import (
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import Tokens, answer_choices, encode_example
+from hybrid_distill.probes.knowledge import LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.letter_choice import LetterChoice
-from hybrid_distill.scoring.attention import eager_attention
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import HeadKind, ablate_heads, load_teacher
+from hybrid_distill.teacher import HeadKind, ablate_heads, eager_attention, load_teacher
 
 KV = Example("Memorize:\nheart:8\nbench:72\nThe value of the key 'bench' is", " 72", (" 8", " 72"))
 
@@ -256,9 +255,9 @@ def test_the_patterns_of_a_planted_circuit_are_all_it_needs() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("pattern", TOKENIZERS)
+@pytest.mark.parametrize("pattern", [WHOLE, DIGITS])
 def test_choices_of_any_tokens_are_read_as_with_a_cache(pattern: str, family_model) -> None:
-    tokenizer = word_tokenizer(probe_texts(), *TOKENIZERS[pattern])
+    tokenizer = word_tokenizer(probe_texts(), pattern)
     model = sharp(family_model("llama", vocab_size=len(tokenizer)))
     examples = KVRetrieval(6, seed=1, keys=KEYS).examples(3)
     expected = answer_choices(model, tokenizer, examples).logprob_EC
@@ -272,7 +271,7 @@ def test_choices_of_any_tokens_are_read_as_with_a_cache(pattern: str, family_mod
         assert masked_logprobs(model, encode_example(tokenizer, example), everything) == pytest.approx(
             logprobs, abs=2e-4
         )
-    assert (len(rows) > 3) == ("digits" in pattern), "a row for each first digit"
+    assert (len(rows) > 3) == (pattern == DIGITS), "a row for each first digit"
 
 
 def test_a_mask_is_for_one_prompt() -> None:

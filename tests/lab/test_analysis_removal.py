@@ -28,8 +28,8 @@ from hybrid_distill.lab.analysis.removal import (
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
+from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
-from hybrid_distill.probes.letter_choice import Form, LetterChoice
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
 
 RANKING = [AGGREGATE, GATHER_VALUE_KEY, GATHER_ASKED_KEY]

@@ -22,12 +22,12 @@ from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
 from ...probes.registry import probe_with
 from ...scoring import HeadScores
-from ...scoring.comparison import comparison_table
 from ...teacher import HeadKind, eval_mode
 from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Subject, Table, check_readable, parse_head
 from .figures import draw_bars, draw_maps
 from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
 from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
+from .rankings import comparison_table
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions that mask searches heads on

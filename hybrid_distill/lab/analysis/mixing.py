@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from ...model.ssd import mixing_matrix
 from ...plan import HeadId
 from ...probes.answering import forward
-from ...scoring.attention import eager_attention
-from ...teacher import HeadKind, HeadSite, check_exists, eval_mode, head_sites, longest_context
+from ...teacher import HeadKind, HeadSite, check_exists, eager_attention, eval_mode, head_sites, longest_context
 
 Mixer = Any
 """A mixer of some family, with that family's attributes, and what it returns."""

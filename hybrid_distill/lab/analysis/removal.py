@@ -22,8 +22,8 @@ from ...limits import words
 from ...plan import HeadId
 from ...probes import Example
 from ...probes.answering import tokenize
+from ...probes.knowledge import Form, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...probes.letter_choice import Form, LetterChoice
 from ...scoring import HeadScores
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
 from .experiment import (
