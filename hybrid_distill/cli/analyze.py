@@ -6,14 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from ..lab.analysis.carriers import HybridHeadRanking
-from ..lab.analysis.formats import Formats
-from ..lab.analysis.keep_heads import KeepHeads
-from ..lab.analysis.maps import Maps
-from ..lab.analysis.mask import Mask
-from ..lab.analysis.prune_layers import PruneLayers
-from ..lab.analysis.remove_heads import RemoveHeads
-from ..lab.analysis.replace_layer import ReplaceLayer
+from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer
+from ..lab.analysis.maps import Maps, Mask
+from ..lab.analysis.removal import Formats, KeepHeads, PruneLayers, RemoveHeads
 
 Experiment = (
     Annotated[RemoveHeads, tyro.conf.subcommand("remove-heads")]

@@ -75,14 +75,6 @@ def test_a_students_kept_and_recurrent_heads_in_every_layout(family: str, family
     check_exact(student, mix_heads(student, TOKENS, heads), None)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_an_attention_map_is_a_distribution(family: str) -> None:
-    model = make_model(family)
-    for mix in mix_heads(model, TOKENS, all_heads(model)):
-        assert mix.kind == "attention" and mix.scale_TP is None
-        torch.testing.assert_close(mix.matrix_TS.sum(-1), torch.ones(10))
-
-
 def test_a_student_has_both_kinds_in_the_teachers_order() -> None:
     model = make_model("student")
     with torch.no_grad():
@@ -92,21 +84,6 @@ def test_a_student_has_both_kinds_in_the_teachers_order() -> None:
     mixes = mix_heads(model, TOKENS, all_heads(model))
     check_exact(model, mixes, None)
     assert [mix.head for mix in mixes if mix.kind == "attention"] == KEPT
-    theirs = [m for m in model.model.layers[0].self_attn.mixing_matrices(hidden_of(model, 0))[0]]  # type: ignore
-    ours = [mix.matrix_TS for mix in mixes if mix.head.layer == 0 and mix.kind == "ssm"]
-    torch.testing.assert_close(ours, theirs)
-
-
-@torch.no_grad()
-def hidden_of(model: PreTrainedModel, layer: int) -> Tensor:
-    seen: list[Tensor] = []
-    mixer = head_sites(model)[layer].module
-    hook = mixer.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-    )
-    model(torch.tensor([TOKENS]))
-    hook.remove()
-    return seen[0]
 
 
 def test_the_order_is_the_callers_and_no_other_head_is_made() -> None:
@@ -139,11 +116,7 @@ def test_bfloat16_is_exact_to_its_own_rounding() -> None:
     ("family", "kind", "head", "message"),
     [
         ("llama", None, HeadId(3, 0), r"L3H0 does not exist: this model has layers 0\.\.2"),
-        ("llama", None, HeadId(0, 4), r"L0H4 does not exist: .* with heads 0\.\.3"),
-        ("mamba2", None, HeadId(0, 8), "L0H8 does not exist"),
         ("mamba2", "attention", HeadId(0, 0), "Mamba2ForCausalLM has no heads of kind 'attention'"),
-        ("falcon_mamba", "attention", HeadId(0, 0), "FalconMambaForCausalLM has no heads of kind 'attention'"),
-        ("llama", "ssm", HeadId(0, 0), "has no heads of kind 'ssm'; its heads are of kind attention"),
         ("zamba2", None, HeadId(2, 0), "of which 1, 3, 4 have attention heads"),
     ],
 )
@@ -179,5 +152,5 @@ def test_the_estimate_holds(family: str) -> None:
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    estimate = mixing_bytes(model, n, heads, head_sites(model))
+    estimate = mixing_bytes(model, n, heads)
     assert 0.4 * peak < estimate < 2.5 * peak, (estimate, peak)

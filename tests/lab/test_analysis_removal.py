@@ -1,27 +1,36 @@
-"""Heads and layers removed: what is lost, that nothing of the model is changed, and what is refused."""
+"""Heads and layers removed, and questions in other formats: what is lost, and that nothing of a model is changed."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from harness_rows import row, write_rows
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, N_HEADS, N_LAYERS, planted_teacher
 from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.analysis.experiment import Bench
-from hybrid_distill.lab.analysis.keep_heads import keep_heads, parse_kept
-from hybrid_distill.lab.analysis.prune_layers import prune_each_layer, prune_from_the_end, without_layers
-from hybrid_distill.lab.analysis.remove_heads import remove_heads
-from hybrid_distill.lab.analysis.tables import Column, Row, Table
-from hybrid_distill.lab.analysis.tasks import Task
+from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Row, Table, Task, accuracy_task
+from hybrid_distill.lab.analysis.removal import (
+    RemoveHeads,
+    in_chat,
+    keep_heads,
+    parse_kept,
+    prune_each_layer,
+    prune_from_the_end,
+    remove_heads,
+    without_layers,
+)
 from hybrid_distill.plan import HeadId
+from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
-from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.teacher import ablate_heads, decoder_blocks, head_sites
+from hybrid_distill.probes.knowledge import Form, LetterChoice
+from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
+from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
 
 RANKING = [AGGREGATE, GATHER_VALUE_KEY, GATHER_ASKED_KEY]
 RANKING += [h for h in (HeadId(i, j) for i in range(N_LAYERS) for j in range(N_HEADS)) if h not in RANKING]
@@ -31,8 +40,7 @@ RANKING += [h for h in (HeadId(i, j) for i in range(N_LAYERS) for j in range(N_H
 def planted() -> Bench:
     """The planted teacher, asked for KV retrieval of 8 pairs in its words."""
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(24)
-    retrieval = Task(Column("kv", "%", 12.5), lambda m, t: 100 * answer_choices(m, t, examples).accuracy)
-    return Bench(*planted_teacher(), [retrieval])
+    return Bench(*planted_teacher(), [accuracy_task("kv", examples, 1 / 8)])
 
 
 def values(table: Table) -> dict[str, float]:
@@ -106,22 +114,6 @@ def test_a_layer_left_out_hands_on_what_it_gets_and_comes_back_bit_identical(fam
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_left_out_runs_once_and_no_more_but_for_a_cache(family: str) -> None:
-    """Its output is not used then: both forwards give the same."""
-    model, ran = make_model(family), []
-    site = next(site for site in head_sites(model) if site.layer == 1)
-    hook = site.module.register_forward_pre_hook(lambda *_: ran.append(1))
-    uses = sum(other.module is site.module for other in head_sites(model)) - 1  # by the other layers
-    with without_layers(model, [1]):
-        first = model(IDS, use_cache=False).logits
-        assert len(ran) == 1 + uses
-        assert torch.equal(model(IDS, use_cache=False).logits, first) and len(ran) == 1 + 2 * uses
-        assert torch.equal(model(IDS, use_cache=True).logits, first) and len(ran) == 2 + 3 * uses
-    hook.remove()
-
-
 def test_a_model_without_layers_generates_with_its_cache_as_without() -> None:
     for family in ("llama", "mamba2", "falcon_h1"):
         model = make_model(family)
@@ -131,44 +123,40 @@ def test_a_model_without_layers_generates_with_its_cache_as_without() -> None:
             assert torch.equal(cached, model.generate(IDS, use_cache=False, **settings))  # type: ignore[operator]
 
 
-TABLE = Table(
-    "a title",
-    "removed",
-    (Column("kv", "%", 25.0), Column("perplexity", "", digits=3)),
-    (Row("nothing", (80.0, 4.0)), Row.mean("random 2", [(60.0, 5.0), (64.0, 5.0)], "random", 2)),
-)
-
-
-def test_a_table_in_three_forms(tmp_path: Path) -> None:
-    assert TABLE.text().splitlines() == [
+def test_a_table_in_its_forms(tmp_path: Path) -> None:
+    columns = (Column("kv", "%", 25.0), Column("perplexity", "", digits=3))
+    rows = (Row("nothing", (80.0, 4.0)), Row("random 2", (62.0, 5.0), "random", 2, (2.0, 0.0)))
+    text = RemoveHeads(scores=tmp_path, out=tmp_path).save(Table("a title", "removed", columns, rows))
+    assert text.splitlines() == [
         "a title",
         "removed                  kv, %       perplexity",
         "nothing                   80.0            4.000",
         "random 2  62.0 ± 2.0 (−22.5 %)  5.000 (+25.0 %)",
         "guessing                  25.0",
     ]
-    TABLE.save(tmp_path, "table")
-    assert (tmp_path / "table.md").read_text().splitlines() == [
-        "a title",
-        "",
-        "| removed | kv, % | perplexity |",
-        "| --- | ---: | ---: |",
-        "| nothing | 80.0 | 4.000 |",
-        "| random 2 | 62.0 ± 2.0 (\N{MINUS SIGN}22.5 %) | 5.000 (+25.0 %) |",
-        "| guessing | 25.0 |  |",
-    ]
-    rows = list(csv.reader(TABLE.csv().splitlines()))
-    assert rows[0] == ["removed", "kv", "kv_change_percent", "kv_sd", "perplexity", "perplexity_change_percent",
-                       "perplexity_sd"]  # fmt: skip
-    assert rows[1] == ["nothing", "80.0", "", "", "4.0", "", ""]
-    assert [float(cell) for cell in rows[2][1:]] == pytest.approx([62, -22.5, 2, 5, 25, 0])
+    lines = (tmp_path / "remove-heads.md").read_text().splitlines()
+    assert lines[:3] == ["a title", "", "| removed | kv, % | perplexity |"] and lines[-1] == "| guessing | 25.0 |  |"
+    names, intact, random = csv.reader((tmp_path / "remove-heads.csv").open())
+    assert names == [
+        "removed", "kv", "kv_change_percent", "kv_sd", "perplexity", "perplexity_change_percent", "perplexity_sd"
+    ]  # fmt: skip
+    assert intact == ["nothing", "80.0", "", "", "4.0", "", ""]
+    assert [float(cell) for cell in random[1:]] == pytest.approx([62, -22.5, 2, 5, 25, 0])
 
 
-TINY = ["--tasks", "kv,kv:generate,knowledge,text", "--pairs", "8", "--examples", "16"]
+def test_of_a_long_table_the_best_rows_are_shown(tmp_path: Path) -> None:
+    rows = [Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50)]
+    shown = RemoveHeads(scores=tmp_path, out=tmp_path).save(Table("a title", "put", [Column("kv")], rows), most=24)
+    assert shown.startswith("a title (24 more in the file)\n")
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == [*map(str, range(24)), "48", "49"]
+    assert len((tmp_path / "remove-heads.csv").read_text().splitlines()) == 51
+
+
+SMALL = ["--tasks", "kv,kv:generate,knowledge,text", "--pairs", "8", "--examples", "16"]
 
 
 def test_the_command_shows_the_central_result(scores: Path, tmp_path: Path, capsys) -> None:
-    main(["analyze", "remove-heads", "--scores", str(scores), "--counts", "4", "--random-draws", "1", *TINY]
+    main(["analyze", "remove-heads", "--scores", str(scores), "--counts", "4", "--random-draws", "1", *SMALL]
          + ["--out", str(tmp_path / "new")])  # fmt: skip
     assert {p.name for p in (tmp_path / "new").iterdir()} == {f"remove-heads.{end}" for end in ("md", "csv", "png")}
     intact, without, _ = list(csv.DictReader((tmp_path / "new/remove-heads.csv").open()))
@@ -191,3 +179,83 @@ def test_the_other_commands_write_tables_and_figures(tmp_path: Path) -> None:
 def test_more_heads_than_there_are(planted: Bench) -> None:
     with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
         remove_heads(planted, RANKING, (17,))
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+def test_the_questions_and_their_options_are_the_same_in_every_form() -> None:
+    forms: tuple[Form, ...] = ("letter", "text", "completion")
+    letter, text, completion = (LetterChoice.from_file(seed=3, form=form).examples(5) for form in forms)
+    for asked, named, alone in zip(letter, text, completion, strict=True):
+        assert asked.prompt == named.prompt and asked.prompt.splitlines()[0] == alone.prompt
+        assert named.choices == alone.choices and named.answer == alone.answer
+        assert f"{asked.answer.strip()}.{named.answer}" in asked.prompt.splitlines()
+        assert [f"{c.strip()}.{t}" for c, t in zip(asked.choices, named.choices)] == asked.prompt.splitlines()[1:-1]
+
+
+def test_a_dictionary_in_other_words_has_the_same_pairs_and_the_same_answer() -> None:
+    plain, spoken = KVRetrieval(3, seed=1).examples(1)[0], KVRetrieval(3, seed=1, wording=DIALOGUE).examples(1)[0]
+    assert plain.choices == spoken.choices and plain.answer == spoken.answer
+    key = plain.prompt.split("'")[1]
+    assert f"Anna: I have{plain.answer} of the {key}." in spoken.prompt.splitlines()
+    assert spoken.prompt.endswith(f"Ben: How many of the {key}?\nAnna: You said")
+
+
+def test_a_chat_is_the_template_around_the_prompt_with_one_beginning() -> None:
+    _, tokenizer = load_teacher(TINY)
+    tokenizer.chat_template = TEMPLATE
+    example = Example("heart:8\nbench:72\nbench", " 72", (" 8", " 72"))
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    start = "" if begins else tokenizer.bos_token or ""
+    assert in_chat(example, tokenizer) == Example(f"{start}[user]{example.prompt}[assistant]", "72", ("8", "72"))
+
+
+def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
+    argv = ["--of", "kv", "--formats", "completion,reworded", "--scores", str(scores), "--counts", "4"]
+    main(["analyze", "formats", *argv, "--examples", "16", "--out", str(tmp_path)])
+    assert {p.name for p in tmp_path.iterdir()} == {f"formats.{end}" for end in ("md", "csv", "png")}
+    intact, without = csv.DictReader((tmp_path / "formats.csv").open())
+    for name in ("completion", "reworded"):
+        assert float(intact[name]) > 80 and float(without[name]) < 40
+
+
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
+
+
+def arc_rows(n: int) -> list[dict]:
+    """Questions in the embedded teacher's words, on which it is neither always right nor never."""
+    rows = [row("arc_easy", number) for number in range(n)]
+    for number, made in enumerate(rows):
+        made["question"] = f"Memorize the following dictionary: bird:{number}"
+    return rows
+
+
+def as_example(made: dict) -> Example:
+    """Ask as lm-eval does in arc_easy: the choice with the highest summed log-probability."""
+    choices = tuple(f" {text}" for text in made["choices"]["text"])
+    answer = choices[made["choices"]["label"].index(made["answerKey"])]
+    return Example(f"Question: {made['question']}\nAnswer:", answer, choices)
+
+
+@needs_lm_eval
+def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_path: Path) -> None:
+    model, tokenizer = load_teacher(TINY)
+    rows = arc_rows(12)
+    write_rows(tmp_path / "arc_easy/test.jsonl", rows)
+    (task,) = Questions(tasks="lm_eval:arc_easy", data_dir=tmp_path, examples=10).make(model, tokenizer)
+    assert task.column.header == "arc_easy, %"
+    for heads in ([], [HeadId(5, 5), HeadId(0, 1), HeadId(2, 6)]):
+        with ablate_heads(model, heads):
+            found = task.measure(model, tokenizer)
+            own = answer_choices(model, tokenizer, [as_example(made) for made in rows[:10]]).accuracy
+        assert found == pytest.approx(100 * own)
+
+
+@needs_lm_eval
+def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    model, tokenizer = load_teacher(TINY)
+    with pytest.raises(ValueError, match="is not installed; pip install lm-eval"):
+        Questions(tasks="lm_eval:piqa").make(model, tokenizer)

@@ -63,8 +63,3 @@ def test_a_model_of_ones_own_is_in_every_command_and_no_student_is_asked_for(scr
     commands = commands_of(script, model="some/model", out=Path("here"))
     assert commands and all(" --model some/model " in c and c.endswith(" --out here") for c in commands.values())
     assert "--student" not in " ".join(commands.values()) and "--beside" not in " ".join(commands.values())
-
-
-def test_an_experiment_that_does_not_exist(script: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--only sudoku: there are remove-heads"):
-        script.main(script.Gallery(model="x", only=("sudoku",), work=tmp_path))

@@ -1,4 +1,5 @@
 """Looking inside a decoder: what its heads mix, and what is left without some of its layers or heads.
 
-``mixing`` is the foundation; every other module is one experiment, which returns a `Table` and draws a figure.
+``experiment`` is what experiments share, ``mixing`` and ``patterns`` are what ``maps`` is made of; ``removal`` and
+``hybrids`` hold the others.
 """

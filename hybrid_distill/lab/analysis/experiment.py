@@ -2,20 +2,98 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from statistics import fmean, pstdev
+from tempfile import TemporaryDirectory
+from typing import ClassVar, Literal, NamedTuple
 
+import pandas as pd
+import torch
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data import read_held_out
+from ...distributed import connect
+from ...io import write_text
+from ...limits import words
 from ...plan import HeadId
-from .tables import Column, Row, Table
-from .tasks import Questions, Subject, Task
+from ...probes import Example, Probe
+from ...probes.answering import answer_choices, answer_generation
+from ...probes.checks import check_answerable
+from ...probes.knowledge import Knowledge
+from ...probes.plain_text import text_batches
+from ...probes.registry import PROBES, probe_with
+from ...teacher import TINY, eval_mode, load_teacher, longest_context
+from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
+from ..suites import SuiteJob, check_job, run_suite
+
+KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
+MAX_TEXT_TOKENS = 512
+
+
+class Column(NamedTuple):
+    """A measure and its unit ("" for none). ``chance`` is what guessing gives."""
+
+    name: str
+    unit: str = "%"
+    chance: float | None = None
+    digits: int = 1
+
+    @property
+    def header(self) -> str:
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+class Row(NamedTuple):
+    """One variant: a number for each column, and standard deviations where it is a mean of several draws.
+
+    ``group`` and ``x`` are its line in a figure, and its place there.
+    """
+
+    label: str
+    values: tuple[float, ...]
+    group: str = ""
+    x: float = 0
+    spreads: tuple[float, ...] = ()
+
+
+class Table(NamedTuple):
+    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact model."""
+
+    title: str
+    label: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    compared: bool = True
+
+    def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Return the cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
+        labels = [row.label for row in self.rows]
+        cells: dict[str, list[str]] = {self.label: [*labels, "guessing"]}
+        numbers: dict[str, Sequence[object]] = {self.label: labels}
+        for index, column in enumerate(self.columns):
+            values = [row.values[index] for row in self.rows]
+            spreads = [row.spreads[index] if row.spreads else None for row in self.rows]
+            base = values[0] if self.compared else 0
+            ratios = [value / base if base and place else math.nan for place, value in enumerate(values)]
+            texts = [with_error(value, sd or None, column.digits) for value, sd in zip(values, spreads)]
+            changes = ["" if math.isnan(ratio) else f" ({percent_change(ratio)})" for ratio in ratios]
+            chance = "" if column.chance is None else f"{column.chance:.1f}"
+            cells[column.header] = [*map("".join, zip(texts, changes)), chance]
+            numbers[column.name] = values
+            if self.compared:
+                numbers[f"{column.name}_change_percent"] = [100 * (ratio - 1) for ratio in ratios]
+                numbers[f"{column.name}_sd"] = spreads
+        shown = len(labels) + any(column.chance is not None for column in self.columns)
+        return pd.DataFrame(cells).head(shown), pd.DataFrame(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +109,149 @@ class Experiment(ABC):
     def run(self) -> str:
         """Write the tables and figures to ``out``; return the tables as text."""
 
-    def save(self, table: Table, draw: Callable[[Table, Path], None] | None = None, suffix: str = "") -> str:
-        """Write OUT/NAME.md, .csv and, drawn by ``draw``, .png; return the table as text."""
-        table.save(self.out, f"{self.NAME}{suffix}")
-        if draw is not None:
-            draw(table, self.out / f"{self.NAME}{suffix}.png")
-        return table.text()
+    def save(
+        self, table: Table, draw: Callable[[Table, Path], None] | None = None, *, suffix: str = "", most: int = 0
+    ) -> str:
+        """Write OUT/NAME.md, .csv and .png; return the table as text.
+
+        With ``most``, text and figure have so many rows, and those of a group.
+        """
+        path, (cells, numbers) = self.out / f"{self.NAME}{suffix}", table.frames()
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_text(Path(f"{path}.md"), f"{table.title}\n\n{markdown_table(cells)}\n")
+        write_text(Path(f"{path}.csv"), numbers.to_csv(index=False, lineterminator="\n"))
+        if most:
+            rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
+            more = f" ({len(table.rows) - len(rows)} more in the file)" if len(rows) < len(table.rows) else ""
+            table = table._replace(title=table.title + more, rows=rows)
+        if draw is not None and can_draw():
+            draw(table, Path(f"{path}.png"))
+        return f"{table.title}\n{text_table(table.frames()[0])}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model under study."""
+
+    model: str = TINY
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number format; by default bfloat16 on a GPU, float32 on a CPU."""
+    allow_bin: bool = False
+    """Accept weights that are a pickle (``*.bin``)."""
+
+    def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load model and tokenizer; errors name ``flag``."""
+        device = own_device()
+        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        model, tokenizer = load_teacher(self.model, dtype=dtype, allow_bin=self.allow_bin, flag=flag)
+        nn.Module.to(model, device)
+        return model, tokenizer
+
+
+def own_device() -> torch.device:
+    """Return the device of this process."""
+    return torch.device(connect().device or "cpu")
+
+
+class Task(NamedTuple):
+    """A column, and the function that finds its number: a percentage, or a perplexity."""
+
+    column: Column
+    measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The tasks that a model is measured on."""
+
+    tasks: str = "kv,knowledge,text"
+    """kv, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
+    (perplexity), and tasks of lm-eval, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
+    pairs: int = 16
+    """Dictionary size of kv and two_hop."""
+    facts: Path | None = None
+    """JSON lines of questions for knowledge and letters; by default the embedded facts."""
+    texts: str = TINY
+    """Plain text, ``tiny`` or a file, for the perplexity."""
+    data_dir: Path | None = None
+    """Folder of the questions of lm-eval's tasks, instead of the hub (docs/evaluation.md)."""
+    examples: int = 128
+    """Questions of each probe and task of lm-eval (of each part of mmlu, bbh and niah), and documents of the text."""
+    seed: int = 1
+    """Seed of the questions; take another one than for scoring heads."""
+    batch_size: int = 32
+
+    @property
+    def names(self) -> list[str]:
+        if not (names := words(self.tasks)):
+            raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
+        return names
+
+    def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        return [self._task(name, model, tokenizer) for name in self.names]
+
+    def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
+        if name == TEXT:
+            texts = read_held_out(self.texts, self.examples)
+            return Task(Column("perplexity", "", digits=3), lambda m, t: perplexity(m, t, texts, self.batch_size))
+        if name.startswith(LM_EVAL):
+            suite, seed, size = name.removeprefix(LM_EVAL), self.seed, self.batch_size
+            job = SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=seed, batch_size=size)
+            check_job(job)
+            return Task(Column(suite), lambda m, t: percent_by_lm_eval(m, t, job))
+        examples, chance = self.examples_of(name.removesuffix(GENERATED))
+        check_readable(model, tokenizer, examples)
+        return accuracy_task(name, examples, chance, self.batch_size)
+
+    def examples_of(self, name: str) -> tuple[list[Example], float]:
+        """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
+        if name not in (KNOWLEDGE, *PROBES):
+            raise ValueError(f"there is no task {name!r}; there are {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
+        asked = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
+        return asked.examples(self.examples), asked.chance
+
+    def probe(self, name: str, seed: int) -> Probe:
+        """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
+        return probe_with(name, {"pairs": self.pairs, "facts": self.facts, "seed": seed})
+
+
+def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
+    """Make a column of questions answered right, by generation if so named; ``chance``, by choice, is 0 to 1."""
+
+    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        if name.endswith(GENERATED):
+            return 100 * answer_generation(model, tokenizer, examples, batch_size=batch_size).double().mean().item()
+        return 100 * answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
+
+    return Task(Column(name, chance=None if name.endswith(GENERATED) else 100 * chance), percent)
+
+
+def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
+    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's context."""
+    check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
+
+
+def percent_by_lm_eval(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> float:
+    """Ask a task of lm-eval. Raises ValueError for one that lm-eval cannot ask this model."""
+    with TemporaryDirectory() as folder:
+        found = run_suite(model, tokenizer, job, Path(folder))
+    for part, reason in found.failed.items():
+        raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+    return 100 * found.tasks[job.suite].value
+
+
+def perplexity(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch_size: int
+) -> float:
+    """Measure the perplexity of plain texts, each cut to MAX_TEXT_TOKENS."""
+    n_tokens, total = 0, 0.0
+    with eval_mode(model):
+        for batch in text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size):
+            total += batch.token_losses(batch.logits(model)).double().sum().item()
+            n_tokens += int(batch.counts_BT.sum())
+    return math.exp(total / n_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +283,20 @@ class Bench(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
 
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return tuple(task.column for task in self.tasks)
-
-    def measure(self) -> tuple[float, ...]:
-        """Find one number for each task."""
-        return tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
-
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row for each variant; variants of one label are draws, shown as their mean."""
-        found: dict[str, list[tuple[float, ...]]] = {}
+        drawn: dict[str, list[tuple[float, ...]]] = {}
         for variant in tqdm(variants, desc=label, disable=None):
             with variant.changed:
-                found.setdefault(variant.label, []).append(self.measure())
-        first = {variant.label: variant for variant in reversed(variants)}
-        rows = (Row.mean(name, values, first[name].group, first[name].x) for name, values in found.items())
-        return Table(f"{self.model.name_or_path}: {title}", label, self.columns, tuple(rows))
+                values = tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
+            drawn.setdefault(variant.label, []).append(values)
+        rows = []
+        for name, _, group, x in {variant.label: variant for variant in variants}.values():
+            several = list(zip(*drawn[name]))
+            spreads = tuple(map(pstdev, several)) if len(drawn[name]) > 1 else ()
+            rows.append(Row(name, tuple(map(fmean, several)), group, x, spreads))
+        columns = [task.column for task in self.tasks]
+        return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
 
 
 def parse_head(text: str) -> HeadId:

@@ -1,4 +1,4 @@
-"""Figures of experiments: lines, bars and matrices, in the style of the reporting kit; none without matplotlib."""
+"""Figures of experiments: lines, bars and matrices, in the style of the reporting kit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure
+from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, figure
+from .experiment import Column, Row, Table
 from .mixing import HeadMix
 from .patterns import MarkedPrompt, row_shares
-from .tables import Column, Row, Table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +23,6 @@ DOTTED = (0, (1, 2))
 
 def draw_lines(table: Table, path: Path, x_label: str) -> None:
     """Draw a line for each group of rows; dashed is the intact model, dotted is guessing."""
-    if not can_draw():
-        return
     groups = list(dict.fromkeys(row.group for row in table.rows if row.group))
     n_columns = len(table.columns)
     with figure(path, 1, n_columns, size=(3.1 * n_columns + 0.4, 3.3)) as grid:
@@ -33,13 +31,11 @@ def draw_lines(table: Table, path: Path, x_label: str) -> None:
                 rows = [row for row in table.rows if row.group == group]
                 x, y = [row.x for row in rows], [row.values[index] for row in rows]
                 axes.plot(x, y, color=look.color, marker=look.marker, label=group)
-                errors = [row.spreads[index] if row.spreads else 0 for row in rows]
-                if any(errors):
+                if any(errors := [row.spreads[index] if row.spreads else 0 for row in rows]):
                     axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=look.color, elinewidth=1.2, capsize=2)
             _references(axes, column, table.rows[0], index, across=True)
-            axes.set_xticks(sorted({row.x for row in table.rows if row.group}), minor=False)
-            axes.set_xlabel(x_label)
-            axes.set_title(column.header)
+            ticks = sorted({row.x for row in table.rows if row.group})
+            axes.set(xticks=ticks, xlabel=x_label, title=column.header)
         if len(groups) > 1:
             grid[0, 0].legend(fontsize=8)
         _note(grid, f"dashed: {INTACT}; dotted: guessing")
@@ -47,8 +43,6 @@ def draw_lines(table: Table, path: Path, x_label: str) -> None:
 
 def draw_together(table: Table, path: Path, x_label: str) -> None:
     """Draw a line for each column, in one panel: the first row at 0, then those of the first group."""
-    if not can_draw():
-        return
     first, *others = table.rows
     rows = [first, *(row for row in others if row.group == others[0].group)]
     x = [0, *(row.x for row in rows[1:])]
@@ -58,24 +52,17 @@ def draw_together(table: Table, path: Path, x_label: str) -> None:
             axes.plot(x, [row.values[index] for row in rows], color=look.color, marker=look.marker, label=column.name)
             if column.chance is not None:
                 axes.axhline(column.chance, color=look.color, linewidth=1.2, linestyle=DOTTED)
-        axes.set_ylim(0, 104)
-        axes.set_xticks(x)
-        axes.set_xlabel(f"{x_label} (dotted: guessing)")
-        axes.set_title("answered right, %")
+        axes.set(ylim=(0, 104), xticks=x, xlabel=f"{x_label} (dotted: guessing)", title="answered right, %")
         axes.legend(fontsize=8)
 
 
-def draw_bars(
-    table: Table, path: Path, *, first: str = INTACT, most: int | None = None, is_attention: Sequence[bool] = ()
-) -> None:
-    """Draw a bar for each row, or for the first so many; recurrent heads' are orange.
+def draw_bars(table: Table, path: Path, *, first: str = INTACT) -> None:
+    """Draw a bar for each row; recurrent heads' are orange.
 
     Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
     """
-    if not can_draw():
-        return
-    rows = table.rows[:most]
-    colors = [BLUE if blue else ORANGE for blue in is_attention[: len(rows)]] or [BLUE] * len(rows)
+    rows = table.rows
+    colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
     if table.compared:
         colors[0] = PALE
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
@@ -112,19 +99,16 @@ def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path:
     Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: what an
     aggregate head looks at, filled for the answer.
     """
-    if not can_draw():
-        return
     n_columns = min(n_columns, len(panels), MOST_COLUMNS)
     n_rows = math.ceil(len(panels) / n_columns)
-    start = max(0, len(prompt.ids) - MOST_TOKENS)
-    n_shown = len(prompt.ids) - start
-    labels = [label.replace("$", r"\$") for label in prompt.labels[start:]]  # two of them would be a formula
+    n_shown = min(len(prompt.ids), MOST_TOKENS)
+    labels = [label.replace("$", r"\$") for label in prompt.labels[-n_shown:]]  # two of them would be a formula
     side = min(max(2.6, 0.115 * n_shown), 7.0)
+    size = min(7.0, 62 * side / n_shown)
     with figure(path, n_rows, n_columns, size=((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3)) as grid:
         for place, (axes, (title, mix)) in enumerate(zip(grid.flat, panels)):
-            _draw_map(axes, mix, prompt, start)
+            _draw_map(axes, mix, prompt, n_shown)
             axes.set_title(title, fontsize=9)
-            size = min(7.0, 62 * side / n_shown)
             if place % n_columns == 0:
                 axes.set_yticks(range(n_shown), labels, fontsize=size)
             if place + n_columns >= len(panels):
@@ -135,17 +119,16 @@ def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path:
         _note(grid, note)
 
 
-def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, start: int) -> None:
+def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    hue = BLUE if mix.kind == "attention" else ORANGE
-    colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", hue])
-    shown = row_shares(mix.matrix_TS)[start:, start:].tolist()
-    axes.imshow(shown, cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
+    start = len(prompt.ids) - n_shown
+    colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", BLUE if mix.kind == "attention" else ORANGE])
+    share_TS = row_shares(mix.matrix_TS)[start:, start:]
+    axes.imshow(share_TS.tolist(), cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
     axes.grid(False)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.tick_params(length=0, pad=1)
     for index, (content, summary) in enumerate(prompt.segments):
         rows, columns = ([i - start for i in places if i >= start] for places in (summary, content))
@@ -153,5 +136,5 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, start: int) -> Non
             corner, width, height = (columns[0] - 0.5, rows[0] - 0.5), columns[-1] - columns[0] + 1, len(rows)
             axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=VERMILION, linewidth=0.8))
         face = GREEN if index == prompt.answer else "none"
-        axes.scatter(rows, [len(shown) + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
-    axes.set_ylim(len(shown) + 0.9, -0.5)
+        axes.scatter(rows, [n_shown + 0.2] * len(rows), 12, marker="^", facecolors=face, edgecolors=GREEN)
+    axes.set_ylim(n_shown + 0.9, -0.5)

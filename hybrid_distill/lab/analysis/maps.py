@@ -1,35 +1,43 @@
-"""Attention maps and mixing matrices on one prompt, side by side, and the heads that look like gather or aggregate."""
+"""Heads that look like gather or aggregate on a prompt, and heads left with only that pattern (arXiv 2504.18574).
+
+`Maps` draws attention maps and mixing matrices side by side. `Mask` multiplies matrices by a mask made for each prompt:
+is the pattern what the heads do? Beside it: the head removed, and the head without the pattern.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...plan import HeadId
-from ...probes import Example, check_counts
+from ...probes import check_counts
+from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
 from ...probes.registry import probe_with
 from ...scoring import HeadScores
-from ...teacher import HeadKind
-from .experiment import Experiment, parse_head
-from .figures import draw_maps
-from .mixing import MAX_BYTES, HeadMix, heads_in, mix_heads, mixing_bytes, mixing_sites
-from .patterns import MarkedPrompt, Sharpness, mark_example, mark_prompt, sharpness
+from ...teacher import HeadKind, eval_mode
+from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Subject, Table, check_readable, parse_head
+from .figures import draw_bars, draw_maps
+from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
+from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
 from .rankings import comparison_table
-from .tables import Column, Row, Table
-from .tasks import Subject
 
 COLUMNS_OF_ONE_MODEL = 3
-GATHER, AGGREGATE = Sharpness._fields.index("gather"), Sharpness._fields.index("aggregate")
-COLUMNS = (
-    Column("entropy", "bits", digits=2),
-    *(Column(name) for name in ("answer", "separators", "gather", "aggregate")),
-)
+SEARCHED = 8  # questions that mask searches heads on
+VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "removed": torch.zeros_like,
+    "pattern alone": lambda pattern_TS: pattern_TS,
+    "pattern taken out": lambda pattern_TS: ~pattern_TS,
+}
+Marked = Sequence[tuple[EncodedExample, MarkedPrompt]]
+"""Questions as tokens, and with their marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,121 +68,171 @@ class Maps(Experiment):
     """Heads of each pattern to show."""
     scores: Path | None = None
     """A scores.json: the patterns' rankings are compared with it."""
-    max_gb: float = MAX_BYTES / 2**30
+    max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
         check_counts(examples=self.examples, k=self.k)
         ablation = None if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
-        heads, ssm_heads = map(parse_head, self.heads), list(map(parse_head, self.ssm_heads))
-        chosen, shown = list(heads), []
-        asked = probe_with(self.probe, {"pairs": self.pairs, "seed": self.seed}).examples(self.examples)
+        chosen, ssm_heads = list(map(parse_head, self.heads)), list(map(parse_head, self.ssm_heads))
+        asked, shown = probe_with(self.probe, {"pairs": self.pairs, "seed": self.seed}).examples(self.examples), []
         if not (chosen or ssm_heads) or ablation is not None:
-            found = find_patterns(model, tokenizer, asked, kind=self.kind, max_bytes=int(self.max_gb * 2**30))
-            chosen = chosen or ([] if ssm_heads else found.first(self.k))
-            shown.append(self.save(found.table(self.k, ablation), suffix=".patterns"))
-            shown += [] if ablation is None else [found.compared(ablation)]
+            found = find_patterns(model, tokenizer, asked, kind=self.kind)
+            named = {pattern: rank_by(found, pattern) for pattern in PATTERNS}
+            first = list(dict.fromkeys(head for ranking in named.values() for head in ranking[: self.k]))
+            title = f"{model.name_or_path}: heads that gather or aggregate, means over {len(asked)} prompts"
+            table = sharpness_table(title, [(str(head), found[head]) for head in first])
+            if ablation is not None:
+                place = {str(head): number for number, head in enumerate(ablation, start=1)}
+                rows = [row._replace(values=(*row.values, place.get(row.label, math.nan))) for row in table.rows]
+                column = Column("place by ablation", "", digits=0)
+                table = table._replace(columns=[*table.columns, column], rows=rows)
+            shown.append(self.save(table, suffix=".patterns"))
+            if ablation is not None:
+                shown.append(comparison_table({**named, "ablation": ablation}, min(10, len(ablation), len(found))))
+            if not (chosen or ssm_heads):
+                chosen = first
         prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
-            other, _ = Subject(path, self.subject.dtype).load()
-            panels += self._panels(other, path, prompt, chosen, ssm_heads)
+            panels += self._panels(Subject(path, self.subject.dtype).load()[0], path, prompt, chosen, ssm_heads)
         n_columns = len(chosen) + len(ssm_heads) if self.beside else COLUMNS_OF_ONE_MODEL
-
-        def draw(table: Table, path: Path) -> None:
-            draw_maps(panels, prompt, path, n_columns=n_columns)
-
-        return "\n\n".join([*shown, self.save(sharpness_table(panels, prompt), draw)])
+        title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
+        table = sharpness_table(title, [(label, sharpness(prompt, mix)) for label, mix in panels])
+        drawn = self.save(table, lambda _, path: draw_maps(panels, prompt, path, n_columns=n_columns))
+        return "\n\n".join([*shown, drawn])
 
     def _panels(
-        self,
-        model: PreTrainedModel,
-        name: str,
-        prompt: MarkedPrompt,
-        heads: Sequence[HeadId],
-        ssm_heads: Sequence[HeadId],
+        self, model: PreTrainedModel, name: str, prompt: MarkedPrompt, heads: list[HeadId], ssm_heads: list[HeadId]
     ) -> list[tuple[str, HeadMix]]:
-        max_bytes = int(self.max_gb * 2**30)
-        mixes = mix_heads(model, prompt.ids, heads, kind=self.kind, max_bytes=max_bytes) if heads else []
-        mixes += mix_heads(model, prompt.ids, ssm_heads, kind="ssm", max_bytes=max_bytes) if ssm_heads else []
-        label = Path(name).name if self.beside else ""
-        return [(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
+        label, panels = Path(name).name if self.beside else "", []
+        asked: tuple[tuple[list[HeadId], HeadKind | None], ...] = ((heads, self.kind), (ssm_heads, "ssm"))
+        for some, kind in asked:
+            mixes = mix_heads(model, prompt.ids, some, kind=kind, max_gb=self.max_gb) if some else []
+            panels += [(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
+        return panels
 
 
-def sharpness_table(shown: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt) -> Table:
-    """Make a row for each head: see `Sharpness`."""
-    rows = [Row(label, _in_percent(sharpness(mix.matrix_TS, prompt))) for label, mix in shown]
-    title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
-    return Table(title, "head", COLUMNS, tuple(rows), compared=False)
+def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Table:
+    """Make a row for each head; shares in percent."""
+    columns = [Column("entropy", "bits", digits=2), *map(Column, Sharpness._fields[1:])]
+    rows = [Row(label, (found.entropy, *(100 * share for share in found[1:]))) for label, found in measured]
+    return Table(title, "head", columns, rows, compared=False)
 
 
-def _in_percent(found: Sharpness) -> tuple[float, ...]:
-    return (found.entropy, *(100 * share for share in found[1:]))
+@dataclass(frozen=True, kw_only=True)
+class Mask(ModelExperiment):
+    """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed.
+
+    Tasks are those whose answer is in one line of the prompt: kv, letters, needle, two_hop.
+    """
+
+    NAME = "mask"
+
+    questions: Questions = field(default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64))
+    gather: tuple[str, ...] = ()
+    """Gather heads, such as ``L2H6``. Where no heads are named they are searched by pattern."""
+    aggregate: tuple[str, ...] = ()
+    """Aggregate heads, such as ``L5H5``."""
+    k: int = 1
+    """Heads of each pattern to take, where none are named."""
+    scores: Path | None = None
+    """A scores.json: heads are searched among the first of its ranking only."""
+    first: int = 10
+    """Length of that ranking."""
+    kind: HeadKind | None = None
+    """Only attention heads, or only ``ssm`` heads."""
+    max_gb: float = MAX_GB
+    """Largest matrices, in GiB; larger ones are refused."""
+
+    def run(self) -> str:
+        check_counts(k=self.k, first=self.first)
+        heads = {"gather": list(map(parse_head, self.gather)), "aggregate": list(map(parse_head, self.aggregate))}
+        among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
+        model, tokenizer = self.subject.load()
+        asked = {name: self.questions.examples_of(name) for name in self.questions.names}
+        marked: dict[Column, Marked] = {}
+        for name, (examples, chance) in asked.items():
+            check_readable(model, tokenizer, examples)
+            column = Column(name, chance=100 * chance)
+            marked[column] = [(encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples]
+        if not any(heads.values()):
+            (searched, _), *_ = asked.values()
+            found = find_patterns(model, tokenizer, searched[:SEARCHED], kind=self.kind)
+            own = {head: measures for head, measures in found.items() if among is None or head in among}
+            heads = {pattern: rank_by(own, pattern)[: self.k] for pattern in PATTERNS}
+        table = mask_patterns(model, marked, heads, kind=self.kind, max_gb=self.max_gb)
+        return self.save(table, draw_bars)
 
 
-@dataclass(frozen=True, eq=False)
-class Patterns:
-    """Average of every head of a model over some questions: ``means_HM``, a row of `Sharpness` each."""
-
-    model: str
-    n_examples: int
-    heads: list[HeadId]
-    means_HM: Tensor
-
-    def ranking(self, measure: int) -> list[HeadId]:
-        """Rank all heads by this measure, most first."""
-        order = self.means_HM[:, measure].argsort(descending=True, stable=True)
-        return [self.heads[index] for index in order.tolist()]
-
-    def first(self, k: int) -> list[HeadId]:
-        """Return the candidates: the first ``k`` gather heads, then aggregate heads, each once."""
-        return list(dict.fromkeys([*self.ranking(GATHER)[:k], *self.ranking(AGGREGATE)[:k]]))
-
-    def table(self, k: int, ablation: Sequence[HeadId] | None = None) -> Table:
-        """Make a row for each candidate; with a ranking by ablation, its place there (1 is first)."""
-        place = {head: number for number, head in enumerate(ablation or (), start=1)}
-        columns = (*COLUMNS, *([Column("place by ablation", "", digits=0)] if ablation else []))
-        rows = []
-        for head in self.first(k):
-            means = _in_percent(Sharpness(*self.means_HM[self.heads.index(head)].tolist()))
-            rows.append(Row(str(head), (*means, *([place.get(head, float("nan"))] if ablation else []))))
-        title = f"{self.model}: heads that gather or aggregate, means over {self.n_examples} prompts"
-        return Table(title, "head", columns, tuple(rows), compared=False)
-
-    def compared(self, ablation: Sequence[HeadId]) -> str:
-        """Compare the patterns' rankings and that of ablation, each with each, as text."""
-        named = {"gather": self.ranking(GATHER), "aggregate": self.ranking(AGGREGATE), "ablation": ablation}
-        return comparison_table(named, min(10, len(ablation), len(self.heads)))
-
-
-def find_patterns(
+def mask_patterns(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
+    tasks: Mapping[Column, Marked],
+    heads: Mapping[str, Sequence[HeadId]],
     *,
     kind: HeadKind | None = None,
-    max_bytes: int = MAX_BYTES,
-) -> Patterns:
-    """Measure every head on every question: one forward each, or several where all matrices together are too large.
+    max_gb: float = MAX_GB,
+) -> Table:
+    """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate heads, and both.
 
-    Raises ValueError for Mamba-1, whose channels are too many to look through, and as `mix_heads` does.
+    Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt` does.
     """
-    sites = mixing_sites(model, kind)
-    if sites[0].kind == "channel":
-        raise ValueError(
-            f"this model has {sites[0].n_heads} channels a layer, too many to look through; name some with --heads."
-        )
-    prompts = [mark_example(tokenizer, example) for example in examples]
-    heads = [head for site in sites for head in heads_in(site, kind)]
-    total_HM = torch.zeros(len(heads), len(Sharpness._fields), dtype=torch.float64)
-    for prompt in tqdm(prompts, desc="matrices", disable=None):
-        groups: list[list[HeadId]] = [[]]  # as many layers together as fit; a layer that does not is alone
-        for site in sites:
-            own = heads_in(site, kind)
-            if groups[-1] and mixing_bytes(model, len(prompt.ids), groups[-1] + own, sites) > max_bytes:
-                groups.append([])
-            groups[-1] += own
-        mixes = (m for g in groups for m in mix_heads(model, prompt.ids, g, kind=kind, max_bytes=max_bytes))
-        total_HM += torch.tensor([sharpness(mix.matrix_TS, prompt) for mix in mixes], dtype=torch.float64)
-    return Patterns(str(model.name_or_path), len(prompts), heads, total_HM / len(prompts))
+    every = sorted({head for own in heads.values() for head in own})
+    if not every:
+        raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
+    for marked in tasks.values():
+        check_prompt(model, max((prompt.ids for _, prompt in marked), key=len), every, kind, max_gb)
+    roles = {role: {role: own} for role, own in heads.items() if own}
+    if len(roles) > 1:
+        roles["both"] = dict(heads)
+    wanted = [("intact", {}, torch.ones_like)]
+    wanted += [(f"{role}: {name}", own, mask) for role, own in roles.items() for name, mask in VARIANTS.items()]
+
+    def accuracy(marked: Marked, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor]) -> float:
+        logprob_EC = [
+            masked_logprobs(model, encoded, partial(_masks, prompt, roles, variant), kind=kind)
+            for encoded, prompt in marked
+        ]
+        return choice_result(logprob_EC, [encoded.answer for encoded, _ in marked]).accuracy
+
+    rows = []
+    with eval_mode(model):
+        for label, roles_of, variant in tqdm(wanted, desc="masking", disable=None):
+            values = [100 * accuracy(marked, roles_of, variant) for marked in tasks.values()]
+            rows.append(Row(label, tuple(values)))
+    named = [f"{role} {' '.join(map(str, own))}" for role, own in heads.items() if own]
+    return Table(f"{model.name_or_path}: {', '.join(named)}", "heads", list(tasks), rows)
+
+
+def _masks(
+    prompt: MarkedPrompt, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor], ids: Tokens
+) -> dict[HeadId, Tensor]:
+    """Make the masks of a prompt that ``ids`` go on; a head may have both roles."""
+    patterns: dict[HeadId, Tensor] = {}
+    for role, heads in roles.items():
+        pattern_TS = PATTERNS[role](replace(prompt, ids=ids))
+        patterns |= {head: pattern_TS | patterns.get(head, torch.zeros_like(pattern_TS)) for head in heads}
+    return {head: variant(pattern_TS) for head, pattern_TS in patterns.items()}
+
+
+def masked_logprobs(
+    model: PreTrainedModel,
+    encoded: EncodedExample,
+    masks_of: Callable[[Tokens], Mapping[HeadId, Tensor]],
+    *,
+    kind: HeadKind | None = None,
+) -> list[float]:
+    """Return the log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
+
+    Every beginning of a choice is read in a forward of its own: masks do not fit a cache.
+    """
+    after: dict[Tokens, Tensor] = {}
+    for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:
+        ids = encoded.prompt + path
+        ids_1L = torch.tensor([ids], device=model.device)
+        with mask_heads(model, masks_of(ids), kind=kind):
+            logits_1TV = forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1).logits
+        logprob_TV = logits_1TV[0].float().log_softmax(-1)
+        after |= {path[:t]: logprob_TV[t] for t in range(len(path) + 1)}
+    return encoded.choice_logprobs(lambda path, token: after[path][token].item())

@@ -7,32 +7,35 @@ answer is predicted, best of all the right one.
 An SSM's matrix has signs and rows of any size: a row is read as shares of its absolute sum, which an attention map's
 rows are already.
 
-Shapes: T target token, S source token.
+Shapes: T target token, S source token, H head, M measure.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...plan import HeadId
 from ...probes import Example
 from ...probes.answering import Tokens, encode_example, tokenize
-
-Positions = tuple[int, ...]
+from ...teacher import HeadKind
+from .mixing import HeadMix, find_heads, mix_heads
 
 
 class Segment(NamedTuple):
     """Positions of one line: its content, and the tokens at its end that may sum it up, a line break included."""
 
-    content: Positions
-    summary: Positions
+    content: tuple[int, ...]
+    summary: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class MarkedPrompt:
     ids: Tokens
     labels: tuple[str, ...]
     segments: tuple[Segment, ...]
-    separators: Positions
+    separators: tuple[int, ...]
     answer: int | None = None
 
     @property
@@ -63,12 +66,21 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
     encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-    own: list[tuple[int, int]] = [tuple(span) for span in encoding["offset_mapping"]]  # type: ignore[index]
+    own: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
     spans = [(0, 0)] * (len(ids) - len(own)) + own
-    lines = [match.span() for match in re.finditer(r"[^\n]+\n+", prompt)]  # the last one has no line break
-    segments = [_segment(prompt, spans, line, choices) for line in lines]
+    segments = []
+    for line, start in _lines(prompt):
+        found = _find(choices, line)
+        if choices and not found:
+            continue
+        tokens = [i for i, (a, b) in enumerate(spans) if a < start + len(line) and start < b]
+        summary = [i for i in tokens if re.search(r"\w", prompt[slice(*spans[i])])][-1:] or tokens[-1:]
+        summary = [i for i in tokens if i >= summary[0]]
+        if ends := [match.start() for match in found if match.end() == len(line.rstrip("\n"))]:
+            summary = [i for i in tokens if spans[i][1] > start + min(ends)]
+        segments.append(Segment(tuple(i for i in tokens if i < summary[0]), tuple(summary)))
     separators = [i for i, span in enumerate(spans) if re.fullmatch(r" *([^\w ] *)+", prompt[slice(*span)])]
-    return MarkedPrompt(ids, _labels(tokenizer, ids), tuple(filter(None, segments)), tuple(separators))
+    return MarkedPrompt(ids, _labels(tokenizer, ids), tuple(segments), tuple(separators))
 
 
 def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
@@ -76,39 +88,24 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
 
     Raises ValueError for a question whose answer is in none of its lines, or in several.
     """
-    marked = mark_prompt(tokenizer, example.prompt, example.choices)
-    encoded = encode_example(tokenizer, example)
+    marked, encoded = mark_prompt(tokenizer, example.prompt, example.choices), encode_example(tokenizer, example)
     ids = encoded.prompt + encoded.choices[encoded.answer][: encoded.n_shared]
-    lines = [line for line in re.findall(r"[^\n]+\n+", example.prompt) if _finds(example.choices, line)]
-    holding = [index for index, line in enumerate(lines) if _finds([example.answer], line)]
+    lines = [line for line, _ in _lines(example.prompt) if _find(example.choices, line)]
+    holding = [index for index, line in enumerate(lines) if _find([example.answer], line)]
     if len(holding) != 1:
         raise ValueError(
             f"the answer {example.answer!r} stands in {len(holding)} lines of its prompt; take a probe whose answer is "
             "in exactly one, such as kv."
         )
-    return MarkedPrompt(ids, _labels(tokenizer, ids), marked.segments, marked.separators, holding[0])
+    return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=holding[0])
 
 
-def _segment(
-    prompt: str, spans: Sequence[tuple[int, int]], line: tuple[int, int], choices: Sequence[str]
-) -> Segment | None:
-    start, end = line
-    text = prompt[start:end].rstrip("\n")
-    found = _finds(choices, text)
-    if choices and not found:
-        return None
-    tokens = [i for i, (a, b) in enumerate(spans) if a < end and start < b]
-    ends = [match.start() for match in found if match.end() == len(text)]
-    if ends:
-        summary_start = start + min(ends)
-        summary = [i for i in tokens if spans[i][1] > summary_start]
-    else:
-        words = [i for i in tokens if re.search(r"\w", prompt[slice(*spans[i])])]
-        summary = [i for i in tokens if i >= words[-1]] if words else tokens[-1:]
-    return Segment(tuple(i for i in tokens if i < summary[0]), tuple(summary))
+def _lines(prompt: str) -> list[tuple[str, int]]:
+    """Return the lines with their line breaks, and where they begin; the last one has none and is left out."""
+    return [(match[0], match.start()) for match in re.finditer(r"[^\n]+\n+", prompt)]
 
 
-def _finds(choices: Sequence[str], text: str) -> list[re.Match[str]]:
+def _find(choices: Sequence[str], text: str) -> list[re.Match[str]]:
     """Find choices in a text as whole words or numbers."""
     patterns = (rf"(?<!\w){re.escape(choice.strip())}(?!\w)" for choice in choices)
     return [match for pattern in patterns for match in re.finditer(pattern, text)]
@@ -135,6 +132,10 @@ def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
     return mask_TS
 
 
+PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {"gather": gather_mask, "aggregate": aggregate_mask}
+"""mask_TS of a prompt, by the role of a head."""
+
+
 class Sharpness(NamedTuple):
     """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN where there is no such place.
 
@@ -150,9 +151,9 @@ class Sharpness(NamedTuple):
     aggregate: float
 
 
-def sharpness(matrix_TS: Tensor, prompt: MarkedPrompt) -> Sharpness:
-    """Measure one head's matrix on a prompt."""
-    share_TS = row_shares(matrix_TS)
+def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
+    """Measure one head on a prompt."""
+    share_TS = row_shares(mix.matrix_TS)
     last_S = share_TS[-1]
     gathered = [
         share_TS[list(segment.summary)][:, list(segment.content)].sum(1).max().item()
@@ -173,3 +174,33 @@ def row_shares(matrix_TS: Tensor) -> Tensor:
     """Return absolute values, each row divided by its sum (in float64); a row of zeros stays one."""
     size_TS = matrix_TS.double().abs()
     return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+def find_patterns(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    kind: HeadKind | None = None,
+) -> dict[HeadId, Sharpness]:
+    """Average every head's sharpness over some questions: one forward each, and one matrix at a time.
+
+    Raises ValueError for Mamba-1, whose channels are too many to look through.
+    """
+    every = find_heads(model, kind)
+    site = next(iter(every.values()))
+    if site.kind == "channel":
+        raise ValueError(
+            f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
+        )
+    total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
+    for prompt in tqdm([mark_example(tokenizer, example) for example in examples], desc="matrices", disable=None):
+        measure = partial(sharpness, prompt)
+        measured = mix_heads(model, prompt.ids, list(every), measure, kind=kind, max_gb=math.inf)
+        total_HM += torch.tensor(measured, dtype=torch.float64)
+    return {head: Sharpness(*means) for head, means in zip(every, (total_HM / len(examples)).tolist(), strict=True)}
+
+
+def rank_by(found: dict[HeadId, Sharpness], measure: str) -> list[HeadId]:
+    """Rank heads by "gather" or "aggregate", most first."""
+    return sorted(found, key=lambda head: -getattr(found[head], measure))

@@ -1,11 +1,10 @@
-"""The teacher's attention put back into a student: what it does there, what it restores, what it leaves behind."""
+"""Attention put back into a student, and heads of both kinds in one ranking: planted circuits, hybrids, commands."""
 
 from __future__ import annotations
 
 import csv
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,23 +16,23 @@ from transformers import PreTrainedModel
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
-from hybrid_distill.lab.analysis.experiment import Bench
-from hybrid_distill.lab.analysis.replace_layer import ReplaceLayer, replace_each, shortened
-from hybrid_distill.lab.analysis.tables import Column, Row, Table
-from hybrid_distill.lab.analysis.tasks import Questions, Task, accuracy_task
+from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Task, accuracy_task
+from hybrid_distill.lab.analysis.hybrids import ReplaceLayer, rank_together, remove_kinds, replace_each
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.restoration import restore_heads, restore_layers
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import load_teacher
+from hybrid_distill.teacher import head_kinds, load_teacher
 
 IDS = torch.arange(2, 40).view(2, 19)
+FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2"]
 
 
-def generated(model: Any, use_cache: bool = True) -> torch.Tensor:
-    return model.generate(IDS, use_cache=use_cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+def generated(model: PreTrainedModel, use_cache: bool = True) -> torch.Tensor:
+    return model.generate(IDS, use_cache=use_cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore
 
 
 def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
@@ -65,17 +64,16 @@ def test_a_layer_put_back_is_all_its_heads_put_back(family_model) -> None:
 
 
 @pytest.fixture(scope="module")
-def half() -> tuple:
+def half() -> tuple[Bench, PreTrainedModel]:
     """A student of the planted teacher that has the gather heads; the aggregate head of layer 2 is recurrent."""
     teacher, tokenizer = planted_teacher()
     student = build_student(teacher, HeadPlan.from_pairs(teacher, PLANTED - {AGGREGATE}), d_state=4)[0].eval()
     examples = KVRetrieval(4, seed=3, keys=KEYS).examples(12)
-    return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4, batch_size=12)]), teacher
+    return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4)]), teacher
 
 
 def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
-    table = replace_each(*half)
-    found = {row.label: row.values[0] for row in table.rows}
+    found = {row.label: row.values[0] for row in replace_each(*half).rows}
     assert list(found) == ["none", "layer 0", "layer 1", "layer 2", "layer 3", "teacher"]
     assert found["layer 2"] == found["teacher"] == 100
     assert max(found[label] for label in ("none", "layer 0", "layer 1", "layer 3")) < 50
@@ -87,14 +85,6 @@ def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
     assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
     assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
     assert together.label.startswith(f"heads {alone[0].label} + L") and table.rows[-1].label == "teacher"
-
-
-def test_of_a_long_table_the_best_rows_are_shown() -> None:
-    rows = tuple(Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50))
-    short = shortened(Table("a title", "put back", (Column("kv"),), rows))
-    shown = short.rows
-    assert short.title == "a title (24 more in the file)"
-    assert shown == (*rows[:24], rows[48], rows[49])
 
 
 def test_of_a_perplexity_less_is_more(half: tuple) -> None:
@@ -128,23 +118,55 @@ def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: P
     assert float(rows[0][-1][1]) > 80 and float(rows[0][-1][4]) > 80, "the teacher, by choice and by generation"
 
 
-def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
-    """Not where its config says that it was made."""
-    shutil.copytree(aligned, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved/stages")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'moved'} does not hold a finished stage"):
-        ReplaceLayer(student=tmp_path / "moved").load()
-
-
-def test_a_student_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> None:
+def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> None:
     make_model("student").save_pretrained(tmp_path / "other")
     load_teacher("tiny")[1].save_pretrained(tmp_path / "other")
+    shutil.copytree(aligned, tmp_path / "moved")  # read where it is, not where its config says that it was made
+    shutil.rmtree(tmp_path / "moved/stages")
     for student, teacher, message in (
         (aligned, "tiny", "is a run, which knows its teacher; leave out --teacher"),
         (tiny_teacher_path(), None, "is a llama model; pass a student of this project"),
         (tmp_path / "other", None, "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
+        (tmp_path / "moved", None, f"{tmp_path / 'moved'} does not hold a finished stage"),
     ):
         with pytest.raises(ValueError, match=message):
             ReplaceLayer(student=student, teacher=teacher).load()
     with pytest.raises(ValueError, match="restored heads do not support a cache"):
         ReplaceLayer(student=aligned, by="head", questions=Questions(tasks="kv:generate", pairs=3, examples=2)).run()
+
+
+def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothing() -> None:
+    teacher, tokenizer = planted_teacher()
+    student = build_student(teacher, HeadPlan.from_pairs(teacher, PLANTED), d_state=4)[0].eval()
+    probe = KVRetrieval(8, seed=1, keys=KEYS)
+    assert head_kinds(student) == ["hybrid"]
+    ranking = rank_together(student, {"hybrid": score_heads(student, tokenizer, probe, n_examples=12, progress=False)})
+    assert {ranked.head for ranked in ranking[:3]} == PLANTED
+    assert [ranked.kind for ranked in ranking] == ["attention"] * 3 + ["ssm"] * 13
+    bench = Bench(student, tokenizer, [accuracy_task("kv", probe.examples(12), 1 / 8)])
+    found = {row.label: row.values[0] for row in remove_kinds(bench, ranking, (1, 10)).rows}
+    assert list(found) == [
+        "nothing", "attention: first 1", "attention: first 3", "ssm: first 1", "ssm: first 10", "both: first 1",
+        "both: first 10",
+    ]  # fmt: skip
+    assert found["nothing"] == 100 and found["attention: first 3"] < 50 and found["both: first 10"] < 50
+    assert found["ssm: first 1"] > 85
+
+
+@pytest.mark.parametrize(("family", "n_attention", "n_ssm"), [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)])
+def test_the_two_kinds_of_a_hybrid_are_ranked_together(
+    family: str, n_attention: int, n_ssm: int, random_models: Path, tmp_path: Path
+) -> None:
+    argv = ["--model", str(random_models / family), "--min-accuracy", "0", *FEW]
+    main(["analyze", "carriers", *argv, "--out", str(tmp_path)])
+    files = {f"carriers.{end}" for end in ("md", "csv", "png", "attention.json", "ssm.json")}
+    assert {p.name for p in tmp_path.iterdir()} == files | {f"carriers.removed.{end}" for end in ("md", "csv", "png")}
+    rows = list(csv.DictReader((tmp_path / "carriers.csv").open()))
+    for kind, n_heads in (("attention", n_attention), ("ssm", n_ssm)):
+        own = [row["head"].split()[0] for row in rows if row["head"].endswith(f" {kind}")]
+        assert own == list(map(str, HeadScores.load(tmp_path / f"carriers.{kind}.json").ranking()))
+        assert len(own) == n_heads
+    lost = [float(row["accuracy lost"]) for row in rows]
+    assert lost == sorted(lost, reverse=True)
+    removed = [row["heads removed"] for row in csv.DictReader((tmp_path / "carriers.removed.csv").open())]
+    assert removed == ["nothing", "attention: first 2", "ssm: first 2", "both: first 2"]

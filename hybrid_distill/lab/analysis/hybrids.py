@@ -1,0 +1,237 @@
+"""Which part of a hybrid carries retrieval: attention put back into a student, and heads of both kinds in one ranking.
+
+`ReplaceLayer`: a mixer steps aside for the teacher's attention, on the student's own inputs (arXiv 2504.18574).
+`HybridHeadRanking`: heads are ablated one by one, as `hybrid-distill score` does, then the first of each kind and of
+both together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...data import read_held_out
+from ...model.configuration_hybrid import HybridConfig
+from ...model.modeling_hybrid import HybridForCausalLM
+from ...pipeline import finished_run
+from ...pipeline.folder import is_run
+from ...plan import HeadId
+from ...probes import check_counts
+from ...scoring import HeadScores, score_heads
+from ...scoring.restoration import restore_heads, restore_layers
+from ...teacher import TINY, HeadKind, ablate_heads, asked_for, head_kinds, head_sites, load_teacher
+from .experiment import (
+    Bench,
+    Column,
+    Experiment,
+    ModelExperiment,
+    Questions,
+    Row,
+    Subject,
+    Table,
+    Variant,
+    check_readable,
+    own_device,
+)
+from .figures import draw_bars, draw_lines
+
+SHOWN = 24  # rows of replace-layer, where there are more
+COLUMNS = (
+    Column("accuracy lost", "points"),
+    Column("log-probability lost", "nats", digits=3),
+    Column("plain text lost", "nats", digits=4),
+)
+
+By = Literal["layer", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaceLayer(Experiment):
+    """Put the teacher's attention back into an aligned student, one layer at a time: which one restores retrieval?"""
+
+    NAME = "replace-layer"
+
+    student: Path
+    """Folder of a run with its alignment (of a demo: OUT/aligned), or a student's checkpoint."""
+    teacher: str | None = None
+    """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
+    by: By = "layer"
+    """One ``layer`` at a time, or one ``head``."""
+    together: int = 1
+    """Then add to the best one the layer, or head, that helps most beside it, up to so many."""
+    questions: Questions = field(default_factory=Questions)
+
+    def run(self) -> str:
+        check_counts(together=self.together)
+        student, teacher, tokenizer = self.load()
+        bench = Bench(student, tokenizer, self.questions.make(student, tokenizer))
+        table = replace_each(bench, teacher, by=self.by, together=self.together)
+        return self.save(table, partial(draw_bars, first="the student as it is"), most=SHOWN)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load student, teacher and tokenizer. Raises ValueError unless they fit each other."""
+        if is_run(self.student / "config.json"):
+            if self.teacher is not None:
+                raise ValueError(f"{self.student} is a run, which knows its teacher; leave out --teacher.")
+            run = finished_run(self.student)
+            (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
+        else:
+            student, tokenizer = Subject(str(self.student)).load("--student")
+            dtype = str(student.dtype).removeprefix("torch.")
+            teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
+        student.name_or_path = str(self.student)
+        if student.config.model_type != HybridConfig.model_type:
+            raise ValueError(
+                f"{self.student} is a {student.config.model_type} model; pass a student of this project, the "
+                "folder of its run or its export."
+            )
+        if (ours := _shape(student)) != (theirs := _shape(teacher)):
+            raise ValueError(
+                f"the student has {ours}, the teacher {teacher.name_or_path!r} has {theirs}; pass the student's own "
+                "with --teacher."
+            )
+        for model in (student, teacher):
+            nn.Module.to(model, own_device())
+        return student.eval(), teacher, tokenizer
+
+
+def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", together: int = 1) -> Table:
+    """Make a row for the student, one for each layer or head put back alone (heads: best first), one for the teacher.
+
+    With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most for
+    the first task.
+    """
+    student = bench.model
+    assert isinstance(student, HybridForCausalLM)
+    sites, of_heads = head_sites(student), by == "head"
+    parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads if of_heads else 1)]
+
+    def variant(chosen: Sequence[HeadId], group: str = "") -> Variant:
+        layers = [part.layer for part in chosen]
+        restored = restore_heads(student, teacher, chosen) if of_heads else restore_layers(student, teacher, layers)
+        named = " + ".join(map(str, chosen if of_heads else layers))
+        one = named if of_heads else f"layer {named}"
+        return Variant(f"{by}s {named}" if len(chosen) > 1 else one, restored, group)
+
+    def worth(row: Row) -> float:
+        return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
+
+    alone = [Variant("none", nullcontext()), *(variant([part]) for part in parts)]
+    table = bench.table(f"one {by} of the teacher put back", "put back", alone)
+    intact, *tried = table.rows
+    rows, chosen = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)], list[HeadId]()
+    while len(chosen) < min(together, len(parts)):
+        left = [part for part in parts if part not in chosen]
+        if chosen:
+            tried = bench.table("", "together", [variant([*chosen, part], "together") for part in left]).rows
+            rows.append(max(tried, key=worth))
+        chosen.append(max(zip(left, tried, strict=True), key=lambda pair: worth(pair[1]))[0])
+    whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
+    return table._replace(rows=[*rows, *whole.rows])
+
+
+def _shape(model: PreTrainedModel) -> str:
+    sites = head_sites(model)
+    site = sites[0]
+    return f"{len(sites)} layers of {site.n_heads} heads of {site.head_dim}, {site.o_proj.out_features} wide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridHeadRanking(ModelExperiment):
+    """Rank attention and recurrent heads together: which of them carry retrieval, and what goes without them?"""
+
+    NAME = "carriers"
+
+    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
+    probe: str = "kv"
+    """Probe that heads are ranked by, in questions of another seed: kv, letters, needle, copy or two_hop."""
+    k: int = 20
+    """Heads to show; racing is about the first k."""
+    counts: tuple[int, ...] = (1, 3, 10)
+    """Numbers of first heads of each kind, and of both, that are removed together."""
+    min_accuracy: float | None = None
+    """Least accuracy of the model on the probe; by default half way from guessing to always right."""
+    n_control_texts: int = 16
+    """Plain texts that show heads which matter for everything."""
+
+    def run(self) -> str:
+        check_counts(k=self.k, **{f"counts[{place}]": count for place, count in enumerate(self.counts)})
+        bench = self.load()
+        model, tokenizer, _ = bench
+        probe, n_examples = self.questions.probe(self.probe, self.questions.seed + 1), self.questions.examples
+        check_readable(model, tokenizer, probe.examples(n_examples))
+        texts, kinds = read_held_out(self.questions.texts, self.n_control_texts), head_kinds(model)
+        if "channel" in kinds:
+            raise ValueError(
+                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose "
+                "recurrent heads are those of Mamba-2."
+            )
+        score = partial(score_heads, model, tokenizer, probe, n_examples=n_examples, race_k=self.k)
+        score = partial(score, min_accuracy=self.min_accuracy, control_texts=texts)
+        scores = {kind: score(kind=asked_for(kind)) for kind in kinds}
+        ranking = rank_together(model, scores)
+        rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
+        title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
+        removed = remove_kinds(bench, ranking, self.counts)
+        shown = self.save(Table(title, "head", COLUMNS, rows, compared=False), draw_bars, most=self.k)
+        for kind, found in scores.items():
+            found.save(self.out / f"{self.NAME}.{kind}.json")
+        after = self.save(removed, partial(draw_lines, x_label="heads removed"), suffix=".removed")
+        return f"{shown}\n\n{after}"
+
+
+class RankedHead(NamedTuple):
+    """One head, the argument that finds it among `head_sites`, and its losses, in the order of ``COLUMNS``."""
+
+    head: HeadId
+    kind: HeadKind
+    asked: HeadKind | None
+    lost: tuple[float, float, float]
+
+
+def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> list[RankedHead]:
+    """Rank all heads, best first: by accuracy lost, then log-probability lost, then position.
+
+    ``scores`` are by kind; those of a student's heads, of both kinds together, are "hybrid".
+    """
+    ranked = []
+    for kind, found in scores.items():
+        asked = asked_for(kind)
+        sites = {site.layer: site for site in head_sites(model, asked)}
+        for head in found.ranking():
+            control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
+            lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
+            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), asked, lost))
+    return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
+
+
+def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[int]) -> Table:
+    """Make a row without heads removed, then for each kind and for all the first heads of the ranking, by count.
+
+    A kind with fewer heads than a count loses all of them, once.
+    """
+    kinds = sorted({ranked.kind for ranked in ranking})
+    groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
+    variants = [Variant("nothing", nullcontext())]
+    for group, heads in (groups | ({"both": list(ranking)} if len(kinds) > 1 else {})).items():
+        for n in sorted({min(count, len(heads)) for count in counts}):
+            variants.append(Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n))
+    return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
+
+
+@contextmanager
+def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
+    kinds: set[HeadKind | None] = {ranked.asked for ranked in heads}
+    with ExitStack() as removed:
+        for kind in kinds:
+            own = [ranked.head for ranked in heads if ranked.asked == kind]
+            removed.enter_context(ablate_heads(model, own, kind=kind))
+        yield
