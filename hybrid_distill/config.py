@@ -209,6 +209,7 @@ class RunConfig:
         """Names of sections that this run does not read."""
         return set(get_args(StageName)) - set(self.stages)
 
+
 Small = TypeVar("Small", bound=StageConfig)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..distributed import is_launched_main
 
-DROPPED = {("memory", "--no-published")}
+DROPPED = {("memory", "--no-published"), ("memory", "--published")}
 """Flags that have lost their meaning."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
 
@@ -24,7 +24,6 @@ class Moved(NamedTuple):
 MOVED = {
     ("score", "--compare"): Moved("compare-scores", 2),
     ("sweep", "--status"): Moved("sweep-status", 1),
-    ("memory", "--published"): Moved("memory-published", 0),
     ("evaluate", "--write-task-files"): Moved("write-task-files", 1, others_stay=True),
 }
 
@@ -33,6 +32,8 @@ def in_current_words(words: Sequence[str]) -> list[str]:
     """Translate a command line into today's words."""
     name = words[0].replace("_", "-")
     rest = [word for word in words[1:] if (name, word) not in DROPPED]
+    if rest != list(words[1:]) and is_launched_main():
+        print(f"note: ignored flags of `hybrid-distill {name}` that no longer mean anything.", file=sys.stderr)
     if name in RENAMED:
         _notice(name, RENAMED[name])
         return [RENAMED[name], *rest]

@@ -31,7 +31,7 @@ COMMANDS = {
     "Make students": ("run", "demo", "prepare-data", "cache-logits"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
-    "Choose": ("memory", "memory-published", "sweep", "sweep-status", "recommend"),
+    "Choose": ("memory", "sweep", "sweep-status", "recommend"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)

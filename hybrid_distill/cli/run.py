@@ -9,7 +9,7 @@ from ..config import RunConfig, checked_config, config_of
 from ..distributed import is_launched_main
 from ..lab.reporting.run import write_report
 from ..pipeline import run
-from .dry_run import describe, problems
+from .dry_run import describe
 from .parsing import usage
 from .recipes import load_recipe, on_asked_teacher, override, recipe_of
 
@@ -46,7 +46,6 @@ def run_with_flags(
 
 def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
     """Print what a run would need. ``words`` are the recipe and its flags. Raises ValueError for what it refuses."""
+    text = describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS))
     if is_launched_main():
-        print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
-    if found := list(problems(config)):
-        raise ValueError("the run would not start: " + " ".join(found))
+        print(text)

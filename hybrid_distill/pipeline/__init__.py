@@ -152,9 +152,7 @@ class Run(RunInputs):
         def choose() -> None:
             student, none = aligned.trained_student()
             probe, n_examples = self.scoring_probe(), self.config.scoring.restoration_examples
-            heads = greedy_restoration(
-                student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples
-            )
+            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
         if not path.exists():

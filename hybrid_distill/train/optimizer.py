@@ -28,9 +28,7 @@ def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
     return min(1.0, (step + 1) / max(rising, 1), (steps - step) / max(falling, 1))
 
 
-def make_adamw(
-    module: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
-) -> AdamW:
+def make_adamw(module: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> AdamW:
     """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in trainable(module).items():

@@ -76,9 +76,11 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     family_model: Callable[..., PreTrainedModel],
 ) -> None:
-    assert "nowhere is not a folder" in refusal(["serve", "nowhere"], capsys)
-    assert "config.json" in refusal(["serve", str(tmp_path)], capsys)
-    family_model("llama").save_pretrained(tmp_path)
+    assert "nowhere holds no config.json, so it is not an export; pass" in refusal(["serve", "nowhere"], capsys)
+    teacher = family_model("llama")
+    teacher.save_pretrained(tmp_path)
+    assert "holds a model of type 'llama', so it is not an export; pass" in refusal(["serve", str(tmp_path)], capsys)
+    build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].save_pretrained(tmp_path)
     installed(monkeypatch, **{**dict.fromkeys(PACKAGES, True), "fastapi": None})
     assert "serving needs fastapi: pip install 'transformers[serving]'" in refusal(["serve", str(tmp_path)], capsys)
 

@@ -371,9 +371,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.launched
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_that_was_stopped_ends_with_the_same_table(
-    how: signal.Signals, whole: Path, tmp_path: Path
-) -> None:
+def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "stopped"
     process = start(tmp_path / "longer.py", out)
     wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/manifest.json", process)

@@ -66,7 +66,7 @@ class Fsdp2(Strategy):
 
 
 def process_mesh(accelerator: Accelerator) -> DeviceMesh:
-        return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
 
 
 def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
