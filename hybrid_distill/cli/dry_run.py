@@ -24,6 +24,7 @@ from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig
 
 MB = 1e6
+LENGTHS = (128, 2048, 4096)
 HEADROOM = 0.9
 """Share of a GPU's memory that is planned with; CUDA, NCCL and fragmentation take the rest."""
 LAUNCH = {
@@ -167,10 +168,11 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
         f"{name} {' / '.join(f'{cache(kept, length=length).total / MB:.2f}' for length in LENGTHS)}"
         for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items()
     )
+    lengths = " / ".join(map(str, LENGTHS))
     lines = [
         f"Parameters: teacher {teacher.num_parameters():,}; student {student.num_parameters():,}, of them {n_mixers:,} "
         "in recurrent heads",
-        f"Cache of one sequence at 128 / 2048 / 4096 tokens, MB in bf16 (states fp32): {', '.join(caches)}",
+        f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(caches)}",
         f"Memory of each of {config.gpus} processes while training (1 GB = 1e9 bytes):",
         *map(_table, stages),
     ]
