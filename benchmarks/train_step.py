@@ -2,6 +2,10 @@
 
     python benchmarks/train_step.py            # the device that is there; writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --small    # two steps of each, written nowhere
+    python benchmarks/train_step.py --against 23cdb5e    # a CPU: our step beside that of an older commit
+
+`--against` checks the commit out into a temporary git worktree. A process of each side (`train_step_worker.py`) takes
+steps in turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
 
 A step is one micro-batch: forward of teacher and student, backward, AdamW. Both contenders train the same weights of
 the same models, and must say the same loss before they are timed:
@@ -22,7 +26,11 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,6 +54,8 @@ PACKAGES = ("torch", "transformers", "triton")
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the losses, relative
 GOALS = {"align": 0.50, "distill": 0.45}  # of the device's peak
 STEPS = 15
+AGAINST_STEPS = 3
+WORKER_TOKENS = 4 * 256
 SHAPES["many words"] = SHAPES["mid"] | {"vocab_size": 128_256}
 Loss = Callable[[Batch], Tensor]
 
@@ -166,6 +176,57 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     return record
 
 
+def against(commit: str, steps: int) -> dict[str, Any]:
+    """Measure our step beside an older commit's, in turns, in each stage and precision."""
+    here = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder) / "tree"
+        subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=here, check=True, capture_output=True)
+        try:
+            rows = []
+            for name, old, new in itertools.product(("distill", "align"), ("fp32", "bf16"), ("fp32", "bf16")):
+                if (old, new) != ("bf16", "fp32"):
+                    rows.append(in_turns({"before": (there, name, old), "now": (here, name, new)}, steps))
+                    print(json.dumps(rows[-1]), flush=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", there], cwd=here, check=True)
+    return {"commit": commit, "shape": "SmolLM2-135M", "results": rows}
+
+
+def in_turns(sides: dict[str, tuple[Path, str, str]], steps: int) -> dict[str, Any]:
+    """Take steps of (tree, stage, precision) by name, the first one to warm up; report the fastest of each."""
+    workers, taken = {}, {name: [] for name in sides}
+    try:
+        for name, (tree, *arguments) in sides.items():
+            paths = os.pathsep.join([str(tree), str(tree / "kernels")])
+            command = [sys.executable, Path(__file__).with_name("train_step_worker.py"), *arguments]
+            environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            workers[name] = subprocess.Popen(command, env=environment, **pipes)
+        for _ in range(steps + 1):
+            for name, worker in workers.items():
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+                taken[name].append(json.loads(worker.stdout.readline()))
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+    row: dict[str, Any] = {"stage": sides["now"][1], "tokens": WORKER_TOKENS}
+    for name, found in taken.items():
+        seconds = min(step["cpu_seconds"] for step in found[1:])
+        row[name] = {
+            "precision": sides[name][2], "first_loss": found[0]["loss"], "cpu_seconds": round(seconds, 3),
+            "tokens_per_s": round(WORKER_TOKENS / seconds, 1),
+        }  # fmt: skip
+    row["times_as_fast"] = round(row["before"]["cpu_seconds"] / row["now"]["cpu_seconds"], 2)
+    differ = abs(row["now"]["first_loss"] / row["before"]["first_loss"] - 1)
+    exact = {side[2] for side in sides.values()} == {"fp32"}
+    if differ > AGREEMENT[torch.float32 if exact else torch.bfloat16]:
+        raise SystemExit(f"the losses differ by {differ:.1e}: {row}")
+    return row
+
+
 def one_document(batch: Batch) -> Batch:
     """The plain loop knows no packing."""
     return {**batch, "seq_idx": torch.zeros_like(batch["seq_idx"])}
@@ -175,11 +236,26 @@ def parameters(stage: Stage) -> list[Tensor]:
     return [p for model in (stage.student, stage.teacher) for p in model.parameters()]
 
 
+def about(device: str, what: str) -> dict[str, Any]:
+    today = datetime.date.today().isoformat()
+    return {"what": what, "device": device_name(device), "versions": versions(PACKAGES), "date": today}
+
+
 def main() -> None:
     """Print each case as it is measured, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
+    parser.add_argument("--against", metavar="COMMIT", help="compare with an older commit's step, on a CPU")
     options = parser.parse_args()
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.against:
+        found = against(options.against, 1 if options.small else AGAINST_STEPS)
+        if not options.small:
+            record["against"] = (
+                about("cpu", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns") | found
+            )
+            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        return
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
@@ -188,14 +264,8 @@ def main() -> None:
         print(json.dumps(results[-1]), flush=True)
     if options.small:
         return
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    record[device] = {
-        "what": "one training step; tokens a second are medians, peak_bytes all that is held at once",
-        "device": device_name(device),
-        "versions": versions(PACKAGES),
-        "date": datetime.date.today().isoformat(),
-        "results": results,
-    }
+    what = "one training step; tokens a second are medians, peak_bytes all that is held at once"
+    record[device] = about(device, what) | {"results": results}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 

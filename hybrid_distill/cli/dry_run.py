@@ -18,6 +18,7 @@ from ..model import layer_windows
 from ..pipeline import Run
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
+from ..pipeline.timing import training_time
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
@@ -58,7 +59,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
     answer = "\n".join([heading, _launch(config, stages, command), source])
-    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *record])
+    time = [] if any(stage.problem for stage in stages) else [training_time(config, plan, teacher.num_parameters())]
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -490,13 +490,15 @@ class HybridMixer(nn.Module):
         *,
         token_mask: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        attended: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Compute all heads' outputs y_BLHP in the teacher's head order, before the output projection.
 
         ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; both are for the
-        recurrent heads, the kept ones get the backbone's ``attention_mask``. Other keyword arguments go to
-        the kept attention; a cache may be among them, under any of `CACHE_NAMES`.
+        recurrent heads, the kept ones get the backbone's ``attention_mask``, or are not run where ``attended`` holds
+        their outputs. Other keyword arguments go to the kept attention; a cache may be among them, under any of
+        `CACHE_NAMES`.
         """
         cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         past_key_values = kwargs.pop(cache_name, past_key_values)
@@ -505,8 +507,8 @@ class HybridMixer(nn.Module):
             for name, given in zip(ROW_ARGUMENTS, (token_mask, seq_idx), strict=True)
         )
         cache = None if past_key_values is None else past_key_values.layer(self.layer)
-        attended = recurred = None
-        if self.attention is not None:
+        recurred = None
+        if self.attention is not None and attended is None:
             needs_store = cache is not None or self._handed_out is not None
             y_BLD, _ = self.attention(
                 hidden_states,

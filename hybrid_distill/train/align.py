@@ -55,12 +55,15 @@ class LayerAlignment(TeacherForced[AlignConfig]):
         return self._recurrent(layer, call.heads_BLHP) if self.config.target == "head" else call.output[0]
 
     def _output(self, layer: int, call: Call, seq_idx_BL: Tensor) -> Tensor:
-        mixer = self.student.mixers()[layer]
+        mixer, arguments = self.student.mixers()[layer], {**call.kwargs, "seq_idx": seq_idx_BL}
+        if self.config.target == "layer":
+            output = self.student.model.layers[layer](*call.args, **arguments)
+            return output[0] if isinstance(output, tuple) else output
+        if self.config.train == "ssm" and mixer.kept:  # frozen: they put out what the teacher's do
+            arguments["attended"] = call.heads_BLHP[:, :, list(mixer.kept)]
         if self.config.target == "head":
-            return self._recurrent(layer, mixer.heads(*call.args, **call.kwargs, seq_idx=seq_idx_BL))
-        module = mixer if self.config.target == "mixer" else self.student.model.layers[layer]
-        output = module(*call.args, **call.kwargs, seq_idx=seq_idx_BL)
-        return output[0] if isinstance(output, tuple) else output
+            return self._recurrent(layer, mixer.heads(*call.args, **arguments))
+        return mixer(*call.args, **arguments)[0]
 
     def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
         recurrent = torch.tensor(self.student.mixers()[layer].recurrent, device=heads_BLHP.device)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 from tqdm import tqdm
 
@@ -189,17 +190,8 @@ class _Training:
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
-        tokens, totals = self._totals(micro_batches)
-        loss = torch.zeros((), device=self.accelerator.device)
-        layers: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
-            with self.accelerator.accumulate(self.model):
-                found = self.model(on_device(micro_batch, self.accelerator.device), totals)
-                loss += found.total.detach()
-                for name, value in found.per_layer.items():
-                    layers[name] = layers.get(name, 0.0) + value
-                # accelerate divides by the micro-batches, DDP, DeepSpeed and FSDP2 by the processes.
-                self.accelerator.backward(found.total * (len(micro_batches) * self.world))
+        with on_fast_cpu(self.accelerator.device):
+            tokens, loss, layers = self._forward_backward(micro_batches)
         grad_norm = self.strategy.clip_gradients(config.clip)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
         mean_loss, stops, *layer_losses = self._sum(values).tolist()
@@ -218,6 +210,21 @@ class _Training:
             "tokens": self.tokens,
         }
         return metrics | ({} if skipped is None else {"skipped": skipped}), stops > 0
+
+    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[int, Tensor, dict[str, Tensor]]:
+        """Add up the gradients of a step; returns its tokens, its loss and that of each layer, of this process."""
+        tokens, totals = self._totals(micro_batches)
+        loss = torch.zeros((), device=self.accelerator.device)
+        layers: dict[str, Tensor] = {}
+        for micro_batch in micro_batches:
+            with self.accelerator.accumulate(self.model):
+                found = self.model(on_device(micro_batch, self.accelerator.device), totals)
+                loss += found.total.detach()
+                for name, value in found.per_layer.items():
+                    layers[name] = layers.get(name, 0.0) + value
+                # accelerate divides by the micro-batches, DDP, DeepSpeed and FSDP2 by the processes.
+                self.accelerator.backward(found.total * (len(micro_batches) * self.world))
+        return tokens, loss, layers
 
     def _totals(self, micro_batches: list[Batch]) -> tuple[int, Totals]:
         """Count the tokens that a step judges, and add up the denominators of its losses: none where a micro-batch is
@@ -268,7 +275,7 @@ class _Training:
     def _save(self) -> Path:
         """Save a checkpoint of this moment; every process takes part and the main one writes."""
         tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
-        processes = gather_object([{"rng": rng_state(), "rows": self.rows.state_dict()}])
+        processes = gather_object([{"rng": rng_state()}])
         state = {
             "identity": self.identity,
             "tokens": self.tokens,
@@ -287,9 +294,7 @@ class _Training:
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.spikes.load_state_dict(state["watch"])
         if self.rank < len(state["processes"]):
-            own = state["processes"][self.rank]
-            self.rows.load_state_dict(own["rows"])
-            set_rng_state(own["rng"])
+            set_rng_state(state["processes"][self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""

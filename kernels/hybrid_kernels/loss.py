@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .products import product
+
 IGNORE = -100
 """The label of a token that cross-entropy leaves out."""
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-CHUNK_LOGITS = {"triton": 2**28, "torch": 2**25}  # 2,048 tokens of 128k words; torch needs about 10 buffers, not 2
+CHUNK_LOGITS = {"triton": 2**28, "torch": 2**25}  # 2,048 tokens of 128k words on a GPU
 ALIGNED = 8  # elements a row of logits starts at a multiple of: tensor cores ask for 16 bytes
 
 
@@ -179,7 +181,7 @@ def _chunked(
         losses.append(loss_M)
         gradient_MV = gradient_MV.to(problem.dtype)
         if d_hidden is not None:
-            d_hidden[rows] = gradient_MV @ head
+            d_hidden[rows] = product(gradient_MV, head)
         if d_head is not None:
             _add_product(d_head[: problem.n_real], gradient_MV.mT, student_MD)
     return torch.cat(losses).sum(), d_hidden, d_head
@@ -213,15 +215,19 @@ def _kept(x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
-    """Every row starts at a multiple of 16 bytes, whatever the vocabulary."""
+    """On a GPU, every row starts at a multiple of 16 bytes, whatever the vocabulary."""
+    if hidden_MD.device.type == "cpu":
+        return product(hidden_MD, head_VD.mT)
     n_real = len(head_VD)
     padded = hidden_MD.new_empty(len(hidden_MD), -(-n_real // ALIGNED) * ALIGNED)
     return torch.mm(hidden_MD, head_VD.mT, out=padded[:, :n_real])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is in float32 at least."""
-    if a.dtype == total.dtype:
+    """total += a @ b, where total is in float32 at least; a CPU rounds a bf16 product before it is added."""
+    if a.device.type == "cpu":
+        total += product(a, b)
+    elif a.dtype == total.dtype:
         total.addmm_(a, b)
     elif _adds_wide_products(a.dtype, a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -231,7 +237,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_wide_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if this torch adds a bf16 product to an fp32 sum; older ones, and CPUs, need fp32 copies."""
+    """Return True if this torch adds a bf16 product to an fp32 sum; older ones need fp32 copies."""
     a, total = (torch.zeros(16, 16, dtype=dtype_, device=device) for dtype_ in (dtype, torch.float32))
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)

@@ -9,6 +9,7 @@ Shapes: M tokens, V vocabulary, K stored tokens of the teacher, O outcomes that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,44 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .loss import Options, Tokens
 
+CACHED_LOGITS = 2**18
+"""Logits whose passes a CPU does one after the other; a few buffers of 1 MiB stay in its cache."""
 SMALLEST_TAIL = torch.finfo(torch.float32).eps
 """Smallest probability mass outside the teacher's top K; anything less is rounding of their sum."""
 
 
 def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:
-    """loss_M and gradient_MV by the student's logits, both in float32 at least."""
+    """loss_M, in float32 at least, and gradient_MV by the student's logits, in their place."""
+    return _part_by_part(_of_head, student_MV, (teacher_MV,), tokens, options)
+
+
+def of_top_k(
+    student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, tokens: Tokens, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The same with a teacher that is known at K tokens; all others are one outcome."""
+    return _part_by_part(_of_top_k, student_MV, (ids_MK, log_probs_MK), tokens, options)
+
+
+def _part_by_part(
+    compare: Callable[..., tuple[Tensor, Tensor]],
+    student_MV: Tensor,
+    known: tuple[Tensor, ...],
+    tokens: Tokens,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Compare some tokens at a time, so that what each pass leaves is still in the cache for the next."""
+    size = max(1, CACHED_LOGITS // student_MV.shape[1]) if student_MV.device.type == "cpu" else len(student_MV)
+    losses = []
+    for start in range(0, len(student_MV), size):
+        rows = slice(start, start + size)
+        part = type(tokens)(*(t[rows] for t in tokens))
+        loss_M, gradient_MV = compare(student_MV[rows], *(x[rows] for x in known), part, options)
+        student_MV[rows] = gradient_MV
+        losses.append(loss_M)
+    return torch.cat(losses), student_MV
+
+
+def _of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:
     student_MV, teacher_MV = _wide(student_MV), _wide(teacher_MV)
     log_q, log_p = ((x / options.temperature).log_softmax(-1) for x in (student_MV, teacher_MV))
     divergence_M, gradient_MV = divergence(log_q, log_p, options)
@@ -30,10 +63,9 @@ def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Opt
     return _with_cross_entropy(tokens.soft_M * divergence_M, gradient_MV, student_MV, tokens, options)
 
 
-def of_top_k(
+def _of_top_k(
     student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, tokens: Tokens, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The same with a teacher that is known at K tokens; all others are one outcome."""
     student_MV = _wide(student_MV)
     log_q_MV = (student_MV / options.temperature).log_softmax(-1)
     rest_MV = log_q_MV.scatter(1, ids_MK, -math.inf)

@@ -28,9 +28,7 @@ FSDP_2 = ("--config_file", str(LAUNCH_FILES / "fsdp2.yaml"), "--num_processes", 
 CURVES = ("--stages", "align", "distill", "--steps", 20, "--micro-batch-size", 2)
 
 
-def launch(
-    launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM
-) -> subprocess.CompletedProcess[str]:
+def launch(launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Run `training.py`, or another program, under ``accelerate launch``, on a free port."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -180,9 +178,7 @@ def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp, tm
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize(
-    "launcher", [("--cpu", "--num_processes", "2"), ("--num_processes", "2")], ids=" ".join
-)
+@pytest.mark.parametrize("launcher", [("--cpu", "--num_processes", "2"), ("--num_processes", "2")], ids=" ".join)
 def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(tmp_path, launcher):
     done = launch(launcher, tmp_path)
     assert done.returncode != 0 and "WorldError: several processes were asked for" in done.stderr

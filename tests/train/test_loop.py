@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_kernels import products
 from torch.utils.flop_counter import FlopCounterMode
 from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
 from hybrid_distill.train import checkpoint, loop, resume
-from hybrid_distill.train.checkpoint import SaveFailed, StageManifest, weights_hash
+from hybrid_distill.train.checkpoint import StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.train.optimizer import make_adamw, wsd
 from hybrid_distill.train.spikes import PROFILED, WINDOW, SpikeDetector, flops_per_token
@@ -26,9 +26,7 @@ NAMES = ("align", "distill")
 
 def train(name: str, out: Path, rows=None, **changes) -> StageManifest:
     """Train the small stage of this name from the beginning, or from what is in ``out``."""
-    options = {
-        key: changes.pop(key) for key in ("resume", "seed", "parent_hash", "trackers") if key in changes
-    }
+    options = {key: changes.pop(key) for key in ("resume", "seed", "parent_hash", "trackers") if key in changes}
     config = small_config(name, **changes)
     return train_stage(small_stage(config), rows or small_rows(), out, progress=False, **options)
 
@@ -84,17 +82,7 @@ def test_every_line_of_the_metrics_says_what_happened(tmp_path):
         assert line["lr"] == 3e-3 * wsd(line["step"] - 1, 12, 0.1, 0.1)
 
 
-def test_another_seed_is_another_run_of_the_rows(tmp_path):
-    rows = small_rows()
-    rows.seed = 1
-    train("align", tmp_path / "0")
-    train("align", tmp_path / "1", rows)
-    assert losses(tmp_path / "0")[0][1] != losses(tmp_path / "1")[0][1]
-
-
-@pytest.mark.parametrize(
-    ("name", "number"), [("align", signal.SIGINT), ("distill", signal.SIGUSR1)]
-)
+@pytest.mark.parametrize(("name", "number"), [("align", signal.SIGINT), ("distill", signal.SIGUSR1)])
 def test_a_signal_saves_and_the_same_command_goes_on(uninterrupted, tmp_path, name, number):
     rows = StoppingRows(small_rows(), 6, lambda: os.kill(os.getpid(), number))
     handler = signal.getsignal(number)
@@ -241,47 +229,18 @@ def test_resume_from_a_named_checkpoint_drops_the_later_ones(uninterrupted, tmp_
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step-00000008", "step-00000010"]
     with pytest.raises(Interrupted):
-        train(
-            "align", tmp_path, StoppingRows(small_rows(), 8), resume=str(tmp_path / "checkpoints" / names[0])
-        )
+        train("align", tmp_path, StoppingRows(small_rows(), 8), resume=str(tmp_path / "checkpoints" / names[0]))
     assert losses(tmp_path)[-1][0] == 9
-    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
-
-
-def test_a_broken_checkpoint_is_passed_over(uninterrupted, tmp_path):
-    with pytest.raises(Interrupted):
-        train("align", tmp_path, StoppingRows(small_rows(), 9))
-    os.truncate(tmp_path / "checkpoints" / "step-00000010" / "optimizer.safetensors", 50)
-    with pytest.warns(UserWarning, match="Resuming from step-00000008"):
-        assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
-
-
-def test_a_full_disk_stops_the_run_and_loses_nothing(uninterrupted, tmp_path, monkeypatch):
-    real, count = checkpoint.save_file, iter(range(1, 100))
-
-    def save_file(content, path) -> None:
-        real(content, path)
-        if next(count) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", save_file)
-        with pytest.raises(SaveFailed, match=r"step-00000008 .*untouched \(step-00000004\)"):
-            train("align", tmp_path)
     assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
 
 
 def test_stages_follow_each_other_by_hash(tmp_path):
     student, teacher = small_models()
     first = small_config("align")
-    aligned = train_stage(
-        make_stage(first, student, teacher), small_rows(), tmp_path / "1-align", progress=False
-    )
+    aligned = train_stage(make_stage(first, student, teacher), small_rows(), tmp_path / "1-align", progress=False)
     second = small_config("distill")
     stage = make_stage(second, student, teacher, vocab_size=99)
-    distilled = train_stage(
-        stage, small_rows(), tmp_path / "2-distill", parent_hash=aligned.weights, progress=False
-    )
+    distilled = train_stage(stage, small_rows(), tmp_path / "2-distill", parent_hash=aligned.weights, progress=False)
     assert distilled.parent == aligned.weights
 
 
@@ -379,7 +338,8 @@ def test_a_trace_of_some_steps_is_written_when_asked_for(tmp_path):
     assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
 
 
-def test_operations_of_a_step_follow_from_the_weights():
+def test_operations_of_a_step_follow_from_the_weights(monkeypatch):
+    monkeypatch.setattr(products, "_has_onednn", lambda: False)  # torch counts its own products alone
     student, teacher = small_models()
     stage = make_stage(small_config("distill"), student, teacher)
     batch = small_rows().batch(0, 1)

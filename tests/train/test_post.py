@@ -101,9 +101,7 @@ def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     assert isinstance(rows, PackedRows)
     expected = [encode_conversation(document, tokenizer) for document in read_documents(str(source), None)]
     batch = rows.batch(0, rows.rows_per_epoch)
-    found = {
-        tuple(zip(ids.tolist(), mask.tolist())) for ids, mask in zip(batch["input_ids"], batch["mask"])
-    }
+    found = {tuple(zip(ids.tolist(), mask.tolist())) for ids, mask in zip(batch["input_ids"], batch["mask"])}
     stream = [pair for ids, learned in expected for pair in zip(ids, learned)]
     stream += [(tokenizer.eos_token_id, False)] * (-len(stream) % 16)
     assert found == {tuple(stream[begin : begin + 16]) for begin in range(0, len(stream), 16)}
@@ -111,15 +109,6 @@ def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     begins = after == tokenizer.convert_tokens_to_ids("<user>")
     padding = (after == tokenizer.eos_token_id) & (before != tokenizer.eos_token_id)
     assert torch.equal(batch["seq_idx"].diff(dim=1) == 1, torch.logical_or(begins, padding))
-
-
-def test_any_number_of_workers_and_a_limit_write_the_same_masks(tmp_path):
-    tokenizer, source = chat_tokenizer(), conversations(tmp_path / "chat.jsonl", 30)
-    options = {"text_column": None, "shard_tokens": 40, "max_tokens": 150}
-    for workers in (1, 2):
-        write_tokens(tmp_path / str(workers), [str(source)], tokenizer, workers=workers, **options)
-    written = [{p.name: p.read_bytes() for p in (tmp_path / n).glob("*.bin")} for n in ("1", "2")]
-    assert written[0] == written[1] and {"learned-00000.bin", "learned-00001.bin"} <= written[0].keys()
 
 
 def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_path):

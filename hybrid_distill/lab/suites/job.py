@@ -34,7 +34,7 @@ class SuiteJob:
     """Examples in each prompt, instead of each task's own number."""
     limit: Count | None = None
     """Questions of each task, of each part of mmlu, bbh and niah, and of each length: only the first so many."""
-    seed: int = 1
+    seed: CountOrZero = 1
     """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
     pairs: str = "16"
     """Dictionary sizes of kv, in turn for several (``10,25,50``); two_hop takes one."""
