@@ -59,8 +59,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
     answer = "\n".join([heading, _launch(config, stages, command), source])
-    time = [] if any(stage.problem for stage in stages) else [training_time(config, plan, teacher.num_parameters())]
-    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
+    time = training_time(config, plan, teacher.num_parameters())
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *([time] if time else []), *record])
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
