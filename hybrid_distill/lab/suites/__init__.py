@@ -5,10 +5,6 @@ from .results import SuiteResult, compare, tables
 from .running import evaluate_suite, run_suite, write_questions
 from .tasks import check_job
 
-<<<<<<< HEAD
 __all__ = [
     "SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions",
 ]  # fmt: skip
-=======
-__all__ = ["SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions"]
->>>>>>> house
