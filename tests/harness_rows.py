@@ -106,7 +106,7 @@ def _gold(doc: dict[str, Any]) -> int:
 def _text(doc: dict[str, Any]) -> str:
     """A right answer as text."""
     if "answers" in doc:
-        return f" {doc['answers'][0]}."
+        return f" {' and '.join(doc['answers'])}."
     if "target" in doc:
         return f"It is plain. So the answer is {doc['target']}."
     return f" {doc['value']}" if "value" in doc else f" {doc['answer']}"

@@ -10,6 +10,7 @@ from ..distributed import is_launched_main
 
 DROPPED = {
     ("memory", "--no-published"): 0,
+    ("memory", "--published"): 0,
     ("prepare-data", "--workers"): 1,
     ("cache-logits", "--student-run"): 1,
 }
@@ -32,7 +33,6 @@ class Moved(NamedTuple):
 MOVED = {
     ("score", "--compare"): Moved("compare-scores", 2),
     ("sweep", "--status"): Moved("sweep-status", 1),
-    ("memory", "--published"): Moved("memory-published", 0),
     ("evaluate", "--write-task-files"): Moved("write-task-files", 1, others_stay=True),
 }
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "Make students": ("run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
-    "Choose": ("memory", "memory-published", "sweep", "sweep-status", "recommend"),
+    "Choose": ("memory", "sweep", "sweep-status", "recommend"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
@@ -36,43 +36,43 @@ LAUNCH = {
     "fsdp2": "launch/fsdp2.yaml",
 }
 COMMUNICATION = f"""
-  communication holds gradients and gathered weights while they are sent: under ZeRO a bucket of
-  {REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB, however small the model (reduce_bucket_size)."""
+  communication: gradients and weights on their way; under ZeRO {4 * REDUCE_BUCKET / GB:g} GB (reduce_bucket_size)."""
 
 
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     """Describe what to launch, then sizes, stage by stage, then the resolved config if it is asked for.
 
     ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read; without it,
-    the text says so in one line.
+    the text says so in one line. Raises ValueError, with all reasons, for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
     try:
-        teacher = shape_of_teacher(config.teacher)
+        load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
         return "\n\n".join([*record, heading, missing])
+    if found := list(_problems(config)):
+        raise ValueError(f"the run would not start: {' '.join(found)}")
+    teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
     answer = "\n".join([heading, _launch(config, stages, command), source])
-    time = [] if any(stage.problem for stage in stages) else [training_time(config, plan, teacher.num_parameters())]
-    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
+    time = training_time(config, plan, teacher.num_parameters())
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *([time] if time else []), *record])
 
 
-def problems(config: RunConfig) -> Iterator[str]:
+def _problems(config: RunConfig) -> Iterator[str]:
     """Yield why the run would not start, one sentence each, from names, headers and head scores, not from weights."""
-    this = Run(config)
-    try:
-        load_config(config.teacher.path, config.teacher.revision)
-    except (OSError, ValueError):
-        return  # `describe` says so, and nothing else can be judged
-    for check in (partial(outdated, config), *this.checks()):
+    for check in (partial(outdated, config), *Run(config).checks()):
         try:
             check()
         except (OSError, ValueError) as error:
             yield str(error).strip()
+    for stage in config.stage_configs:
+        if stage.batch_size % config.gpus:
+            yield f"{stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
@@ -81,8 +81,8 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
     known = HeadPlan.load(path) if path.exists() else Run(config).known_plan(options, teacher)
     if known is not None:
-        kept = [f"  layer {layer}: {', '.join(map(str, known.kept_in(layer)))}" for layer in range(known.n_layers)]
-        lines = [line for line in kept if not line.endswith(": ")]
+        layers = {layer: ", ".join(map(str, known.kept_in(layer))) for layer in range(known.n_layers)}
+        lines = [f"  layer {layer}: {heads}" for layer, heads in layers.items() if heads]
         return known, "\n".join([f"Plan ({path if path.exists() else origin}):", *lines])
     everything = HeadPlan.all(teacher)
     k = max(0, min(options.k, everything.k))
@@ -93,16 +93,12 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
 
 @dataclass(frozen=True)
 class _PlannedStage:
-    """Plans of a stage by strategy, as its config has it and with gradient checkpointing the other way round.
-
-    ``problem`` is set, and there are no plans, where the stage cannot be run.
-    """
+    """Plans of a stage by strategy, as its config has it and with gradient checkpointing the other way round."""
 
     config: StageConfig
-    problem: str = ""
-    heading: str = ""
-    own: dict[str, MemoryPlan] = field(default_factory=dict)
-    others: dict[str, MemoryPlan] = field(default_factory=dict)
+    heading: str
+    own: dict[str, MemoryPlan]
+    others: dict[str, MemoryPlan]
 
     def best(self, strategy: str, budget: float) -> MemoryPlan | None:
         """Return the plan to recommend if one fits; gradient checkpointing that was asked for stays."""
@@ -112,18 +108,10 @@ class _PlannedStage:
 
 
 def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
-    name, seq_len = stage.name, stage.data_within(config.data).seq_len
-    if stage.batch_size % config.gpus:
-        problem = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
-        return _PlannedStage(stage, problem)
-    other = stage.teacher_within(config.teacher)
-    judge = model = shape_of_teacher(config.teacher)
+    other, seq_len = stage.teacher_within(config.teacher), stage.data_within(config.data).seq_len
+    model = shape_of_teacher(config.teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
-    try:
-        judge = model if other == config.teacher else shape_of_teacher(other)
-        shape = StageShape(stage, student, judge)
-    except (OSError, ValueError) as error:
-        return _PlannedStage(stage, f"{name}: {str(error).strip().splitlines()[0]}")
+    shape = StageShape(stage, student, model if other == config.teacher else shape_of_teacher(other))
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
@@ -138,17 +126,15 @@ def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Plann
         for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
     )
     segments = getattr(stage, "segment_len", None)
-    heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
+    heading = f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
     heading += f", segments of {segments:,}" if segments else ""
     heading += ", gradient checkpointing" if stage.gradient_checkpointing else ""
     heading += f"; {stage.steps:,} steps, {stage.steps * stage.batch_size * seq_len:,} tokens in all"
-    return _PlannedStage(stage, "", heading, own, others)
+    return _PlannedStage(stage, heading, own, others)
 
 
 def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:
     """Name one command under which every stage fits; or what to change."""
-    if refused := [stage.problem for stage in stages if stage.problem]:
-        return f"Cannot be launched: {' '.join(refused)}"
     budget = HEADROOM * config.gpu_memory * GB
     for strategy in STRATEGIES:
         plans = [plan for stage in stages if (plan := stage.best(strategy, budget))]
@@ -177,7 +163,6 @@ def _size(n_bytes: float) -> str:
 
 def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_PlannedStage]) -> str:
     student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
-    n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
     n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
     shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
     cache = partial(cache_bytes, **shape, windows=layer_windows(teacher.config))
@@ -185,16 +170,16 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
         f"{name} {' / '.join(f'{cache(kept, length=length).total / MB:.2f}' for length in LENGTHS)}"
         for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items()
     )
-    lengths, processes = " / ".join(map(str, LENGTHS)), f"each of {config.gpus} processes"
-    return "\n".join(
-        [
-            f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
-            f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(caches)}",
-            f"Memory of {'one process' if config.gpus == 1 else processes} while training (1 GB = 1e9 bytes):",
-            *(f"\n  {stage.problem}" if stage.problem else _table(stage) for stage in stages),
-            *([COMMUNICATION] if any(p.communication for stage in stages for p in stage.own.values()) else []),
-        ]
-    )
+    lengths = " / ".join(map(str, LENGTHS))
+    lines = [
+        f"Parameters: teacher {teacher.num_parameters():,}; student {student.num_parameters():,}, of them {n_mixers:,} "
+        "in recurrent heads",
+        f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(caches)}",
+        f"Memory of each of {config.gpus} processes while training (1 GB = 1e9 bytes):",
+        *map(_table, stages),
+    ]
+    shows_communication = any(plan.communication for stage in stages for plan in stage.own.values())
+    return "\n".join([*lines, *([COMMUNICATION] if shows_communication else [])])
 
 
 def _table(stage: _PlannedStage) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import transformers
 
-from ..guard import check_checkpoint
-from ..model import HybridForCausalLM
+from ..guard import MARK, check_checkpoint, check_no_run
+from ..io import read_json
+from ..model import HybridConfig, HybridForCausalLM
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
 
@@ -18,8 +19,13 @@ def serve(folder: Path, options: Sequence[str] = ()) -> None:
     """Run ``transformers serve FOLDER OPTIONS`` until it is stopped.
 
     That server takes a model's class from transformers by its name, so this puts it there; the folder's own code is not
-    run. Raises ValueError for absent packages, transformers before 5, and as `check_checkpoint` does.
+    run. Raises ValueError for a folder that is not an export, absent packages and transformers before 5.
     """
+    check_no_run(folder)
+    found = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    if found != HybridConfig.model_type and not (folder / MARK).is_file():
+        content = f"holds a model of type {found!r}" if found else "holds no config.json"
+        raise ValueError(f"{folder} {content}, so it is not an export; pass what `hybrid-distill export` wrote.")
     check_checkpoint(folder)
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(absent)}: pip install 'transformers[serving]'.")

@@ -139,7 +139,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(RECIPES / "hybrid_tiny.py"), "--dry-run", "--out", str(tmp_path / "run"), *wrong])
     said = capsys.readouterr()
-    assert "would not start: data source 'gone' does not exist" in said.err and "Parameters: teacher" in said.out
+    assert "would not start: data source 'gone' does not exist" in said.err and not said.out
     assert "data source 'lost'" in said.err and str(tmp_path / "scores.json") in said.err
 
 
@@ -249,7 +249,6 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
     [
         ("score --compare a b --k 3", "compare-scores a b"),
         ("sweep --recipe r.py --status=out", "sweep-status out"),
-        ("memory --published", "memory-published"),
         ("evaluate --write_task_files d --suite paper --model m", "write-task-files d --suite paper --model m"),
         ("evaluate --suite paper --model m", "evaluate-suite --suite paper --model m"),
         ("quantise in out --to fp8", "quantize in out --to fp8"),

@@ -6,6 +6,7 @@ benchmarks/memory_plan.py measures; here its smallest shapes run.
 import importlib.util
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,11 @@ from test_cli import RECIPES
 from training import small_run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import LAUNCH, describe
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.plan import (
-    FP32,
     KERNEL_CHUNK,
     KERNEL_LOGITS,
     STRATEGIES,
@@ -118,15 +119,6 @@ def test_other_families(family: str, family_model: Callable[..., PreTrainedModel
     assert not benchmark.misses(parts), parts
 
 
-@pytest.mark.parametrize("config", [ALIGN, DISTILL], ids=["align", "distill"])
-def test_two_ways_to_count_activations_agree(config: StageConfig) -> None:
-    case = small_case(config)
-    stage = benchmark.make_real_stage(case, "cpu")
-    batch = benchmark.make_batch(case, 600, "cpu")
-    saved = benchmark.saved_tensors(stage, batch)
-    assert benchmark.kept_by_forward(stage, batch, "cpu") == pytest.approx(saved, rel=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU")
 def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) -> None:
@@ -206,13 +198,6 @@ def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> No
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
 
 
-def test_alignment_holds_one_copy_of_what_it_shares_with_the_teacher() -> None:
-    shape = big_shape(LLAMA_1B, replace(ALIGN, precision="bf16"))
-    mixers = shape.trained * FP32 + shape.frozen_bytes
-    assert mixers < 1.3e9 and big_plan(shape).frozen_parameters == shape.frozen_bytes
-    assert big_plan(shape).total < big_plan(DISTILL_1B).total
-
-
 def test_more_rows_more_processes_and_recompute() -> None:
     one, two = (big_plan(DISTILL_1B, micro_batch=rows) for rows in (1, 2))
     assert two.activations == pytest.approx(2 * one.activations, rel=1e-6)
@@ -222,12 +207,6 @@ def test_more_rows_more_processes_and_recompute() -> None:
     again = big_plan(DISTILL_1B, gradient_checkpointing=True)
     assert again.activations < 0.1 * big_plan(DISTILL_1B).activations
     assert again.total < big_plan(DISTILL_1B).total
-
-
-def test_accumulating_under_ddp_costs_a_second_set_of_gradients() -> None:
-    assert big_plan(DISTILL_1B).communication == 4 * DISTILL_1B.trained
-    assert big_plan(DISTILL_1B, micro_batches=1).communication == 0
-    assert big_plan(DISTILL_1B, world=1).communication == 0
 
 
 # The dry run.
@@ -251,8 +230,7 @@ def test_a_dry_run_for_one_gpu() -> None:
 def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
-    assert "Cannot be launched: align fits in 0.0 GB" in said and "distill fits in 0.0 GB" in said
-    assert "more GPUs" in said and "with more memory" in said
+    assert "Cannot be launched: no strategy fits every stage in 0 MB" in said and "more --gpus" in said
     tight = replace(small_run(), gpus=1, stages=("distill",))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
@@ -262,8 +240,10 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
 
 def test_a_dry_run_says_which_stage_cannot_run() -> None:
     run = replace(small_run(), gpus=1, stages=("matrix", "align"), plan=replace(small_run().plan, selection="none"))
-    assert "matrix: the matrix stage needs attention maps" in describe(run)
-    assert "distill: 2 rows of a step cannot be shared by 3 GPUs" in describe(replace(small_run(), gpus=3))
+    with pytest.raises(ValueError, match="the matrix stage needs attention maps"):
+        describe(run)
+    with pytest.raises(ValueError, match="distill: 2 rows of a step cannot be shared by 3 GPUs"):
+        describe(replace(small_run(), gpus=3))
 
 
 def test_launch_files_that_are_named_are_there() -> None:
@@ -274,6 +254,8 @@ def test_launch_files_that_are_named_are_there() -> None:
 def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path) -> None:
     wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
     AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
     stages = {
         "long": LongConfig(steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128),
         "post": PostConfig(steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=str(tmp_path / "wide")),
@@ -285,8 +267,8 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
     assert first == second and third == pytest.approx(4 * wide_parameters(tmp_path) / 1e6, rel=0.01)
-    gone = describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
-    assert "post: " in gone and str(tmp_path / "gone") in gone.partition("post: ")[2]
+    with pytest.raises(ValueError, match="gone"):
+        describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
 
 
 def wide_parameters(folder: Path) -> int:

@@ -1,44 +1,18 @@
-"""The memory table: the published figures, both ends of what kept heads can share, and a real cache."""
+"""The memory table: both ends of what kept heads can share, and a real cache."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from test_scoring import some_scores
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.memory.table import (
-    PUBLISHED,
-    PUBLISHED_LENGTHS,
-    MemoryJob,
-    Published,
-    model_shape,
-    published_bytes,
-    table_rows,
-)
+from hybrid_distill.lab.memory.table import MemoryJob, model_shape, table_rows
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-
-
-def megabytes(row: Published) -> tuple[float, ...]:
-    return tuple(round(published_bytes(row, length) / 1e6, 1) for length in PUBLISHED_LENGTHS)
-
-
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
-def test_the_published_rows(row) -> None:
-    assert megabytes(row) == row.megabytes
-
-
-def test_no_choice_of_whole_layers_gives_the_row_that_is_fitted() -> None:
-    fitted = next(row for row in PUBLISHED if row.name == "Hybrid-Mohawk")
-    for n_attention, n_recurrent in itertools.product(range(17), range(17)):
-        for d_state in (4, 8, 16, 32, 64, 128):
-            whole = fitted._replace(n_kv_heads=8 * n_attention, n_recurrent=32 * n_recurrent, d_state=d_state)
-            assert megabytes(whole) != fitted.megabytes
 
 
 def rows(**options) -> dict[tuple[str, int], list[int]]:
@@ -102,8 +76,6 @@ def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
     assert "6 layers, 8 heads, 4 KV heads" in capsys.readouterr().out
     written = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert {row["kept"] for row in written} == {"6 heads, apart", "6 heads, groups together", "all heads"}
-    main(["memory", "--published"])
-    assert "134.2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

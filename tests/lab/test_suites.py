@@ -181,6 +181,18 @@ def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tm
     assert prompts[0] == prompts[1] and len(set(prompts[0].values())) == 3
 
 
+def test_ruler_is_measured_length_by_length(knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    """A length that cannot hold a task leaves that part without a figure; niah shares its parts with the tasks."""
+    pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not installed")
+    names = "niah_single_1,ruler_vt,niah"
+    result = measured(*tiny, names, tmp_path, limit=2, ruler_lengths="512,4000")
+    assert "ruler_vt does not fit into 512 tokens" in result.failed["ruler_vt_512"]
+    assert {name: score.value for name, score in result.tasks.items()} == {"niah_single_1": 0.5, "niah": 0.5}
+    assert result.tasks["niah"].n_examples == 8 * result.tasks["niah_single_1"].n_examples == 32
+    shown = tables(result)
+    assert "| by length | 512 | 4000 |" in shown and "| ruler_vt | – |" in shown
+
+
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
     _, missing = write_questions(SuiteJob(suite="piqa,niah,kv", limit=2), tmp_path)
     assert missing.startswith("piqa: ") and "niah: RULER's lengths" in missing and "kv" not in missing

@@ -130,55 +130,13 @@ def table_rows(
 def _placements(shape: HeadPlan, k: int, windows: Sequence[int | None]) -> dict[str, HeadPlan]:
     """Return the plans of ``k`` heads that need most and least keys and values."""
     reach = [math.inf if window is None else window for window in windows]
-    layers = sorted(range(shape.n_layers), key=lambda layer: reach[layer])
-    heads = [HeadId(layer, head) for layer in layers for head in range(shape.n_heads)]
+    heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
     group_size = shape.n_heads // shape.n_kv_heads
-    together = HeadPlan.from_pairs(shape, heads[:k])
-    apart = HeadPlan.from_pairs(shape, sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))[:k])
+    together = sorted(heads, key=lambda h: reach[h.layer])
+    apart = sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))
+    plans = {name: HeadPlan.from_pairs(shape, order[:k]) for name, order in (("apart", apart), ("together", together))}
     if k == len(heads):
-        return {"all heads": together}
+        return {"all heads": plans["together"]}
     if k == 0 or (group_size == 1 and len(set(reach)) == 1):
-        return {f"{k} heads": together}
-    return {f"{k} heads, apart": apart, f"{k} heads, groups together": together}
-
-
-class Published(NamedTuple):
-    """A row of the authors' table (arXiv 2602.11374), and the configuration that gives it."""
-
-    name: str
-    megabytes: tuple[float, ...]
-    n_kv_heads: int
-    n_recurrent: int
-    d_state: int
-    configuration: str
-
-
-PUBLISHED_LENGTHS, PUBLISHED_HEAD_DIM = (128, 2048, 4096), 64
-PUBLISHED = (
-    Published("Llama-3.2-1B", (4.2, 67.1, 134.2), 128, 0, 0, "16 layers of 8 KV heads"),
-    Published("Mamba-in-Llama", (4.2, 35.7, 69.2), 64, 256, 64, "8 attention layers, 8 layers of 32 recurrent heads"),
-    Published("Hybrid-Mohawk", (2.3, 19.5, 37.8), 35, 138, 64, "fitted, see below"),
-    Published("Hybrid-Llamba", (1.2, 11.0, 21.5), 20, 492, 8, "20 heads with a K and a V each, 492 recurrent ones"),
-)
-MOHAWK_NOTE = """\
-Hybrid-Mohawk grows by 9.0 kB a token, which is 35 KV heads of 64, and starts from 1.1 MB, which is 138 recurrent heads
-of N = 64. 35 is not a multiple of a layer's 8 KV heads, nor 138 of its 32 heads: no choice of whole layers gives this
-row, nor does any published configuration of that model. The three other rows are exact, with states in bfloat16."""
-
-
-def published_table() -> str:
-    """Return the authors' figures beside the formula's."""
-    lengths = " / ".join(map(str, PUBLISHED_LENGTHS))
-    rows = []
-    for row in PUBLISHED:
-        found = [published_bytes(row, length) / MB for length in PUBLISHED_LENGTHS]
-        cells = [" / ".join(f"{size:.1f}" for size in sizes) for sizes in (row.megabytes, found)]
-        rows.append([row.name, *cells, row.configuration])
-    frame = pd.DataFrame(rows, columns=[f"MB at L = {lengths}", "published", "formula", "configuration"])
-    return f"{text_table(frame)}\n{MOHAWK_NOTE}"
-
-
-def published_bytes(row: Published, length: int) -> int:
-    """Apply the formula in bfloat16; a configuration by layers has no plan of heads."""
-    per_head = PUBLISHED_HEAD_DIM * BYTES["bfloat16"]
-    return 2 * row.n_kv_heads * per_head * length + row.n_recurrent * per_head * row.d_state
+        return {f"{k} heads": plans["together"]}
+    return {f"{k} heads, apart": plans["apart"], f"{k} heads, groups together": plans["together"]}

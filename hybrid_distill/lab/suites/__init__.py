@@ -6,12 +6,5 @@ from .running import evaluate_suite, run_suite, write_questions
 from .tasks import check_job
 
 __all__ = [
-    "SuiteJob",
-    "SuiteResult",
-    "check_job",
-    "compare",
-    "evaluate_suite",
-    "run_suite",
-    "tables",
-    "write_questions",
-]
+    "SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions",
+]  # fmt: skip

@@ -143,18 +143,18 @@ def questions_of(
         questions = ruler_questions(*part.ruler, tokenizer, job.seed, job.limit or RULER_EXAMPLES)
         return {TEST: [{"prompt": asked.prompt, "answers": list(asked.answers)} for asked in questions]}, "generator"
     if part.task.probe:
-        return {TEST: _probe_rows(part.task.probe, job)}, "generator"
+        return {TEST: _probe_rows(part.task.probe, job, tokenizer)}, "generator"
     return {}, "hub"
 
 
-def _probe_rows(probe: str, job: SuiteJob) -> list[Record]:
+def _probe_rows(probe: str, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | None) -> list[Record]:
     n = job.limit or PROBE_EXAMPLES
     if probe == "text":
         return [{"text": text} for text in read_held_out(job.texts, n)]
     if probe == "knowledge":
         examples = Knowledge(job.facts).examples()[:n]
     else:
-        options = {"pairs": job.numbers("pairs"), "lengths": job.numbers("lengths")}
+        options = {"pairs": job.numbers("pairs"), "lengths": job.numbers("lengths"), "tokenizer": tokenizer}
         examples = probe_with(probe, {**options, "facts": job.facts, "seed": job.seed}).examples(n)
     return [
         {"prompt": e.prompt, "answer": e.answer, "choices": list(e.choices), "gold": e.choices.index(e.answer)}

@@ -1,0 +1,74 @@
+"""RULER's questions: lm-eval's settings and wording, at any length, from a seed alone."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from families import family_tokenizer
+
+from hybrid_distill.probes.ruler import NEEDLES, TASKS, load_generators, ruler_questions, tokens_to_generate
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not installed")
+
+
+def test_needles_are_asked_for_with_lm_evals_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_generators()
+    from lm_eval.tasks.ruler import niah_utils
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(niah_utils, "get_tokenizer", lambda name: None)
+    monkeypatch.setattr(niah_utils, "get_haystack", lambda type_haystack: type_haystack)
+    monkeypatch.setattr(niah_utils, "generate_samples", lambda haystack, **options: given.update(options) or [{"x": 1}])
+    for task, needles in NEEDLES.items():
+        given.clear()
+        getattr(niah_utils, task)(max_seq_lengths=[512])
+        theirs = [given["type_haystack"], given["type_needle_k"], given["type_needle_v"]]
+        theirs += [given.get("num_needle_k", 1), given.get("num_needle_v", 1), given.get("num_needle_q", 1)]
+        theirs[3] = max(theirs[3], theirs[5])  # as generate_samples does
+        assert list(needles) == theirs, task
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+def test_prompts_are_worded_as_lm_evals(task: str) -> None:
+    niah, tokenizer, needles = load_generators().niah, family_tokenizer("smollm2"), NEEDLES[task]
+    (row,) = niah.generate_samples(
+        niah.get_haystack(needles.haystack), TOKENIZER=tokenizer, max_seq_length=2000, num_samples=1,
+        type_haystack=needles.haystack, type_needle_k=needles.keys, type_needle_v=needles.values,
+        template=load_generators().niah_template,
+    )  # fmt: skip
+    (ours,) = ruler_questions(task, 2000, tokenizer, 1, 1)
+    theirs = f"{row['input']} {row['gen_prefix']}"
+    lines = [
+        {re.sub(r"[0-9a-f-]{36}|\d{7}|[\w-]+-[\w-]+", "X", line) for line in text.split("\n")}
+        for text in (ours.prompt, theirs)
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_fill_a_length_and_follow_from_the_seed(task: str) -> None:
+    tokenizer = family_tokenizer("smollm2")
+    random.seed(5)
+    before, drawn = random.getstate(), np.random.RandomState(7).random()
+    np.random.seed(7)
+    found = list(ruler_questions(task, 2000, tokenizer, 1, 3))
+    assert random.getstate() == before and np.random.random() == drawn, "the program's own random state is left alone"
+    assert found[:2] == list(ruler_questions(task, 2000, tokenizer, 1, 2))
+    assert found[0] != next(ruler_questions(task, 2000, tokenizer, 2, 1)) and found[0] != found[1]
+    for question in found:
+        n_tokens = len(tokenizer(question.prompt)["input_ids"]) + tokens_to_generate(task, 2000)
+        assert 1700 < n_tokens <= 2000
+        assert all(answer in question.prompt for answer in question.answers)
+
+
+def test_what_cannot_be_asked_is_refused_in_one_line() -> None:
+    tokenizer = family_tokenizer("smollm2")
+    with pytest.raises(ValueError, match="ruler_cwe does not fit into 128 tokens"):
+        list(ruler_questions("ruler_cwe", 128, tokenizer, 1, 1))
+    with pytest.raises(ValueError, match="no RULER task 'niah'; pass one of niah_single_1"):
+        list(ruler_questions("niah", 512, tokenizer, 1, 1))
