@@ -90,12 +90,6 @@ class NotedRows:
             file.write(json.dumps({"pid": os.getpid(), "step": step, "rows": hashes}) + "\n")
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows.load_state_dict(state)
-
 
 def train(out: Path) -> None:
     """The run, as any recipe would start it, on noted rows."""

@@ -30,8 +30,10 @@ from provenance import device_name, versions
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import open_rows
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.lab.sweep import Cell, Sweep, SweepJob, sweep
 from hybrid_distill.lab.sweep.cells import cell_config
+from hybrid_distill.lab.sweep.folder import Sweep
+from hybrid_distill.lab.sweep.grid import Cell
+from hybrid_distill.lab.sweep.job import SweepJob, sweep
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -82,9 +84,7 @@ def students() -> dict[str, Any]:
 
 
 def _students(folder: Path) -> dict[str, Any]:
-    job = SweepJob(
-        out=folder / "shared", heads=HEADS, d_state=str(D_STATE), seeds=SEEDS, selection="top,random"
-    )
+    job = SweepJob(out=folder / "shared", heads=HEADS, d_state=str(D_STATE), seeds=SEEDS, selection="top,random")
     shared, shared_seconds = _timed(lambda: sweep(job, SimpleNamespace(config=config)))
     seconds: dict[str, float] = {}
     rows: dict[str, dict[str, list[float]]] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import traceback
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record
 from .limits import Count, CountOrZero, Positive, Share, check_options
+from .probes.forms import check_form
+from .student.init import Init
 from .teacher import TINY
 from .train.config import (
     AlignConfig,
@@ -34,6 +37,7 @@ Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pa
 StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
 RENAMED = {"recompute": "gradient_checkpointing"}
 """Fields of config.json files of earlier versions."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class ScoringConfig:
     """Pairs in each dictionary."""
     n_examples: Count = 128
     """Dictionaries asked of each head."""
+    form: str = "plain"
+    """Form of the prompts, here and in the evaluation: ``plain``, ``shots=1`` (solved examples before it), ``chat``
+    (the tokenizer's template), or ``auto``: the one in which the teacher answers most of 32 prompts."""
     batch_size: Count | None = None
     """Rows at a time; by default as many as are fast and fit."""
     n_control_texts: CountOrZero = 16
@@ -58,6 +65,7 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "scoring.")
+        check_form("scoring.form", self.form)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class PlanConfig:
     plans (below ``aligned/``)."""
     k: CountOrZero = 6
     """Heads kept, over all layers (``top``, ``restoration`` and ``random``)."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
     """Layers kept whole (``layers``)."""
@@ -94,7 +102,7 @@ class StudentConfig:
     recurrence: Literal["discrete", "mamba2"] = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
     scaled by the step, which can be exported without remote code (docs/export.md)."""
-    init: str = "fitted"
+    init: Init = "fitted"
     """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
     ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the start and after 50 steps;
     after 300, ``teacher`` is, by 3 %."""
@@ -144,7 +152,7 @@ class RunConfig:
     """Name in reports and trackers."""
     out: Path = Path("runs/hybrid")
     """Folder of everything that the run writes."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the weights and questions that are drawn. The order of the data has ``data.seed``."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
@@ -209,6 +217,7 @@ class RunConfig:
         """Names of sections that this run does not read."""
         return set(get_args(StageName)) - set(self.stages)
 
+
 Small = TypeVar("Small", bound=StageConfig)
 
 
@@ -223,7 +232,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
-        data=replace(config.data, sources=(TINY,), weights=(), seq_len=min(config.data.seq_len, 256)),
+        data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
         matrix=small(config.matrix),
         align=small(config.align),
         distill=small(config.distill),
@@ -235,7 +244,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 
 def config_of(recipe: ModuleType) -> RunConfig:
     """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
-    return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
+    return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
 
 
 def checked_config(config: object, source: str) -> RunConfig:
@@ -247,7 +256,7 @@ def checked_config(config: object, source: str) -> RunConfig:
 
 def ask_recipe(recipe: ModuleType, name: str) -> Any:
     """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
-    with in_recipe(_file_of(recipe)):
+    with in_recipe(str(recipe.__file__)):
         return getattr(recipe, name)()
 
 
@@ -262,13 +271,13 @@ def in_recipe(file: str) -> Iterator[None]:
         raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _file_of(recipe: ModuleType) -> str:
-    return str(getattr(recipe, "__file__", "the recipe"))
-
-
 def current_flags(argv: Sequence[str]) -> list[str]:
-    """Replace flags of earlier versions: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
-    return [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
+    """Replace flags of earlier versions, with a line: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
+    current = [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
+    for old, new in zip(argv, current):
+        if old != new:
+            log.info("note: %s is now %s.", old.partition("=")[0], new.partition("=")[0])
+    return current
 
 
 def to_json(config: RunConfig) -> Record:
@@ -277,15 +286,11 @@ def to_json(config: RunConfig) -> Record:
 
 
 def differences(
-    before: Record,
-    now: Record,
-    leave_out: Collection[str] = (),
-    leave_out_within: Collection[str] = (),
-    prefix: str = "",
+    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
 ) -> list[str]:
     """List the fields in which two configs, as `to_json` returns them, differ: ``align.steps (2 there, 3 here)``.
 
-    ``leave_out`` are names of the outermost level, ``leave_out_within`` of the next.
+    ``leave_out`` are names of the outermost level, ``within`` of the next.
     """
     found = []
     for name, here in now.items():
@@ -293,7 +298,7 @@ def differences(
         if name in leave_out or there == here:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, leave_out_within, prefix=f"{prefix}{name}.")
+            found += differences(there, here, within, prefix=f"{prefix}{name}.")
         else:
             found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
     return found
@@ -322,8 +327,5 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         current = [(RENAMED.get(name) or name, item) for name, item in value.items()]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return tuple(_rebuilt(inner, item) for item in value)
-    if value is not None and (kind is Path or Path in get_args(kind)):
-        return Path(value)
-    return value
+        return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
+    return Path(value) if value is not None and Path in (kind, *get_args(kind)) else value

@@ -53,20 +53,24 @@ def check_options(options: object, prefix: str) -> None:
 
     The message calls it ``prefix`` and name. Every entry of a tuple is checked; None always passes.
     """
-    for name, rules in _rules_of(type(options)).items():
-        value = getattr(options, name)
+    for name, hint in _hints_of(type(options)).items():
         shown = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
-        for entry in value if isinstance(value, tuple) else (value,):
-            for rule in rules if entry is not None else ():
-                if isinstance(rule, Limits):
-                    rule.check(shown, entry)
-                elif entry not in rule:
-                    raise ValueError(f"{shown} is {entry!r}; pass one of {', '.join(map(str, rule))}.")
+        check_value(shown, hint, getattr(options, name))
+
+
+def check_value(name: str, hint: object, value: object) -> None:
+    """Do as `check_options` with one value that is declared as ``hint``."""
+    for entry in value if isinstance(value, tuple) else (value,):
+        for rule in _rules(hint) if entry is not None else ():
+            if isinstance(rule, Limits):
+                rule.check(name, entry)
+            elif entry not in rule:
+                raise ValueError(f"{name} is {entry!r}; pass one of {', '.join(map(str, rule))}.")
 
 
 @cache
-def _rules_of(kind: type) -> dict[str, list[Limits | tuple[object, ...]]]:
-    return {name: list(_rules(hint)) for name, hint in get_type_hints(kind, include_extras=True).items()}
+def _hints_of(kind: type) -> dict[str, object]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:

@@ -1,6 +1,6 @@
 """One process at a time writes to a folder, under a lock of the operating system that a killed process loses.
 
-A note beside the lock names its holder, for whoever is refused. Where other hosts cannot see the lock, the note counts.
+A note beside the lock names its holder, for whoever is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 LOCK, NOTE = ".lock", ".lock.holder"
 SETTLING = 1.0
 """Seconds in which a new holder has written its note, and in which whoever only looks (`is_locked`) lets go."""
-KEPT_TO_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
-"""Mount options of NFS and Lustre under which one host does not see the locks of another."""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,8 @@ class InUse(ValueError):
 
 @contextmanager
 def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of a folder, which is created if need be, and removed again if it stays empty.
+    """Keep other processes out of a folder, which is created if need be, and removed again, with
+    the folders above that were created, if it stays empty.
 
     ``beside`` puts the lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
     the holder, when there is one for longer than ``patience`` seconds, and OSError where nothing can be written.
@@ -42,18 +41,18 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
     path, note = (folder / (f".{place.name}{name}" if beside else name) for name in (LOCK, NOTE))
     if place.exists() and not (beside or place.is_dir()):
         raise NotADirectoryError(f"{place} is not a folder; pass another one.")
-    is_new = not folder.exists()
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = _acquire(path, max(patience, SETTLING))
     except Timeout:
-        raise InUse(_refusal(place, note)) from None
+        holder = _read(note) or "another process"
+        raise InUse(f"{place} is in use by {holder}; wait for it, end it, or pass another place.") from None
     try:
         if left := _read(note):
-            if f" on {socket.gethostname()} " not in left and _kept_to_one_host(path):
-                raise InUse(f"{_refusal(place, note)} If that process is gone, remove {note}.")
             log.info("%s was left by %s, which has ended; taking over", place, left)
-        note.write_text(_this_process())
+        command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
+        note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({command})")
         try:
             yield
         finally:
@@ -61,9 +60,9 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
             path.unlink(missing_ok=True)  # while it is held: whoever waits for this file looks for the new one
     finally:
         lock.release()
-        if is_new:
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            for empty in new:
+                empty.rmdir()
 
 
 def is_locked(folder: Path) -> bool:
@@ -91,28 +90,7 @@ def _acquire(path: Path, patience: float) -> BaseFileLock:
     return lock
 
 
-def _this_process() -> str:
-    command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
-    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
-
-
 def _read(note: Path) -> str:
     with suppress(OSError):
         return note.read_text()
     return ""
-
-
-def _refusal(place: Path, note: Path) -> str:
-    holder = _read(note) or "another process"
-    return f"{place} is in use by {holder}; wait for it, end it, or pass another place."
-
-
-def _kept_to_one_host(path: Path) -> bool:
-    """Check whether the file system of a path is mounted so that other hosts do not see its locks."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    above = {str(parent) for parent in path.resolve().parents}
-    options = {mount[1]: mount[3].split(",") for mount in mounts if mount[1] in above}  # the last one is on top
-    return bool(options) and not KEPT_TO_ONE_HOST.isdisjoint(options[max(options, key=len)])

@@ -1,9 +1,8 @@
 """Which attention heads a student keeps, what its cache then holds, and the best heads under a budget. No torch.
 
 Choosing heads under a budget is a knapsack problem: a head has a value, the kept heads of one KV group share the cost
-of one KV head, and every other head costs a recurrent state. The parts of a plan (KV groups, or layers where each must
-follow a rule) are independent, so the best choices are built up part by part. Of all ways to choose among the parts so
-far, only those stay that no way of the same weight or less beats (Nemhauser and Ullmann, 1969): the result is optimal.
+of one KV head, and every other head costs a recurrent state. The best choices are built up group by group: of all ways
+to choose so far, those stay that no way of the same weight or less beats (Nemhauser and Ullmann, 1969).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import random as _random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,8 +26,6 @@ BF16_BYTES = 2
 STATE_BYTES = 4
 """Bytes of one element of a recurrent state: a cache keeps these long sums in float32, whatever the model's dtype."""
 TIE_BREAK = 1e-6  # weight of a nat of log-probability beside a whole accuracy: it decides only between equals
-
-PerLayer = Literal["uniform", "power_of_two"]
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +164,6 @@ class HeadPlan:
         d_state: int | None = None,
         bytes_per_element: int = BF16_BYTES,
         windows: Sequence[int | None] | None = None,
-        per_layer: PerLayer | None = None,
         by: str = "retrieval",
     ) -> HeadPlan:
         """Keep the heads of greatest total score that cost no more than one budget: the optimum, not an approximation.
@@ -175,8 +171,7 @@ class HeadPlan:
         The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
         cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `cache_bytes` counts them, recurrent states
         included (pass ``head_dim`` and ``d_state``, and the layers' ``windows`` if they have some,
-        `model.layer_windows`). ``per_layer`` asks for the same number of KV heads in every layer that has heads, or
-        for 0, 1, 2, 4, ... of them: servers want cache pages of one size, or of sizes that divide one another.
+        `model.layer_windows`).
 
         Scores are `HeadScores.value_LH` of ``by``; log-probability decides between equal ones. A head that lowers the
         total is left out even where there is room. Raises ValueError for a budget that no plan meets.
@@ -185,8 +180,6 @@ class HeadPlan:
         given = {name: value for name, value in budgets.items() if value is not None}
         if len(given) != 1:
             raise ValueError(f"budgets given: {', '.join(given) or 'none'}; give one of {', '.join(budgets)}.")
-        if per_layer not in (None, *get_args(PerLayer)):
-            raise ValueError(f"per_layer is {per_layer!r}; it must be one of {', '.join(get_args(PerLayer))}, or None.")
         (name, capacity), group_size = given.popitem(), scores.n_heads // scores.n_kv_heads
         COUNT_OR_NONE.check(name, capacity)
 
@@ -205,7 +198,7 @@ class HeadPlan:
         value_LH, tie_break_LH = (
             np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
         )
-        return cls.from_pairs(scores, _best_heads(value_LH + TIE_BREAK * tie_break_LH, weights, capacity, per_layer))
+        return cls.from_pairs(scores, _best_heads(value_LH + TIE_BREAK * tie_break_LH, weights, capacity))
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
@@ -237,10 +230,10 @@ class HeadPlan:
         return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: object, k: int) -> None:
-        """Raise ValueError unless a teacher of this shape has ``k`` heads to keep."""
+    def check_k(shape_of: object, k: int, name: str = "k") -> None:
+        """Raise ValueError, with the option's ``name``, unless a teacher of this shape has ``k`` heads to keep."""
         n_layers, n_heads, _ = _shape(shape_of)
-        Limits(0, n_layers * n_heads, whole=True).check("k", k)
+        Limits(0, n_layers * n_heads, whole=True).check(name, k)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -337,102 +330,30 @@ def cache_bytes(
 _cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that name
 
 
-class _Choices(NamedTuple):
-    """Ways to choose, lightest first, each more valuable than the one before; heads as bits of an integer."""
-
-    weight: np.ndarray
-    value: np.ndarray
-    heads: np.ndarray
-
-    @property
-    def least(self) -> int:
-        """Smallest weight; 0 where nothing is possible."""
-        return int(self.weight[0]) if len(self.weight) else 0
-
-
-def _choices(weights: Sequence[int], values: Sequence[float], heads: Sequence[int]) -> _Choices:
-    """Make `_Choices`, without the entries that a lighter one is worth as much as."""
-    return _undominated(np.array(weights, dtype=np.int64), np.array(values, float), np.array(heads, dtype=object))
-
-
-def _undominated(weight: np.ndarray, value: np.ndarray, heads: np.ndarray) -> _Choices:
-    best = _undominated_order(weight, value)
-    return _Choices(weight[best], value[best], heads[best])
-
-
-def _undominated_order(weight: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the indices, by weight, of the entries that are worth more than every lighter one."""
-    order = np.lexsort((-value, weight))
-    before = np.maximum.accumulate(np.concatenate([[-np.inf], value[order]]))[:-1]
-    return order[value[order] > before]
-
-
-def _either(*several: _Choices) -> _Choices:
-    return _undominated(*map(np.concatenate, zip(*several)))
-
-
-def _both(a: _Choices, b: _Choices, capacity: float = math.inf) -> _Choices:
-    """Combine every way of ``a`` with every way of ``b``."""
-    weight, value = np.add.outer(a.weight, b.weight).ravel(), np.add.outer(a.value, b.value).ravel()
-    light = np.flatnonzero(weight <= capacity)
-    best = light[_undominated_order(weight[light], value[light])]
-    of_a, of_b = np.divmod(best, max(len(b.weight), 1))
-    return _Choices(weight[best], value[best], a.heads[of_a] | b.heads[of_b])
-
-
-NOTHING, IMPOSSIBLE = _choices([0], [0.0], [0]), _choices([], [], [])
-
-
-def _best_heads(
-    value_LH: np.ndarray, weights: Sequence[Sequence[int]], capacity: int, per_layer: PerLayer | None
-) -> list[HeadId]:
+def _best_heads(value_LH: np.ndarray, weights: Sequence[Sequence[int]], capacity: int) -> list[HeadId]:
     """Find the heads of greatest total value; a KV group of a layer with n kept heads weighs ``weights[layer][n]``."""
-    n_layers, n_heads = value_LH.shape
-    n_kv_heads = n_heads // (len(weights[0]) - 1)
-    ids_LGH = np.array([1 << i for i in range(value_LH.size)], dtype=object).reshape(n_layers, n_kv_heads, -1)
-    groups = [
-        [_group(value_H, id_H, weights_N) for value_H, id_H in zip(value_GH, ids_GH)]
-        for value_GH, ids_GH, weights_N in zip(value_LH.reshape(ids_LGH.shape), ids_LGH, weights, strict=True)
-    ]
-    found = []
-    for parts in _independent_parts(groups, per_layer):
-        rest, chosen = sum(part.least for part in parts), NOTHING
-        for part in parts:
-            rest -= part.least
-            chosen = _both(chosen, part, capacity - rest)
-        found.append(chosen)
-    possible = [choices for choices in found if len(choices.weight)]
-    if not possible:
-        least = min(sum(part.least for part in parts) for parts in _independent_parts(groups, per_layer))
+    n_heads = value_LH.shape[1]
+    groups = []  # of each, by the number of heads kept: weight and value; the heads, best first
+    for layer, weight_N in enumerate(weights):
+        for group_H in np.arange(n_heads).reshape(-1, len(weight_N) - 1):
+            heads = [HeadId(layer, int(head)) for head in group_H if not math.isnan(value_LH[layer, head])]
+            heads.sort(key=lambda head: -value_LH[head])
+            values = np.cumsum([0.0, *(value_LH[head] for head in heads)])
+            groups.append((np.array(weight_N[: len(values)], dtype=np.int64), values, heads))
+    least = sum(int(weight_N.min()) for weight_N, _, _ in groups)
+    if least > capacity:
         raise ValueError(f"no plan fits into {capacity:,}: the smallest needs {least:,}; raise the budget.")
-    best = max(possible, key=lambda choices: choices.value[-1])
-    return [HeadId(*divmod(i, n_heads)) for i in range(value_LH.size) if best.heads[-1] >> i & 1]
-
-
-def _group(value_H: np.ndarray, id_H: np.ndarray, weights: Sequence[int]) -> tuple[_Choices, _Choices]:
-    """List the ways to treat one KV group: keep none of its heads; keep its best one, two, ..."""
-    order = [i for i in np.argsort(-value_H, kind="stable") if not math.isnan(value_H[i])]
-    values, heads = np.cumsum(value_H[order]).tolist(), np.cumsum(id_H[order]).tolist()
-    return _choices(weights[:1], [0.0], [0]), _choices(weights[1 : len(order) + 1], values, heads)
-
-
-def _independent_parts(
-    groups: list[list[tuple[_Choices, _Choices]]], per_layer: PerLayer | None
-) -> list[list[_Choices]]:
-    """List the sets of parts that a plan may take one way each of."""
-    if per_layer is None:
-        return [[_either(idle, kept) for layer in groups for idle, kept in layer]]
-    layers = [_by_count(layer) for layer in groups]
-    counts = range(len(layers[0]))
-    if per_layer == "power_of_two":
-        return [[_either(*(layer[n] for n in counts if n & (n - 1) == 0)) for layer in layers]]
-    return [[layer[n] if len(layer[1].weight) else layer[0] for layer in layers] for n in counts]
-
-
-def _by_count(groups: list[tuple[_Choices, _Choices]]) -> list[_Choices]:
-    """List the ways to treat a layer by the number of KV heads it keeps; a layer without heads keeps none."""
-    counts = [NOTHING]
-    for idle, kept in groups:
-        without, with_one_more = [*counts, IMPOSSIBLE], [IMPOSSIBLE, *counts]
-        counts = [_either(_both(a, idle), _both(b, kept)) for a, b in zip(without, with_one_more)]
-    return counts
+    room, weight, value, steps = capacity - least, np.zeros(1, dtype=np.int64), np.zeros(1), []
+    for weight_N, value_N, _ in groups:
+        weight = np.add.outer(weight, weight_N - weight_N.min()).ravel()
+        value = np.add.outer(value, value_N).ravel()
+        order = np.lexsort((-value, weight))
+        best_lighter = np.maximum.accumulate(np.concatenate([[-np.inf], value[order]]))[:-1]
+        chosen = order[(value[order] > best_lighter) & (weight[order] <= room)]
+        weight, value = weight[chosen], value[chosen]
+        steps.append(chosen)
+    place, kept = len(value) - 1, []
+    for chosen, (_, value_N, heads) in zip(reversed(steps), reversed(groups)):
+        place, n_kept = divmod(int(chosen[place]), len(value_N))
+        kept += heads[:n_kept]
+    return kept

@@ -28,6 +28,7 @@ def config() -> RunConfig:
                 "hf:HuggingFaceTB/finemath:finemath-4plus:train",
             ),
             weights=(0.5, 0.5),
+            hub_tokens=12_500_000_000,
             seq_len=2048,
         ),
         align=AlignConfig(

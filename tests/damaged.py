@@ -265,8 +265,9 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
         ("data_offsets", [0.5, 4]), ("extra", 1), ("dtype", ["F32"]),
     ]:  # fmt: skip
         yield f"header {field}={value}", entry(field, value)
-    yield "header names a tensor twice", edit_header(
-        lambda header, name: f'{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}'
+    yield (
+        "header names a tensor twice",
+        edit_header(lambda header, name: f"{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}"),
     )
     yield "header is a list", edit_header(lambda header, name: "[]")
     yield "header is deep", edit_header(lambda header, name: '{"a":' * 10**5)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_distill.lab.suites.suites import STOCK
+from hybrid_distill.lab.suites.job import STOCK, SuiteJob
 
 if TYPE_CHECKING:
     from hybrid_distill.lab.suites.tasks import Part
@@ -48,10 +48,6 @@ def row(task: str, number: int) -> dict[str, Any]:
             return {"key": "name", "value": f"Film{number}", "text": f"title Film{number}\nname:"}
         case "bbh":
             return {"input": f"Is {number} a number?", "target": "Yes" if number % 2 else "No"}
-        case "niah":
-            text = f"One of the special magic numbers for key is: {1000 + number}."
-            asked = {"gen_prefix": "The special magic number for key mentioned in the provided text is"}
-            return {"index": number, "input": text, "outputs": [str(1000 + number)], "max_length": 256, **asked}
     raise AssertionError(task)
 
 
@@ -61,13 +57,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def write_all(
-    folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK), n_shots: int | None = None
-) -> list[Part]:
+def write_all(folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK)) -> list[Part]:
     """Files of stock tasks, ``n`` rows for each split of each part."""
     from hybrid_distill.lab.suites.tasks import parts_of
 
-    parts = [part for task in STOCK if task.name in tasks for part in parts_of(task, n_shots)]
+    parts = [part for task in STOCK if task.name in tasks for part in parts_of(task, SuiteJob())]
     for part in parts:
         for split in part.splits:
             n_rows = max(n, part.n_shots + 1) if split == "train" else n
@@ -111,8 +105,8 @@ def _gold(doc: dict[str, Any]) -> int:
 
 def _text(doc: dict[str, Any]) -> str:
     """A right answer as text."""
-    if "outputs" in doc:
-        return f" {doc['outputs'][0]}."
+    if "answers" in doc:
+        return f" {doc['answers'][0]}."
     if "target" in doc:
         return f"It is plain. So the answer is {doc['target']}."
     return f" {doc['value']}" if "value" in doc else f" {doc['answer']}"

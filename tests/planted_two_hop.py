@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import N_VALUES
-from hybrid_distill.probes.two_hop import HEADER, QUESTION
+from hybrid_distill.probes.words import HEADER, QUESTION
 
 GATHER_VALUE_KEY, GATHER_ASKED_KEY, HOP, AGGREGATE = HeadId(1, 0), HeadId(1, 2), HeadId(2, 3), HeadId(3, 1)
 PLANTED = {GATHER_VALUE_KEY, GATHER_ASKED_KEY, HOP, AGGREGATE}

@@ -22,15 +22,6 @@ THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 
-def rope_that_depends_on_the_length(kind: str, beyond: int) -> dict[str, Any]:
-    """Settings of a Llama with heads of 8 whose frequencies change where a row is longer than ``beyond``."""
-    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
-    if kind == "dynamic":
-        return {"rope_parameters": rope, "max_position_embeddings": beyond}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": beyond}
-    return {"rope_parameters": rope, "max_position_embeddings": 4 * beyond}
-
-
 def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads])
 
@@ -45,9 +36,7 @@ def student_of(teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5) -> Hy
     return student
 
 
-def tiny_student(
-    family: str, *, d_state: int = 8, recurrence: str = "discrete"
-) -> tuple[HybridForCausalLM, HeadPlan]:
+def tiny_student(family: str, *, d_state: int = 8, recurrence: str = "discrete") -> tuple[HybridForCausalLM, HeadPlan]:
     """A student that keeps 4 heads in two layers and none in the third; Qwen2 with tied embeddings."""
     teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
@@ -62,9 +51,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     roles = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles)
 
 
 def mixed_student(teacher: PreTrainedModel) -> HybridForCausalLM:

@@ -95,9 +95,7 @@ def test_a_child_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> 
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-def test_without_locks_of_the_file_system_a_file_is_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_of_the_file_system_a_file_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_locks(*_: object, **__: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -106,18 +104,6 @@ def test_without_locks_of_the_file_system_a_file_is_the_lock(
         with pytest.raises(InUse, match=f"in use by process {os.getpid()} on"), locked(tmp_path / "out"):
             pass
     assert not (tmp_path / "out").exists()
-
-
-def test_another_hosts_note_counts_where_its_lock_cannot_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / NOTE).write_text("process 7 on elsewhere (hybrid-distill run)")
-    monkeypatch.setattr(locking, "_kept_to_one_host", lambda path: True)
-    with pytest.raises(InUse, match=r"on elsewhere .* remove .*\.lock\.holder"), locked(tmp_path):
-        pass
-    monkeypatch.setattr(locking, "_kept_to_one_host", lambda path: False)
-    with locked(tmp_path):
-        pass
 
 
 def in_children(n: int, action: Callable[[], None]) -> None:

@@ -187,39 +187,30 @@ def kv_counts(plan: HeadPlan) -> list[int]:
     return [len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers)]
 
 
-LAYER_RULES: dict[str | None, Callable[[HeadPlan], bool]] = {
-    None: lambda plan: True,
-    "uniform": lambda plan: len(set(kv_counts(plan))) == 1,
-    "power_of_two": lambda plan: set(kv_counts(plan)) <= {0, 1, 2, 4, 8},
-}
-
-
 def size(plan: HeadPlan, context: int, windows: Any = None) -> int:
     return cache_bytes(plan, length=context, windows=windows, **SIZES).total
 
 
-@pytest.mark.parametrize("per_layer", LAYER_RULES)
 @pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
-def test_no_plan_under_the_budget_is_worth_more(scores: Any, per_layer: Any) -> None:
-    plans = [plan for plan in every_plan(scores) if LAYER_RULES[per_layer](plan)]
+def test_no_plan_under_the_budget_is_worth_more(scores: Any) -> None:
+    plans = every_plan(scores)
 
     def check(found: HeadPlan, cost: Callable[[HeadPlan], int], budget: int) -> None:
         assert cost(found) <= budget
-        assert LAYER_RULES[per_layer](found)
         best = max(scores.worth(plan) for plan in plans if cost(plan) <= budget)
         assert scores.worth(found) == pytest.approx(best, abs=1e-9)
 
     for budget in range(9):
-        found = HeadPlan.under_budget(scores, heads=budget, per_layer=per_layer)
+        found = HeadPlan.under_budget(scores, heads=budget)
         check(found, lambda plan: plan.k, budget)
-        found = HeadPlan.under_budget(scores, kv_heads=budget, per_layer=per_layer)
+        found = HeadPlan.under_budget(scores, kv_heads=budget)
         check(found, lambda plan: sum(kv_counts(plan)), budget)
     # Short of context a KV head is smaller than the states of its group, in the middle two heads outweigh it.
     mixed = [(None, 5, 40, 1)[layer % 4] for layer in range(scores.n_layers)]
     for context, windows in ((3, None), (9, None), (100, None), (100, mixed)):
         sizes = sorted({size(plan, context, windows) for plan in plans})
         for budget in random.Random(context).sample(sizes, min(len(sizes), 4)):
-            options = {"context": context, "windows": windows, "per_layer": per_layer, **SIZES}
+            options = {"context": context, "windows": windows, **SIZES}
             found = HeadPlan.under_budget(scores, cache_bytes=budget, **options)
             check(found, lambda plan, context=context, windows=windows: size(plan, context, windows), budget)
 
@@ -242,11 +233,10 @@ def test_log_probability_decides_between_heads_of_equal_accuracy() -> None:
     assert HeadPlan.under_budget(scores, heads=1, by="ratio").kept == (HeadId(0, 2),)
 
 
-@pytest.mark.parametrize("per_layer", LAYER_RULES)
-def test_layers_without_heads_keep_none(per_layer: Any) -> None:
+def test_layers_without_heads_keep_none() -> None:
     scores: Any = Scores(3, 4, 2)
     scores.accuracy_LH = torch.tensor([[0.5] * 4, [torch.nan] * 4, [0.5] * 4], dtype=torch.float64)
-    assert kv_counts(HeadPlan.under_budget(scores, kv_heads=4, per_layer=per_layer)) == [2, 0, 2]
+    assert kv_counts(HeadPlan.under_budget(scores, kv_heads=4)) == [2, 0, 2]
 
 
 def test_a_model_of_a_thousand_heads() -> None:
@@ -271,7 +261,6 @@ def test_a_model_of_a_thousand_heads() -> None:
         # 8 recurrent heads x 4 x 8 x 4 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do
         ({"cache_bytes": 1023, "context": 100, **SIZES}, "no plan fits into 1,023: the smallest needs 1,024"),
         ({"cache_bytes": 100, "context": 3, **SIZES}, "no plan fits into 100: the smallest needs 192"),
-        ({"heads": 1, "per_layer": "even"}, "per_layer is 'even'; it must be one of uniform"),
     ],
 )
 def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -81,9 +81,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 def word_texts(n: int, first: int = 0) -> list[str]:
     """Documents of 1 to 17 words."""
-    return [
-        " ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)
-    ]
+    return [" ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)]
 
 
 def small_rows(seq_len: int = 16) -> PackedRows:
@@ -202,9 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--stages", nargs="+", default=["align"])
-    parser.add_argument(
-        "--signal-at", type=int, default=-1, help="send --signal to the last process at this step"
-    )
+    parser.add_argument("--signal-at", type=int, default=-1, help="send --signal to the last process at this step")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--precision", default="fp32")
@@ -219,13 +215,9 @@ def main() -> None:
     for name in args.stages:
         same = ("steps", "micro_batch_size", "precision", "gradient_checkpointing")
         config = small_config(name, **{option: getattr(args, option) for option in same})
-        rows = StoppingRows(
-            small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal)
-        )
+        rows = StoppingRows(small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal))
         stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(
-            stage, rows, args.out / name, progress=False, teacher_sharding=args.teacher_sharding
-        )
+        train_stage(stage, rows, args.out / name, progress=False, teacher_sharding=args.teacher_sharding)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def facts_path() -> Path:
     return _HERE / "knowledge.jsonl"
 
 
+def prompts_path() -> Path:
+    """Return the parts of the prompts that teachers write text on: openings, instructions, facts and questions."""
+    return _HERE / "prompts.json"
+
+
 def corpus_path(split: Split) -> Path:
     """Return gzipped JSON lines ``{"text"}``: stories, facts, in-context references; none in the probe's wording."""
     return _HERE / f"corpus_{split}.jsonl.gz"

@@ -8,9 +8,17 @@ from typing import NamedTuple
 
 from ..distributed import is_launched_main
 
-DROPPED = {("memory", "--no-published")}
-"""Flags that have lost their meaning."""
+DROPPED = {
+    ("memory", "--no-published"): 0,
+    ("prepare-data", "--workers"): 1,
+    ("cache-logits", "--student-run"): 1,
+}
+"""Flags that have lost their meaning, and how many values each had."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
+SAME = {("score", "--n-examples"): "--examples", ("analyze", "--n-examples"): "--examples"} | {
+    ("evaluate", "--examples"): "--n-examples"
+}
+"""Flags of which people expect the name that they have in other commands."""
 
 
 class Moved(NamedTuple):
@@ -32,7 +40,7 @@ MOVED = {
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Translate a command line into today's words."""
     name = words[0].replace("_", "-")
-    rest = [word for word in words[1:] if (name, word) not in DROPPED]
+    rest = _without_dropped(name, words[1:])
     if name in RENAMED:
         _notice(name, RENAMED[name])
         return [RENAMED[name], *rest]
@@ -48,7 +56,21 @@ def in_current_words(words: Sequence[str]) -> list[str]:
     if name == "evaluate" and "--model" in flags:
         _notice("evaluate --model", "evaluate-suite --model")
         return ["evaluate-suite", *rest]
-    return [name, *rest]
+    return [name, *(word.replace(flag, SAME.get((name, flag), flag), 1) for word, flag in zip(rest, flags))]
+
+
+def _without_dropped(name: str, words: Sequence[str]) -> list[str]:
+    kept, at = list[str](), 0
+    while at < len(words):
+        flag, equals, _ = words[at].partition("=")
+        n_values = DROPPED.get((name, flag.replace("_", "-")))
+        if n_values is None:
+            kept.append(words[at])
+        else:
+            print(f"note: {flag} of `hybrid-distill {name}` no longer does anything.", file=sys.stderr)
+            at += 0 if equals else n_values
+        at += 1
+    return kept
 
 
 def _notice(old: str, new: str) -> None:

@@ -15,12 +15,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..distributed import WorldError, disconnect, is_launched_main
 from ..locking import InUse
+from ..provenance import check_supported
 from .aliases import in_current_words
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "Rank heads": ("score", "compare-scores"),
-    "Make students": ("run", "demo", "prepare-data", "cache-logits"),
+    "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
+    "Make students": ("run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
     "Choose": ("memory", "memory-published", "sweep", "sweep-status", "recommend"),
@@ -67,13 +70,17 @@ def _dispatch(name: str, *words: str) -> None:
         near = difflib.get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{name!r} is not a command; {meant}`hybrid-distill --help` lists them.")
+    check_supported()
     with _loading():
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         from .parsing import parse
-    if hasattr(module, "main"):
-        module.main(list(words))
-    else:
-        parse(module.command, words, prog=f"hybrid-distill {name}")()
+    run = partial(module.main, list(words)) if hasattr(module, "main") else None
+    if run is None:
+        run = parse(module.command, words, prog=f"hybrid-distill {name}")
+    if words[:1] not in (("-h",), ("--help",)):
+        with _loading():  # what commands import where they use it, so that their help is quick
+            importlib.import_module("hybrid_distill.pipeline")
+    run()
 
 
 def _help() -> str:
@@ -92,7 +99,7 @@ def _summary(name: str) -> str:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import libraries, which takes seconds: report that, and end at once on Ctrl-C."""
+    """Import libraries, which takes seconds: report that, mute their warnings, and end at once on Ctrl-C."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not where it is ignored, as in the background
         signal.signal(signal.SIGINT, _end)
@@ -100,9 +107,11 @@ def _loading() -> Iterator[None]:
     report.daemon = True
     if is_launched_main() and "torch" not in sys.modules:
         report.start()
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         report.cancel()
         signal.signal(signal.SIGINT, before)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from .score import compare_files
+from ..lab.analysis.rankings import compare_files
 
 
 def command(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], /) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 from ..config import config_of
 from ..distributed import is_launched_main
 from ..lab.sweep import compare as comparison
-from ..limits import COUNT_OR_NONE
+from ..limits import CountOrZero
 from .recipes import load_recipe
 
 
 def command(
     recipe: Path = Path("recipes/hybrid_tiny.py"),
     out: Path = Path("runs/demo"),
-    k: int | None = None,
-    random_seeds: tuple[int, ...] = (0,),
+    k: CountOrZero | None = None,
+    random_seeds: tuple[CountOrZero, ...] = (0,),
     restoration: bool = False,
     probe_like: bool = False,
 ) -> None:
@@ -30,8 +30,6 @@ def command(
         restoration: Add a student whose heads are chosen by what they restore instead of what they cost.
         probe_like: Distill each student once more with the probe's own questions mixed in, for comparison.
     """
-    if k is not None:
-        COUNT_OR_NONE.check("--k", k)
     base = replace(config_of(load_recipe(recipe)), out=out)
     students = comparison.variants(
         base.plan.k if k is None else k, random_seeds=random_seeds, restoration=restoration, probe_like=probe_like

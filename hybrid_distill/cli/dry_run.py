@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ..config import PlanConfig, RunConfig, to_json
+from ..config import RunConfig, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..pipeline import Run
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
+from ..pipeline.timing import training_time
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
@@ -34,10 +35,9 @@ LAUNCH = {
     "zero3": "launch/zero3.yaml",
     "fsdp2": "launch/fsdp2.yaml",
 }
-BUCKET = f"{REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB"
-COMMUNICATION = f"""\
+COMMUNICATION = f"""
   communication holds gradients and gathered weights while they are sent: under ZeRO a bucket of
-  {BUCKET}, however small the model (DeepSpeed's reduce_bucket_size)."""
+  {REDUCE_BUCKET:,} float32 elements, {4 * REDUCE_BUCKET / GB:g} GB, however small the model (reduce_bucket_size)."""
 
 
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
@@ -47,20 +47,18 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     the text says so in one line.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
+    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
     try:
         teacher = shape_of_teacher(config.teacher)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
-        return "\n\n".join([*record, _heading(config), missing])
-    try:
-        Run(config).check_student(PlanConfig("none", k=0))
-    except ValueError as error:
-        return "\n\n".join([*record, f"{_heading(config)}\nCannot be launched: {error}"])
+        return "\n\n".join([*record, heading, missing])
     plan, source = _plan(config, teacher)
-    stages = [_stage_plans(config, stage, plan) for stage in config.stage_configs]
-    answer = "\n".join([_heading(config), _launch(config, stages, command), source])
-    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *record])
+    stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
+    answer = "\n".join([heading, _launch(config, stages, command), source])
+    time = [] if any(stage.problem for stage in stages) else [training_time(config, plan, teacher.num_parameters())]
+    return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *filter(None, time), *record])
 
 
 def problems(config: RunConfig) -> Iterator[str]:
@@ -77,23 +75,15 @@ def problems(config: RunConfig) -> Iterator[str]:
             yield str(error).strip()
 
 
-def _heading(config: RunConfig) -> str:
-    return f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
-
-
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """Return (plan, its description); heads that are not ranked yet are replaced by as many, evenly spread."""
     path, options = config.out / "plan.json", config.plan
-    if path.exists():
-        plan = HeadPlan.load(path)
-        return plan, f"Plan ({path}):\n{_plan_text(plan)}"
-    try:
-        plan = Run(config).known_plan(options, teacher)
-    except ValueError:
-        plan = None  # one of the `problems`
-    if plan is not None:
-        origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
-        return plan, f"Plan ({origin}):\n{_plan_text(plan)}"
+    origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
+    known = HeadPlan.load(path) if path.exists() else Run(config).known_plan(options, teacher)
+    if known is not None:
+        kept = [f"  layer {layer}: {', '.join(map(str, known.kept_in(layer)))}" for layer in range(known.n_layers)]
+        lines = [line for line in kept if not line.endswith(": ")]
+        return known, "\n".join([f"Plan ({path if path.exists() else origin}):", *lines])
     everything = HeadPlan.all(teacher)
     k = max(0, min(options.k, everything.k))
     spread = [everything.kept[i * everything.k // k] for i in range(k)]
@@ -101,104 +91,39 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
 
 
-def _plan_text(plan: HeadPlan) -> str:
-    kept = [f"  layer {layer}: {', '.join(map(str, plan.kept_in(layer)))}" for layer in range(plan.n_layers)]
-    return "\n".join(line for line in kept if not line.endswith(": "))
-
-
 @dataclass(frozen=True)
-class _StagePlans:
-    """Plans of one stage by strategy: ``own`` as the recipe has it, ``others`` with gradient checkpointing on for off.
+class _PlannedStage:
+    """Plans of a stage by strategy, as its config has it and with gradient checkpointing the other way round.
 
     ``problem`` is set, and there are no plans, where the stage cannot be run.
     """
 
-    name: str
-    heading: str = ""
-    micro_batch: int = 1
-    checkpoints: bool = False
-    own: tuple[MemoryPlan, ...] = ()
-    others: tuple[MemoryPlan, ...] = ()
+    config: StageConfig
     problem: str = ""
+    heading: str = ""
+    own: dict[str, MemoryPlan] = field(default_factory=dict)
+    others: dict[str, MemoryPlan] = field(default_factory=dict)
 
-    @property
-    def allowed(self) -> tuple[MemoryPlan, ...]:
-        """Plans to recommend: gradient checkpointing that was asked for stays."""
-        return self.own if self.checkpoints else (*self.own, *self.others)
-
-    def fitting(self, strategy: str, budget: float) -> MemoryPlan | None:
-        """Return the first plan of a strategy that fits."""
-        return next((p for p in self.allowed if p.strategy == strategy and p.total <= budget), None)
-
-
-def _launch(config: RunConfig, stages: list[_StagePlans], command: str) -> str:
-    """Name one command under which every stage fits; or what to change."""
-    if refused := [stage.problem for stage in stages if stage.problem]:
-        return f"Cannot be launched: {' '.join(refused)}"
-    budget = HEADROOM * config.gpu_memory * GB
-    fits = {stage.name: [s for s in STRATEGIES if stage.fitting(s, budget)] for stage in stages}
-    shared = [strategy for strategy in STRATEGIES if all(strategy in found for found in fits.values())]
-    if shared:
-        plans = [plan for stage in stages if (plan := stage.fitting(shared[0], budget))]
-        return _command(config, stages, plans, command)
-    refusals = [_advice(stage, budget) for stage in stages if not fits[stage.name]] or [
-        f"no strategy fits every stage ({', '.join(f'{name} under {found[0]}' for name, found in fits.items())}); stop "
-        "the run when a stage is finished, and resume it with the other's launch file, or take GPUs with more memory."
-    ]
-    return f"Cannot be launched: {' '.join(refusals)}"
+    def best(self, strategy: str, budget: float) -> MemoryPlan | None:
+        """Return the plan to recommend if one fits; gradient checkpointing that was asked for stays."""
+        choices = [self.own] if self.config.gradient_checkpointing else [self.own, self.others]
+        found = (plans[strategy] for plans in choices if strategy in plans)
+        return next((plan for plan in found if plan.total <= budget), None)
 
 
-def _advice(stage: _StagePlans, budget: float) -> str:
-    """Say what a stage that fits under no strategy needs."""
-    least = min(stage.allowed, key=lambda plan: plan.total)
-    advice = [f"a micro-batch smaller than {stage.micro_batch}"] if stage.micro_batch > 1 else []
-    advice += ["more GPUs" if least.strategy != "ddp" else "ZeRO over several GPUs"]
-    return (
-        f"{stage.name} fits in {budget / GB:.1f} GB with no strategy: {least.strategy} needs least, "
-        f"{least.total / GB:.1f} GB; try {', '.join(advice)}, or GPUs with more memory."
-    )
-
-
-def _command(config: RunConfig, stages: list[_StagePlans], plans: list[MemoryPlan], command: str) -> str:
-    changed = [stage.name for stage, plan in zip(stages, plans) if plan not in stage.own]
-    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in changed)
-    needed = f"needs {_size(max(plan.total for plan in plans))}"
-    if config.gpus == 1:
-        return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
-    launch = f"accelerate launch --config_file {LAUNCH[plans[0].strategy]} --num_processes {config.gpus}"
-    where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
-    return f"Launch ({plans[0].strategy} {needed} of {where}): {launch} {command}{flags}"
-
-
-def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_StagePlans]) -> str:
-    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
-    n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
-    n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
-    processes = "one process" if config.gpus == 1 else f"each of {config.gpus} processes"
-    lines = [
-        f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
-        _cache_line(config, teacher, plan),
-        f"Memory of {processes} while training (1 GB = 1e9 bytes):",
-        *(f"\n  {stage.problem}" if stage.problem else _plans_table(stage) for stage in stages),
-    ]
-    if any(size.communication for stage in stages for size in stage.own):
-        lines.append(f"\n{COMMUNICATION}")
-    return "\n".join(lines)
-
-
-def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _StagePlans:
+def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
     name, seq_len = stage.name, stage.data_within(config.data).seq_len
     if stage.batch_size % config.gpus:
         problem = f"{name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
-        return _StagePlans(name, problem=problem)
-    teacher, other = config.teacher, stage.teacher_within(config.teacher)
-    judge = model = shape_of_teacher(teacher)
+        return _PlannedStage(stage, problem)
+    other = stage.teacher_within(config.teacher)
+    judge = model = shape_of_teacher(config.teacher)
     student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
     try:
-        judge = model if other == teacher else shape_of_teacher(other)
+        judge = model if other == config.teacher else shape_of_teacher(other)
         shape = StageShape(stage, student, judge)
     except (OSError, ValueError) as error:
-        return _StagePlans(name, problem=f"{name}: {str(error).strip().splitlines()[0]}")
+        return _PlannedStage(stage, f"{name}: {str(error).strip().splitlines()[0]}")
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
     length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
@@ -209,42 +134,77 @@ def _stage_plans(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Stag
         micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
     )  # fmt: skip
     own, others = (
-        tuple(plan_for(strategy=strategy, gradient_checkpointing=checkpoints) for strategy in strategies)
+        {strategy: plan_for(strategy=strategy, gradient_checkpointing=checkpoints) for strategy in strategies}
         for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
     )
-    n_tokens = stage.steps * stage.batch_size * seq_len
+    segments = getattr(stage, "segment_len", None)
     heading = f"  {name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
-    heading += f", segments of {shape.segment_len:,}" if shape.segment_len else ""
+    heading += f", segments of {segments:,}" if segments else ""
     heading += ", gradient checkpointing" if stage.gradient_checkpointing else ""
-    heading += f"; {stage.steps:,} steps, {n_tokens:,} tokens in all"
-    return _StagePlans(name, heading, micro_batch, stage.gradient_checkpointing, own, others)
+    heading += f"; {stage.steps:,} steps, {stage.steps * stage.batch_size * seq_len:,} tokens in all"
+    return _PlannedStage(stage, "", heading, own, others)
 
 
-def _plans_table(stage: _StagePlans) -> str:
-    """Tabulate parts by strategies."""
-    plans = stage.own
-    unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
-    rows = {part: [plan.parts[part] for plan in plans] for part in plans[0].parts}
-    rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
-    other = f"total {'without' if stage.checkpoints else 'with'} gradient checkpointing"
-    rows |= {"total": [plan.total for plan in plans], other: [plan.total for plan in stage.others]}
-    columns = [plan.strategy for plan in plans] if len(plans) > 1 else [""]
-    cells = [[part, *(f"{size / unit:,.2f}" for size in sizes)] for part, sizes in rows.items()]
-    table = text_table(pd.DataFrame(cells, columns=[name, *columns]))
-    return f"\n{stage.heading}\n{textwrap.indent(table, '    ')}"
+def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:
+    """Name one command under which every stage fits; or what to change."""
+    if refused := [stage.problem for stage in stages if stage.problem]:
+        return f"Cannot be launched: {' '.join(refused)}"
+    budget = HEADROOM * config.gpu_memory * GB
+    for strategy in STRATEGIES:
+        plans = [plan for stage in stages if (plan := stage.best(strategy, budget))]
+        if len(plans) == len(stages):
+            break
+    else:
+        least = {s.config.name: min(p.total for plans in (s.own, s.others) for p in plans.values()) for s in stages}
+        needs = ", ".join(f"{name} {_size(total)}" for name, total in least.items())
+        return (
+            f"Cannot be launched: no strategy fits every stage in {_size(budget)}; they need at least: {needs}. "
+            "Pass smaller micro-batches, more --gpus, or GPUs with more memory (--gpu-memory)."
+        )
+    changed = [stage.config.name for stage, plan in zip(stages, plans) if plan != stage.own[strategy]]
+    flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in changed)
+    needed = f"needs {_size(max(plan.total for plan in plans))}"
+    if config.gpus == 1:
+        return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
+    launch = f"accelerate launch --config_file {LAUNCH[strategy]} --num_processes {config.gpus}"
+    where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
+    return f"Launch ({strategy} {needed} of {where}): {launch} {command}{flags}"
 
 
 def _size(n_bytes: float) -> str:
     return f"{n_bytes / GB:,.1f} GB" if n_bytes >= GB else f"{n_bytes / MB:,.0f} MB"
 
 
-def _cache_line(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
+def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_PlannedStage]) -> str:
+    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
+    n_teacher, n_student = teacher.num_parameters(), student.num_parameters()
+    n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
     shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
-    windows = layer_windows(teacher.config)
-    sizes = {"teacher": HeadPlan.all(plan), "student": plan}
-    shown = []
-    for name, kept in sizes.items():
-        totals = [cache_bytes(kept, length=length, **shape, windows=windows).total for length in LENGTHS]
-        shown.append(f"{name} {' / '.join(f'{total / MB:.2f}' for total in totals)}")
-    lengths = " / ".join(map(str, LENGTHS))
-    return f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(shown)}"
+    cache = partial(cache_bytes, **shape, windows=layer_windows(teacher.config))
+    caches = (
+        f"{name} {' / '.join(f'{cache(kept, length=length).total / MB:.2f}' for length in LENGTHS)}"
+        for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items()
+    )
+    lengths, processes = " / ".join(map(str, LENGTHS)), f"each of {config.gpus} processes"
+    return "\n".join(
+        [
+            f"Parameters: teacher {n_teacher:,}; student {n_student:,}, of them {n_mixers:,} in recurrent heads",
+            f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(caches)}",
+            f"Memory of {'one process' if config.gpus == 1 else processes} while training (1 GB = 1e9 bytes):",
+            *(f"\n  {stage.problem}" if stage.problem else _table(stage) for stage in stages),
+            *([COMMUNICATION] if any(p.communication for stage in stages for p in stage.own.values()) else []),
+        ]
+    )
+
+
+def _table(stage: _PlannedStage) -> str:
+    """Tabulate parts by strategies."""
+    plans = list(stage.own.values())
+    unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
+    rows = {part: [plan.parts[part] for plan in plans] for part in plans[0].parts}
+    rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
+    other = f"total {'without' if stage.config.gradient_checkpointing else 'with'} gradient checkpointing"
+    rows |= {"total": [plan.total for plan in plans], other: [plan.total for plan in stage.others.values()]}
+    cells = [[part, *(f"{size / unit:,.2f}" for size in sizes)] for part, sizes in rows.items()]
+    table = text_table(pd.DataFrame(cells, columns=[name, *(stage.own if len(plans) > 1 else [""])]))
+    return f"\n{stage.heading}\n{textwrap.indent(table, '    ')}"

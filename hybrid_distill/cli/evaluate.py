@@ -10,11 +10,11 @@ from pathlib import Path
 import tyro
 
 from ..distributed import alone_in, is_launched_main
-from ..evaluation.evaluate import EvalResult
-from ..pipeline import Run, finished_run
 
 
-def command(run_dir: tyro.conf.Positional[Path], /, n_examples: int | None = None, again: bool = False) -> None:
+def command(
+    run_dir: tyro.conf.Positional[Path], /, n_examples: int | None = None, form: str | None = None, again: bool = False
+) -> None:
     """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
 
     Prints what was measured before, unless --again measures anew. `hybrid-distill report RUN_DIR` then renews the
@@ -23,14 +23,23 @@ def command(run_dir: tyro.conf.Positional[Path], /, n_examples: int | None = Non
     Args:
         run_dir: The folder of a run.
         n_examples: Questions for each dictionary size, instead of the run's own number; measures anew.
+        form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; measures anew.
         again: Measure anew, in the place of what was measured before.
     """
+    from ..evaluation.evaluate import EvalResult
+    from ..pipeline import Run, finished_run
+
     if (run_dir / "gate").is_dir():
         raise ValueError(f"{run_dir} is an export, not a run; pass it to evaluate-suite --model {run_dir}.")
     this, path = finished_run(run_dir), run_dir / "evaluation.json"
-    if n_examples is not None:
-        options = replace(this.config.evaluation, n_examples=n_examples)
-        this, again = Run(replace(this.config, evaluation=options)), True
+    if n_examples is not None or form is not None:
+        options, scoring = this.config.evaluation, this.config.scoring
+        if n_examples is not None:
+            options = replace(options, n_examples=n_examples)
+        if form is not None:
+            scoring = replace(scoring, form=form)
+        this, again = Run(replace(this.config, evaluation=options, scoring=scoring)), True
+        this.check_evaluation()
     if path.exists() and not again:
         result = EvalResult.load(path)
         if is_launched_main():

@@ -6,15 +6,17 @@ import argparse
 import functools
 import inspect
 import io
-import itertools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr
-from typing import TypeVar, cast
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Annotated, TypeVar, cast, get_type_hints
 
 import tyro
+
+from ..limits import check_value
 
 T = TypeVar("T")
 Parsed = Callable[[], object]
@@ -24,10 +26,21 @@ _BAD_NUMBER = re.compile(r"(?:invalid literal for (int)\(\).*|could not convert 
 def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Parsed:
     """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError for bad flags."""
 
-    @functools.wraps(command)
+    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
+
     def bound(*args: object, **options: object) -> Parsed:
+        given = signature.bind(*args, **options).arguments
+        for name, value in given.items():
+            check_value(f"--{name.replace('_', '-')}", hints[name], value)
         return functools.partial(command, *args, **options)
 
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:  # called PATH by tyro
+            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
+        parameters.append(parameter.replace(annotation=hints[name]))
+    bound.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    bound.__name__, bound.__doc__, bound.__annotations__ = command.__name__, command.__doc__, hints
     return _in_one_line(lambda: tyro.cli(bound, args=words, prog=prog), words)
 
 
@@ -75,9 +88,15 @@ def usage(main: Callable[..., None], takes: str) -> str:
 
 
 def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
-    _check_seeds(words)
     if not {"-h", "--help"}.isdisjoint(words):
-        return parse()
+        shown = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
+        try:
+            with redirect_stdout(shown):
+                return parse()
+        finally:  # None is how an option is left out, not what anybody types
+            shown.seek(0)
+            text = re.sub(r"(?m)^(│.*?)\{None\}\|(\S+)", r"\1\2       ", shown.read())
+            print(text.replace("{None}|", "").replace("(default: None)", " " * 15), end="")
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"  # a paragraph in a line
     try:
@@ -89,13 +108,6 @@ def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
         del os.environ["COLUMNS"]
         if columns is not None:
             os.environ["COLUMNS"] = columns
-
-
-def _check_seeds(words: Sequence[str]) -> None:
-    split = [part for word in words for part in word.split("=", 1)]
-    for flag, value in itertools.pairwise(split):
-        if re.fullmatch(r"--.*seeds?", flag) and re.fullmatch(r"-\d+", value):
-            raise ValueError(f"{flag} is {value}; it must be a whole number of at least 0.")
 
 
 def _one_line(box: str) -> str:
@@ -117,12 +129,14 @@ def _one_line(box: str) -> str:
         return f"{name}: {reason}; pass {flag}." if name.startswith("-") else reason
     if said.startswith("Unrecognized options:"):
         words = said.removeprefix("Unrecognized options: ").split(", ")
-        meant = f" did you mean {flag.split()[0].rstrip(',')}?" if flag else ""
-        return f"{next(filter(_is_flag, words), words[0])} is not recognized;{meant} --help lists the flags."
+        unknown = [word for word in words if word.startswith("--")] or words[:1]
+        near = [[line.split()[0].rstrip(",") for line in section if line.startswith("--")] for section in others]
+        similar = [flags[0] for flags in near if flags][: len(unknown)]
+        meant = f" did you mean {', '.join(similar)}?" if similar else ""
+        verb = "is" if len(unknown) == 1 else "are"
+        return f"{', '.join(unknown)} {verb} not recognized;{meant} --help lists the flags."
+    if missing := re.match(r"Missing value for argument '(\S+)'", said):
+        return f"{missing[1]} is missing; --help lists the flags."
     if said.startswith("Missing from"):
         return f"{', '.join(first[1::2])} is missing; --help lists the flags."
     return said
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--")

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tyro
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,9 +24,8 @@ class PrepareJob:
     tokenizer: str
     """The teacher's: a local folder, a hub id, or ``tiny`` for the embedded one."""
     sources: tuple[str, ...]
-    """Sources, read one after the other: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; folders
-    written by ``save_to_disk`` of `datasets`; ``hf:repo:config:split``, which is streamed. For a mixture with weights,
-    prepare each part in a folder of its own."""
+    """Sources, read one after the other: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet;
+    ``hf:repo:config:split`` on the hub. For a mixture with weights, prepare each part in a folder of its own."""
     out: Path
     """Token folder to write. Left alone when it holds these tokens already, resumed when it is not finished."""
     text_column: str = "text"
@@ -35,8 +33,6 @@ class PrepareJob:
     chat: bool = False
     """Records are conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. They are
     rendered by the tokenizer's chat template, and the assistant's tokens are marked."""
-    workers: Count = 1
-    """Processes that tokenize. The result is the same for any number."""
     max_tokens: Count | None = None
     """Stop before the first document that would exceed this many tokens."""
     shard_tokens: Count = SHARD_TOKENS
@@ -65,13 +61,8 @@ def prepare(job: PrepareJob) -> str:
             text_column=None if job.chat else job.text_column,
             max_tokens=job.max_tokens,
             shard_tokens=job.shard_tokens,
-            workers=job.workers,
         )
-    size = header.tokens * np.dtype(header.dtype).itemsize + header.documents * 8
-    return (
-        f"{job.out}: {header.tokens:,} tokens of {header.documents:,} documents, files: {len(header.shards)} "
-        f"({header.dtype}, {size / 1e6:,.1f} MB), {time.monotonic() - began:,.1f} s"
-    )
+    return f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from ..lab.sweep.recommend import RecommendJob, recommend
+from ..lab.sweep.measured import RecommendJob, recommend
 
 
 def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[RecommendJob]) -> None:

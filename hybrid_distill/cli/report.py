@@ -7,8 +7,9 @@ from pathlib import Path
 import tyro
 
 from ..lab.reporting.run import write_report
-from ..lab.sweep.measured import CONTEXT, is_sweep
+from ..lab.sweep.measured import CONTEXT
 from ..lab.sweep.report import write_sweep_report
+from ..lab.sweep.results import FILE
 from ..limits import COUNT
 
 
@@ -21,7 +22,7 @@ def command(path: tyro.conf.Positional[Path], /, context: int = CONTEXT, to: Pat
         to: The folder for a sweep's report.md, figures, report.html and results.csv, instead of PATH.
     """
     COUNT.check("--context", context)
-    if is_sweep(path):
+    if (path / FILE).is_file():
         print(f"report: {write_sweep_report(path, context=context, to=to)}")
     elif to is not None:
         raise ValueError(f"--to is for the report of a sweep, and {path} has no results.csv; leave it out.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..config import RunConfig, checked_config, config_of
 from ..distributed import is_launched_main
-from ..lab.reporting.run import write_report
-from ..pipeline import run
-from .dry_run import describe, problems
 from .parsing import usage
-from .recipes import load_recipe, on_asked_teacher, override, recipe_of
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
 
 OF_DRY_RUNS = ("--dry-run", "--show-config")
 """Flags that are not repeated in the command that a dry run recommends."""
@@ -25,6 +24,9 @@ def main(words: list[str]) -> None:
     if words and words[0] in ("-h", "--help"):
         print(usage(main, "RECIPE"))
         return
+    from ..config import config_of
+    from .recipes import load_recipe, recipe_of
+
     path, flags = recipe_of(words, "run")
     recipe = load_recipe(path)
     run_with_flags(config_of(recipe), flags, str(path), recipe.__doc__, prog=f"hybrid-distill run {path}")
@@ -34,6 +36,11 @@ def run_with_flags(
     default: RunConfig, words: Sequence[str], recipe: str, description: str | None, prog: str | None = None
 ) -> None:
     """Run a recipe's config, overridden by flags."""
+    from ..config import checked_config
+    from ..lab.reporting.run import write_report
+    from ..pipeline import run
+    from .recipes import on_asked_teacher, override
+
     base = on_asked_teacher(checked_config(default, recipe), words)
     config = override(base, words, prog, description)
     if config.dry_run:
@@ -46,6 +53,8 @@ def run_with_flags(
 
 def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
     """Print what a run would need. ``words`` are the recipe and its flags. Raises ValueError for what it refuses."""
+    from .dry_run import describe, problems
+
     if is_launched_main():
         print(describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS)))
     if found := list(problems(config)):

@@ -4,47 +4,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..lab.reporting import can_draw
 from ..limits import Count, CountOrZero, Share, check_options, numbers
-from ..plan import HeadId
-from ..probes import Probe
 from ..probes.checks import check_answerable
+from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
-from ..scoring import HeadScores, compare_files, score_heads
-from ..scoring.attention import attention_to_answer, copy_score
-from ..scoring.attribution import attribution_scores, measured_recall, prefilter
+from ..scoring import HeadScores, score_heads
 from ..scoring.head_scores import Record
-from ..teacher import TINY, head_sites, load_teacher, text_config
-
-__all__ = ["ScoreJob", "compare_files", "run_score", "table"]
+from ..teacher import TINY, head_sites, load_teacher, longest_context
 
 log = logging.getLogger(__name__)
 
-Method = Literal["ablation", "mean-ablation", "attribution", "attention", "copy"]
-ESTIMATES: dict[str, Callable[..., HeadScores]] = {
-    "attribution": attribution_scores,
-    "attention": attention_to_answer,
-    "copy": copy_score,
-}
 SHORTER = {
     "pairs": "fewer pairs (--pairs)",
     "lengths": "a shorter filler (--lengths)",
+    "n_tokens": "shorter questions (--length)",
     "facts": "shorter questions (--facts)",
 }
 SHOWN = 20
-PREFILTER_EXAMPLES, RECALL_EXAMPLES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -54,22 +41,27 @@ class ScoreJob:
     model: str = TINY
     """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, needle, copy or two_hop."""
+    """kv, letters, needle, copy, two_hop, mqar, or a task of RULER: niah_single_1 to 3, niah_multikey_1 to 3,
+    niah_multivalue, niah_multiquery, ruler_vt, ruler_cwe, ruler_fwe."""
+    form: str = PLAIN
+    """Form of the prompts: ``plain``, ``shots=1`` (solved examples before it), ``chat`` (the tokenizer's template), or
+    ``auto``: the one in which the model answers most of 32 prompts."""
     pairs: str = "16"
-    """Dictionary sizes of kv and two_hop; ``10,25,50`` takes them in turn."""
+    """Pairs of kv, two_hop and mqar; kv takes several sizes, ``10,25,50``, in turn."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle; several lengths are taken in turn."""
+    length: Count = 512
+    """Tokens of a question of RULER's tasks."""
     facts: Path | None = None
     """JSON lines of questions for letters; by default the embedded facts."""
     examples: Count = 128
     """Prompts, at most, for each head."""
-    method: Method = "ablation"
-    """``ablation`` zeroes a head, ``mean-ablation`` puts its mean output in its place: both are exact. The others are
-    estimates from a pass or two: ``attribution``, ``attention`` to the answer, ``copy`` score."""
+    method: Literal["ablation"] = "ablation"
+    """``ablation`` zeroes a head; mean ablation and estimates were removed."""
     k: Count = 20
     """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
     prefilter: Count | None = None
-    """Number of heads to score: those that attribution puts first. The recall of that choice is recorded."""
+    """Removed: every head is scored."""
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
     control_texts: str = TINY
@@ -94,9 +86,12 @@ class ScoreJob:
 
     def __post_init__(self) -> None:
         check_options(self, "--")
+        check_form("--form", self.form)
         for flag, value in (("combine", self.combine), ("weights", self.weights)):
             if value is not None:
                 raise ValueError(f"--{flag} is {value!r}: rankings are not combined any more; pass one --probe alone.")
+        if self.prefilter is not None:
+            log.warning("--prefilter is ignored: every head is scored exactly, and racing drops those that cannot win.")
         if "," in self.probe:
             raise ValueError(f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for each.")
         if self.out.is_dir():
@@ -113,10 +108,11 @@ def run_score(job: ScoreJob) -> HeadScores:
     given: dict[str, object] = {
         "pairs": tuple(numbers("pairs", job.pairs, least=1)),
         "lengths": tuple(numbers("lengths", job.lengths, least=1)),
+        "n_tokens": job.length,
         "facts": job.facts,
         "seed": job.seed,
     }
-    probe = probe_with(job.probe, given)
+    probe_with(job.probe, given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
@@ -126,48 +122,31 @@ def run_score(job: ScoreJob) -> HeadScores:
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
         model.to(device)
-        limit = getattr(text_config(model), "max_position_embeddings", sys.maxsize)  # a recurrent model has none
+        found: Record = {}
+        probe, form = probe_with(job.probe, {**given, "tokenizer": tokenizer}), job.form
+        if form == AUTO:
+            ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
+            form, found["prompt_forms"] = compute_everywhere(ask)[0]
+        probe = in_form(probe, form, tokenizer)
+        limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
         ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
         check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
         text_rows(tokenizer, controls, max_tokens=2)
-        scores = _score(job, (model, tokenizer, probe), controls, partial_path)
+        scores = score_heads(
+            model,
+            tokenizer,
+            probe,
+            n_examples=job.examples,
+            batch_size=job.batch_size,
+            control_texts=controls,
+            min_accuracy=job.min_accuracy,
+            race_k=None if job.exhaustive else job.k,
+            resume_path=partial_path,
+        )
+        scores = replace(scores, provenance={**scores.provenance, **found})
         on_main_process(partial(scores.save, job.out))
         on_main_process(lambda: (_draw(scores, job), partial_path.unlink(missing_ok=True)))
     return scores
-
-
-def _score(
-    job: ScoreJob,
-    asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe],
-    controls: list[str],
-    resume_path: Path,
-) -> HeadScores:
-    if job.method in ESTIMATES:
-        return ESTIMATES[job.method](*asked, n_examples=job.examples)
-    heads, found = (None, {}) if job.prefilter is None else _prefiltered(job, asked, job.prefilter)
-    scores = score_heads(
-        *asked,
-        n_examples=job.examples,
-        batch_size=job.batch_size,
-        control_texts=controls,
-        min_accuracy=job.min_accuracy,
-        replacement="mean" if job.method == "mean-ablation" else "zero",
-        race_k=None if job.exhaustive else job.k,
-        heads=heads,
-        resume_path=resume_path,
-    )
-    return replace(scores, provenance={**scores.provenance, **found})
-
-
-def _prefiltered(
-    job: ScoreJob, asked: tuple[PreTrainedModel, PreTrainedTokenizerBase, Probe], width: int
-) -> tuple[set[HeadId], Record]:
-    """Return the heads to score, and for the record the share of the first k of a small exact sample among them."""
-    estimate = attribution_scores(*asked, n_examples=min(job.examples, PREFILTER_EXAMPLES))
-    recall = measured_recall(*asked, estimate, k=min(job.k, width), widths=[width], n_examples=RECALL_EXAMPLES)
-    found = {"width": width, "k": min(job.k, width), "recall": recall[width], "examples": RECALL_EXAMPLES}
-    log.info("the prefilter holds %.0f%% of the first %d heads of an exact sample", 100 * recall[width], found["k"])
-    return prefilter(estimate, width), {"prefilter": found}
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
@@ -190,7 +169,7 @@ def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
         lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
         if place == k < min(shown, n_heads):
             lines.append(f"    {f' cut after k = {k} ':-^53}")
-    lines.append("accuracy in points, the others in nats: of an answer, of a token. An estimate is shown as a loss.")
+    lines.append("accuracy in points, the others in nats: of an answer, of a token.")
     if scores.agreement:
         shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
         lines.append(f"split-half overlap: {', '.join(shares)}")

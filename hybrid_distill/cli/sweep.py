@@ -6,7 +6,7 @@ import sys
 
 import tyro
 
-from ..lab.sweep import SweepFailed, SweepJob, sweep
+from ..lab.sweep.job import SweepFailed, SweepJob, sweep
 from ..lab.sweep.report import write_sweep_report
 from .recipes import load_recipe
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from ..lab.sweep import status
+from ..lab.sweep.results import status
 
 
 def command(out: tyro.conf.Positional[Path], /) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 import tyro
 
-from ..export import verify_export
 from ..io import write_json
 
 
@@ -25,6 +23,10 @@ def command(
         to: A file for the checks in JSON.
         trust_remote_code: Run the folder's Python files even if they are not those of this version.
     """
+    import torch
+
+    from ..export import verify_export
+
     try:
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:

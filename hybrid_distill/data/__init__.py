@@ -3,16 +3,16 @@
 A source (`documents`) is tokenized once into memory-mapped shards (`tokens`, `folder`). `PackedRows` cuts them into
 rows of ``seq_len`` tokens, so that any process can read any row of any step. Several documents share a row; ``seq_idx``
 numbers them, and the part of a document that falls into the next row begins there as a document of its own. `chat`
-renders conversations and marks the assistant's tokens. `StreamingRows` packs hub data in order. `DataConfig` names the
-sources, `open_rows` opens them. docs/data.md has the format of the files.
+renders conversations and marks the assistant's tokens. `caching` stores a teacher's logits, `generate` its text.
+`DataConfig` names the sources, `open_rows` opens them. docs/data.md has the format of the files.
 """
 
+from .caching import write_logits
 from .config import DataConfig, check_sources, open_rows
 from .documents import DataUnavailable, read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
-from .streaming import StreamingRows
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint, tokens_of
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "LogitHeader",
     "PackedRows",
     "Rows",
-    "StreamingRows",
     "TaughtBatch",
     "TokenHeader",
     "Tokens",
@@ -40,5 +39,6 @@ __all__ = [
     "source_files",
     "tokenizer_fingerprint",
     "tokens_of",
+    "write_logits",
     "write_tokens",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..io import Record
 
 MESSAGES = ("messages", "conversations")
 """Columns that hold a list of messages: ``role`` and ``content``, or ``from`` and ``value``."""
@@ -19,8 +19,6 @@ COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Record = dict[str, Any]
-"""One JSON object."""
 Span = tuple[int, int]
 """Beginning and end in a text, in characters."""
 
@@ -96,19 +94,11 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     """
     template = tokenizer.get_chat_template()
-    if not _MARK.search(template):
-        text = _rendered(messages, tokenizer)
-        return text, list(_answers(messages, text, tokenizer))
-    special: Record = tokenizer.special_tokens_map
-    rendered: Any = render_jinja_template(
-        [messages], chat_template=template, return_assistant_tokens_mask=True, **special
-    )
-    (text,), (spans,) = rendered
-    return text, spans
-
-
-def _answers(messages: list[Record], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
-    """Locate each answer by rendering the conversation with and without it."""
+    if _MARK.search(template):
+        options = {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+        texts, spans = render_jinja_template([messages], chat_template=template, **options)
+        return texts[0], spans[0]
+    text, spans = _rendered(messages, tokenizer), list[Span]()
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -120,8 +110,9 @@ def _answers(messages: list[Record], text: str, tokenizer: PreTrainedTokenizerBa
                 f"message {number + 1} in another way once it goes on, so the assistant's tokens cannot be told; "
                 "mark them in the template with {% generation %}, or keep one answer a conversation."
             )
-        yield len(before), len(through)
+        spans.append((len(before), len(through)))
+    return text, spans
 
 
-def _rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+def _rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""

@@ -9,12 +9,11 @@ from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
-from ..limits import Limits, Positive, check_options
+from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
-from .documents import HUB, is_embedded, no_conversations, open_hub, source_files
-from .folder import HEADER, TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
+from .documents import HUB, is_embedded, no_conversations, source_files
+from .folder import TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
 from .rows import PackedRows
-from .streaming import StreamingRows
 
 TokensOfARow = Annotated[int, Limits(2, whole=True)]
 
@@ -24,12 +23,13 @@ class DataConfig:
     """Training data. Raises ValueError for a field out of range."""
 
     sources: tuple[str, ...] = ("tiny",)
-    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or by ``save_to_disk`` of
-    `datasets`; files or folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split``, which is streamed.
+    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or ``generate-data``; files or
+    folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split`` on the hub.
     """
     weights: tuple[Positive, ...] = ()
-    """Share of each source in the tokens. Without weights, local sources are read whole, once an epoch, and
-    streamed ones in equal parts."""
+    """Share of each source in the tokens. Without weights, an epoch reads each source whole, once."""
+    hub_tokens: Count | None = None
+    """Tokens of each source on the hub that are read, once, into the cache."""
     text_column: str = "text"
     """Column of the records that holds their text."""
     chat: bool = False
@@ -37,7 +37,7 @@ class DataConfig:
     renders them, and the loss is on the assistant's tokens."""
     seq_len: TokensOfARow = 256
     """Tokens of a row."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the order of rows."""
 
     def __post_init__(self) -> None:
@@ -51,24 +51,19 @@ class DataConfig:
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for what would stop `open_rows`, as far as names and headers tell, without reading text.
 
-    Refused are missing sources, hub and local sources together, token folders of another tokenizer, text where
+    Refused are missing sources, hub sources without a limit, token folders of another tokenizer, text where
     conversations are expected or the other way round, and conversations without a chat template.
     """
-    streamed = [source for source in config.sources if source.startswith(HUB)]
-    if streamed and len(streamed) < len(config.sources):
+    on_hub = [source for source in config.sources if source.startswith(HUB)]
+    if on_hub and config.hub_tokens is None:
         raise ValueError(
-            f"data.sources mixes hub and local data: {', '.join(config.sources)}; make the hub's part local with "
-            "`hybrid-distill prepare-data --sources hf:...` and pass its folder."
-        )
-    if streamed and config.chat:
-        raise ValueError(
-            f"conversations cannot be streamed ({streamed[0]}); make them local with "
-            "`hybrid-distill prepare-data --chat --sources hf:...` and pass its folder."
+            f"data.sources names {on_hub[0]}, whose length is not known; pass --data.hub-tokens N, the tokens to read "
+            f"of it, or make it local with `hybrid-distill prepare-data --sources {on_hub[0]}` and pass its folder."
         )
     embedded = [source for source in config.sources if is_embedded(source)]
-    local = [source for source in config.sources if source not in (*streamed, *embedded)]
+    local = [source for source in config.sources if source not in (*on_hub, *embedded)]
     folders = [Path(source).expanduser() for source in local if is_token_folder(source)]
-    headers = {folder: TokenHeader.load(folder / HEADER) for folder in folders}
+    headers = {folder: TokenHeader.load(TokenHeader.file(folder)) for folder in folders}
     check_tokenizer(headers, tokenizer)
     files = [file for source in local if not is_token_folder(source) for file in source_files(source)]
     for folder, header in headers.items():
@@ -78,18 +73,13 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     if config.chat:
         if plain := [*embedded, *(str(file) for file in files if file.suffix == ".txt")]:
             raise no_conversations(plain[0])
-        if files:
+        if files or on_hub:
             check_template(tokenizer)
 
 
 def open_rows(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    cache_dir: str | Path | None = None,
-    rank: int = 0,
-    world: int = 1,
-) -> PackedRows | StreamingRows:
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: str | Path | None = None
+) -> PackedRows:
     """Open the rows of the configured sources. Every process calls it; the first one tokenizes, the others wait.
 
     ``cache_dir`` defaults to ``$HYBRID_DISTILL_CACHE``, then ``~/.cache/hybrid-distill``.
@@ -97,22 +87,12 @@ def open_rows(
     another tokenizer.
     """
     check_sources(config, tokenizer)
-    if config.sources[0].startswith(HUB):
-        return StreamingRows(
-            [open_hub(source) for source in config.sources],
-            tokenizer,
-            seq_len=config.seq_len,
-            text_column=config.text_column,
-            weights=config.weights,
-            names=config.sources,
-            rank=rank,
-            world=world,
-        )
     root = Path(cache_dir or os.environ.get("HYBRID_DISTILL_CACHE", Path.home() / ".cache" / "hybrid-distill"))
+    column = None if config.chat else config.text_column
     tokens = [
         open_tokens(source, tokenizer)
         if is_token_folder(source)
-        else cached_tokens(source, tokenizer, root, None if config.chat else config.text_column)
+        else cached_tokens(source, tokenizer, root, column, config.hub_tokens)
         for source in config.sources
     ]
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)

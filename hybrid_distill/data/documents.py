@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..assets import corpus_documents
 from ..assets.dictionaries import write_probe_documents
+from ..io import Record
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
-from .chat import Record, conversation_of
+from .chat import conversation_of
+from .tokens import hash_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -31,12 +33,20 @@ PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
 _BATCH_DOCUMENTS = 1000
 _TXT_CHARACTERS = 1_000_000
-_SHOWN_FILES = 3
+_EMBEDDED: dict[str, Callable[[], Iterable[str]]] = {
+    "tiny": partial(corpus_documents, "train"),
+    "tiny:train": partial(corpus_documents, "train"),
+    "tiny:held_out": partial(corpus_documents, "held_out"),
+    PROBE_LIKE: partial(write_probe_documents, PROBE_LIKE_DOCUMENTS, "probe-like documents"),
+}
 
 log = logging.getLogger(__name__)
 
-Place = Any
-"""JSON value that says where to resume reading: see `document_batches`."""
+Place = list[int] | Record | None
+"""JSON value that says where to resume reading: files that are read and documents of the next one, or the state of a
+stream."""
+Located = tuple[Iterator[str], Callable[[], Place]]
+"""Texts, and a function that returns the place behind the last one that was read."""
 
 
 class DataUnavailable(ValueError):
@@ -48,7 +58,7 @@ def read_documents(source: str, text_column: str | None = "text") -> Iterator[st
 
     Without a ``text_column``, here and below, records are conversations, and a text is one of them as JSON.
     """
-    return (text for text, _ in _local_documents(source, text_column, None))
+    return _local_documents(source, text_column, None)[0]
 
 
 def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
@@ -69,51 +79,43 @@ def document_batches(
 
     Files that were read to their end are not opened again. Raises ValueError naming what is wrong.
     """
-    documents = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, place)
+    texts, here = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, place)
     batch: list[str] = []
-    characters, here = 0, None
-    for text, here in documents:
+    characters = 0
+    for text in texts:
         batch.append(text)
         characters += len(text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
             yield batch, here()
             batch, characters = [], 0
-    if batch and here:
+    if batch:
         yield batch, here()
 
 
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises ValueError when there are none."""
     path = Path(source).expanduser()
-    if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
-        raise ValueError(f"data source {source!r} holds the splits {splits}; pass the folder of one.")
-    suffixes = (".arrow", "state.json") if _is_saved_dataset(path) else SUFFIXES
-    files = [p for p in _files_in(path) if p.name.endswith(suffixes)]
-    if not path.exists() or not files:
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    found = [p for p in files if p.name.endswith(SUFFIXES)]
+    if not path.exists() or not found:
         problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise ValueError(
             f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
-            "`hybrid-distill prepare-data` or `datasets` has written, hf:repo:config:split, or tiny."
+            "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
         )
-    return files
-
-
-def _files_in(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if others := [p.name for p in files if p not in found and not p.name.startswith(".")]:
+        log.info("%s: %d files left out (%s ...); only %s are read", path, len(others), others[0], ", ".join(SUFFIXES))
+    return found
 
 
 def source_fingerprint(source: str) -> str:
     """Hash a source: texts of the embedded corpus, revision of a hub data set, or names, sizes and times of files."""
-    content: list[object]
     if is_embedded(source):
-        content = list(read_documents(source))
-    elif source.startswith(HUB):
-        content = [source, _hub_revision(source)]
-    else:
-        stats = [(path, path.stat()) for path in source_files(source)]
-        content = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return hash_of(list(read_documents(source)))
+    if source.startswith(HUB):
+        return hash_of([source, _hub_revision(source)])
+    stats = [(path, path.stat()) for path in source_files(source)]
+    return hash_of([[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
 
 
 def is_embedded(source: str) -> bool:
@@ -138,15 +140,17 @@ def text_of(record: object, text_column: str | None, place: str) -> str:
 # Local sources
 
 
-def _local_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
-    """Read texts with their place: the number of the file, and of documents read from it."""
-    first, skip = place or (0, 0)
-    for number, read in enumerate(_readers(source, text_column)):
-        if number < first:
-            continue
-        for count, text in enumerate(islice(read(), skip, None), skip + 1):
-            yield text, partial(list, (number, count))
-        skip = 0
+def _local_documents(source: str, text_column: str | None, place: Place) -> Located:
+    here = place if isinstance(place, list) else [0, 0]
+
+    def read() -> Iterator[str]:
+        for reader in _readers(source, text_column)[here[0] :]:
+            for text in islice(reader(), here[1], None):
+                here[1] += 1
+                yield text
+            here[:] = here[0] + 1, 0
+
+    return read(), lambda: [*here]
 
 
 def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable[str]]]:
@@ -154,25 +158,11 @@ def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable
     if is_embedded(source):
         if text_column is None:
             raise no_conversations(source)
-        if source == PROBE_LIKE:
-            return [partial(write_probe_documents, PROBE_LIKE_DOCUMENTS, "probe-like documents")]
-        split: Any = source.partition(":")[2] or "train"
-        return [partial(corpus_documents, split)]
-    path = Path(source).expanduser()
-    files = source_files(source)
-    if _is_saved_dataset(path):
-        return [partial(_read_saved_dataset, path, text_column)]
-    others = [p for p in _files_in(path) if p not in files and not p.name.startswith(".")]
-    if others:
-        shown = ", ".join(str(p.relative_to(path)) for p in others[:_SHOWN_FILES])
-        more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
-        log.info("%s: %s%s left out; only %s are read", path, shown, more, ", ".join(SUFFIXES))
-    return [partial(_read_file, file, text_column) for file in files]
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    """Tell whether `datasets.Dataset.save_to_disk` wrote it."""
-    return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+        if source not in _EMBEDDED:
+            part = source.partition(":")[2]
+            raise ValueError(f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like.")
+        return [_EMBEDDED[source]]
+    return [partial(_read_file, file, text_column) for file in source_files(source)]
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
@@ -207,8 +197,7 @@ def _read_txt(path: Path) -> Iterator[str]:
                 characters += len(line)
             if ends or characters > _TXT_CHARACTERS:
                 yield "".join(lines)
-                lines.clear()
-                characters = 0
+                lines, characters = [], 0
     yield "".join(lines)
 
 
@@ -228,27 +217,11 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(path)
-    columns = _columns(text_column, file.schema_arrow.names)
-    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns):
+    file, wanted = parquet.ParquetFile(path), CHAT_COLUMNS if text_column is None else (text_column,)
+    columns = [name for name in file.schema_arrow.names if name in wanted]
+    for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns or None):
         for record in batch.to_pylist():
             yield text_of(record, text_column, str(path))
-
-
-def _read_saved_dataset(path: Path, text_column: str | None) -> Iterator[str]:
-    from datasets import Dataset
-
-    dataset: Any = Dataset.load_from_disk(str(path))
-    columns = _columns(text_column, dataset.column_names)
-    for batch in dataset.select_columns(columns).iter(_BATCH_DOCUMENTS):
-        for values in zip(*(batch[name] for name in columns)):
-            yield text_of(dict(zip(columns, values)), text_column, str(path))
-
-
-def _columns(text_column: str | None, present: list[str]) -> list[str]:
-    """Return the columns to read of a table: all, for `text_of` to name, where none is the right one."""
-    wanted = CHAT_COLUMNS if text_column is None else (text_column,)
-    return [name for name in present if name in wanted] or present
 
 
 def no_conversations(place: str) -> ValueError:
@@ -262,62 +235,51 @@ def no_conversations(place: str) -> ValueError:
 # The hub
 
 
-def open_hub(source: str, revision: str | None = None) -> IterableDataset:
+def _hub_documents(source: str, text_column: str | None, place: Place) -> Located:
     """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises DataUnavailable."""
     from datasets import load_dataset
 
-    repo, config, split = _hub_name(source)
-    try:
-        if not Path(repo).exists() and (reason := hub_error()):  # a local folder needs no hub
-            raise ConnectionError(reason)
-        return load_dataset(repo, config, split=split, streaming=True, revision=revision)
-    except Exception as error:
-        raise unreachable(source, error) from error
-
-
-def unreachable(source: str, error: Exception) -> DataUnavailable:
-    """Return the error for a data set that cannot be read."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DataUnavailable(
-        f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
-        "or run on the embedded corpus with --data.sources tiny."
-    )
-
-
-def _hub_documents(source: str, text_column: str | None, place: Place) -> Iterator[tuple[str, Callable[[], Place]]]:
-    dataset = open_hub(source, _hub_revision(source))
-    if place is not None:
-        dataset.load_state_dict(place)
-    for record in records_of(dataset, source):
-        yield text_of(record, text_column, source), dataset.state_dict
-
-
-def records_of(dataset: IterableDataset, source: str) -> Iterator[Record]:
-    """Read records to the end of the data. Raises DataUnavailable where the hub stops answering."""
-    records = iter(dataset)
-    while True:
-        try:
-            record = next(records, None)
-        except Exception as error:
-            raise unreachable(source, error) from error
-        if record is None:
-            return
-        yield record
-
-
-def _hub_name(source: str) -> tuple[str, str | None, str]:
     repo, config, split = [*source.removeprefix(HUB).split(":"), "", ""][:3]
-    return repo, config or None, split or "train"
+    revision = _hub_revision(source)
+    with _reachable(source):
+        options = {"split": split or "train", "streaming": True, "revision": revision}
+        dataset: IterableDataset = load_dataset(repo, config or None, **options)
+        if isinstance(place, dict):
+            dataset.load_state_dict(place)
+
+    def read() -> Iterator[str]:
+        records = iter(dataset)
+        while True:
+            with _reachable(source):
+                record = next(records, None)
+            if record is None:
+                return
+            yield text_of(record, text_column, source)
+
+    return read(), dataset.state_dict
 
 
 def _hub_revision(source: str) -> str | None:
     """Return the commit of a hub data set, which pins it for a resumed preparation; None for a local folder."""
     from huggingface_hub import dataset_info
 
-    repo = _hub_name(source)[0]
+    repo = source.removeprefix(HUB).split(":")[0]
     if Path(repo).expanduser().is_dir():
         return None
-    try:
+    with _reachable(source):
+        if reason := hub_error():
+            raise ConnectionError(reason)
         return dataset_info(repo).sha
+
+
+@contextmanager
+def _reachable(source: str) -> Iterator[None]:
+    """Turn any error of the hub's libraries into one line."""
+    try:
+        yield
     except Exception as error:
-        raise unreachable(source, error) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataUnavailable(
+            f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
+            "or run on the embedded corpus with --data.sources tiny."
+        ) from error

@@ -1,47 +1,36 @@
-"""Token folders: tokenized text in memory-mapped shards, under a header that says what made them.
-
-The header is written last, so a folder is complete or has none. ``tokens.partial.json`` lists what an interrupted
-preparation had finished; the next one resumes there. docs/data.md describes the format.
-"""
+"""Token folders: tokenized text in memory-mapped shards, under a header that says what made them (docs/data.md)."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import torch
 from filelock import FileLock
-from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..io import Record, read_json, sync
 from ..provenance import now
 from .chat import template_hash
-from .documents import BATCH_CHARACTERS, Place, document_batches, source_fingerprint
+from .documents import BATCH_CHARACTERS, HUB, Place, document_batches, source_fingerprint
 from .header import FolderHeader
 from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
 
 log = logging.getLogger(__name__)
 
-HEADER = "tokens.json"
-PARTIAL = "tokens.partial.json"
-OWN_FILES = (".", "ids-", "starts-", PARTIAL)
-SHARD_TOKENS = 2**30
-_READ_BYTES = 2**24
+SHARD_TOKENS, HUB_SHARD_TOKENS = 2**30, 2**24
 
 SourcePlace = tuple[int, Place]
 """Number of a source, and where to resume in it."""
+Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
+"""Function that reads texts in batches from a place on, each with the place behind it."""
 
 
 @dataclass
@@ -51,6 +40,7 @@ class TokenHeader(FolderHeader):
     FORMAT = "hybrid-distill/tokens/2"
     CONTENT = "tokens"
     REMAKE = "prepare the text again with `hybrid-distill prepare-data`"
+    FILES = ("ids-", "starts-", "learned-")
     RESULTS = (
         "tokenizer", "vocabulary_size", "eos_id", "dtype", "sources", "tokens", "documents", "shards", "sha256",
         "created",
@@ -66,7 +56,7 @@ class TokenHeader(FolderHeader):
     text_column: str
     shard_tokens: int
     max_tokens: int | None
-    sources: list[dict[str, Any]]
+    sources: list[Record]
     """``name``, ``fingerprint``, ``tokens`` and ``documents`` of each source, in the order they were read."""
     tokens: int = 0
     documents: int = 0
@@ -94,8 +84,8 @@ class TokenHeader(FolderHeader):
 
     def shard_paths(self, folder: Path, number: int) -> tuple[Path, ...]:
         """Return the files of a shard, in the order of the fields of `Shard`."""
-        names = ("ids", "starts", "learned") if self.chat else ("ids", "starts")
-        return tuple(folder / f"{name}-{number:05d}.bin" for name in names)
+        names = self.FILES if self.chat else self.FILES[:2]
+        return tuple(folder / f"{name}{number:05d}.bin" for name in names)
 
     def sizes(self, folder: Path) -> dict[Path, int]:
         found: dict[Path, int] = {}
@@ -104,23 +94,24 @@ class TokenHeader(FolderHeader):
             found.update(zip(self.shard_paths(folder, number), sizes))
         return found
 
+    def __str__(self) -> str:
+        size = self.tokens * np.dtype(self.dtype).itemsize + self.documents * 8
+        return (
+            f"{self.tokens:,} tokens of {self.documents:,} documents, files: {len(self.shards)} "
+            f"({self.dtype}, {size / 1e6:,.1f} MB)"
+        )
+
 
 def is_token_folder(source: str | Path) -> bool:
     """Tell whether ``source`` is a token folder. Raises ValueError for an unfinished one."""
-    folder = Path(source).expanduser()
-    if not (folder / HEADER).is_file() and (folder / PARTIAL).is_file():
-        raise ValueError(
-            f"the token folder {folder} is not finished; run the `hybrid-distill prepare-data` that began it once more."
-        )
-    return (folder / HEADER).is_file()
+    return TokenHeader.is_in(Path(source).expanduser())
 
 
 def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Memory-map the tokens of a folder. Raises ValueError for another tokenizer's, and where bytes are missing."""
     folder = Path(folder).expanduser()
-    header = TokenHeader.load(folder / HEADER)
+    header = TokenHeader.open(folder)
     check_tokenizer({folder: header}, tokenizer)
-    header.check_files(folder)
     types = (np.dtype(header.dtype).newbyteorder("<"), np.dtype("<i8"), np.dtype(bool))
     shards = tuple(
         Shard(*(np.memmap(path, dtype, "r") for path, dtype in zip(header.shard_paths(folder, number), types)))
@@ -147,21 +138,27 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
     )
 
 
-def cached_tokens(source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None) -> Tokens:
-    """Memory-map the tokens of a local source from the cache, after tokenizing them if they are not there.
+def cached_tokens(
+    source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None, hub_tokens: int | None
+) -> Tokens:
+    """Memory-map the tokens of a source from the cache, after tokenizing it if they are not there.
 
     Safe when several processes begin together: one writes, the others wait.
     """
+    limit = hub_tokens if source.startswith(HUB) else None
     how = template_hash(tokenizer) if text_column is None else text_column
-    key = hash_of([TokenHeader.FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how])
-    folder = root / "tokens" / key[:32]
+    key = [TokenHeader.FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how]
+    folder = root / "tokens" / hash_of([*key, limit] if limit else key)[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if not (folder / HEADER).exists():
+    if not TokenHeader.file(folder).exists():
         with FileLock(f"{folder}.lock"):
             try:
-                write_tokens(folder, [source], tokenizer, text_column=text_column)
+                shard_tokens = HUB_SHARD_TOKENS if limit else SHARD_TOKENS
+                options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": shard_tokens}
+                write_tokens(folder, [source], tokenizer, **options)
             except ValueError:
-                shutil.rmtree(folder, ignore_errors=True)
+                if not TokenHeader.file(folder, partial=True).exists():
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise
     return open_tokens(folder, tokenizer)
 
@@ -175,16 +172,18 @@ def write_tokens(
     text_column: str | None = "text",
     max_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    workers: int = 1,
+    made_by: tuple[str, Reader] | None = None,
 ) -> TokenHeader:
     """Tokenize sources, one after the other, into a folder; only one process may.
 
     Without a ``text_column``, records are conversations. A shard ends with the batch of documents in which it reaches
     ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A finished folder is left alone; an
-    unfinished one is resumed after its last complete shard, with the same bytes as in one go.
+    unfinished one is resumed after its last complete shard, with the same bytes as in one go. ``made_by`` is the
+    fingerprint and the reader of a single source that is made, not read.
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
+    prints = [made_by[0]] if made_by else [source_fingerprint(source) for source in sources]
     header = TokenHeader(
         format=TokenHeader.FORMAT,
         tokenizer=name or tokenizer.name_or_path,
@@ -196,92 +195,31 @@ def write_tokens(
         chat_template=template_hash(tokenizer) if chat else "",
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
-        sources=[
-            {"name": source, "fingerprint": source_fingerprint(source), "tokens": 0, "documents": 0}
-            for source in sources
-        ],
+        sources=[{"name": s, "fingerprint": p, "tokens": 0, "documents": 0} for s, p in zip(sources, prints)],
     )
-    if (folder / HEADER).exists():
-        finished = TokenHeader.load(folder / HEADER)
-        finished.check_same_work(header, folder)
-        finished.check_files(folder)
-        return finished
-    if foreign := sorted(path.name for path in folder.glob("*") if not path.name.startswith(OWN_FILES)):
-        raise ValueError(f"{folder} holds {foreign[0]}, which is not of a token folder; pass a new folder.")
-    writer = _Writer(folder, header)
-    batches = _batches(sources, text_column, writer.place, min(BATCH_CHARACTERS, 4 * shard_tokens))
-    start = writer.header.tokens
-    try:
-        with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
-            for shard, place in _encoded(batches, tokenizer, chat, workers):
-                bar.update(writer.add(shard, place))
-                if writer.full:
-                    break
-    except Exception as error:  # raised by a signal handler, so at any place
-        if "DataLoader worker" not in str(error):
-            raise
-        raise OSError(
-            f"one of {workers} worker processes died, perhaps for want of memory; run again with fewer --workers."
-        ) from error
+    if (begun := header.begun(folder)) is not None:
+        begun.check_files(folder)
+        if TokenHeader.file(folder).exists():
+            return begun
+    writer = _Writer(folder, begun or header)
+    read = made_by[1] if made_by else partial(_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
+    options = {"total": max_tokens, "initial": writer.header.tokens, "unit": "tok", "unit_scale": True}
+    with tqdm(**options, desc="tokens", disable=None) as bar:
+        for texts, place in read(writer.place):
+            bar.update(writer.add(encode(texts, tokenizer, id_dtype(tokenizer), chat), place))
+            if writer.full:
+                break
     return writer.finish()
 
 
 def _batches(
-    sources: Sequence[str], text_column: str | None, place: SourcePlace, max_characters: int
+    sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace
 ) -> Iterator[tuple[list[str], SourcePlace]]:
     first, inside = place
     for number in range(first, len(sources)):
         for batch, here in document_batches(sources[number], text_column, inside, max_characters):
             yield batch, (number, here)
         inside = None
-
-
-class _Encoder(Dataset[tuple["Shard | ValueError", SourcePlace]]):
-    """Tokenizer of batches of text; a `DataLoader` passes it the batches in place of indices."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
-        self.tokenizer, self.dtype, self.chat = tokenizer, id_dtype(tokenizer), chat
-
-    def __getitem__(self, index: tuple[list[str], SourcePlace]) -> tuple[Shard | ValueError, SourcePlace]:
-        texts, place = index
-        try:
-            return encode(texts, self.tokenizer, self.dtype, self.chat), place
-        except ValueError as error:  # a DataLoader would put the worker's traceback into its message
-            return error, place
-
-
-def _encoded(
-    batches: Iterable[tuple[list[str], SourcePlace]], tokenizer: PreTrainedTokenizerBase, chat: bool, workers: int
-) -> Iterator[tuple[Shard, SourcePlace]]:
-    """Tokenize batches in order, in this process or in several."""
-    several = workers > 1
-    loader = DataLoader(
-        _Encoder(tokenizer, chat),
-        sampler=batches,
-        batch_size=None,
-        collate_fn=tuple,  # arrays stay arrays
-        num_workers=workers if several else 0,
-        multiprocessing_context="fork" if several else None,  # copies no tokenizer, imports nothing again
-        worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # the global one is the training's
-    )
-    for shard, place in loader:
-        if isinstance(shard, ValueError):
-            raise shard
-        yield shard, place
-
-
-def _start_worker(number: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()  # a DataLoader's own watch hangs in a full pipe
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 class _Writer:
@@ -292,22 +230,16 @@ class _Writer:
         self.place: SourcePlace = (0, None)
         self.full = False
         self._digest = hashlib.sha256()
-        self._files: tuple[BinaryIO, ...] = ()
+        self._files: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / PARTIAL).exists():
-            self._resume()
-
-    def _resume(self) -> None:
-        path = self.folder / PARTIAL
-        finished, (number, inside) = TokenHeader.load(path), json.loads(path.read_text())["place"]
-        finished.check_same_work(self.header, self.folder)
-        finished.check_files(self.folder)
-        for shard in range(len(finished.shards)):
-            with finished.shard_paths(self.folder, shard)[0].open("rb") as file:
-                while content := file.read(_READ_BYTES):
-                    self._digest.update(content)
-        self.header, self.place = finished, (number, inside)
-        log.info("resuming after %s tokens, in shards 0 to %d", f"{finished.tokens:,}", len(finished.shards) - 1)
+        if header.shards:
+            number, inside = read_json(header.file(folder, partial=True))["place"]
+            self.place = number, inside
+            for shard in range(len(header.shards)):
+                with header.shard_paths(folder, shard)[0].open("rb") as file:
+                    while content := file.read(2**24):
+                        self._digest.update(content)
+            log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
 
     def add(self, documents: Shard, place: SourcePlace) -> int:
         """Append a batch that ends at ``place``, as far as ``max_tokens`` allows; return the number of its tokens."""
@@ -317,8 +249,7 @@ class _Writer:
         if not len(documents.ids):
             return 0
         if not self._files:
-            paths = header.shard_paths(self.folder, len(header.shards))
-            self._files = tuple(path.open("wb") for path in paths)
+            self._files = [path.open("wb") for path in header.shard_paths(self.folder, len(header.shards))]
             header.shards.append({"tokens": 0, "documents": 0})
         shard, source = header.shards[-1], header.sources[place[0]]
         ids = documents.ids.astype(np.dtype(header.dtype).newbyteorder("<"), copy=False)
@@ -334,7 +265,7 @@ class _Writer:
         header.documents += len(starts)
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
-            header.save(self.folder / PARTIAL, place=place)
+            header.save(header.file(self.folder, partial=True), place=place)
         return len(ids)
 
     def _fitting(self, documents: Shard, room: int) -> Shard:
@@ -352,10 +283,9 @@ class _Writer:
 
     def _close_shard(self) -> None:
         for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
-        self._files = ()
+            sync(Path(file.name))
+        self._files = []
 
     def finish(self) -> TokenHeader:
         """Write the header. Raises ValueError when a source that was read held no text."""
@@ -368,8 +298,6 @@ class _Writer:
                     f"data source {source['name']!r} holds no text; pass one that does, or --data.sources tiny."
                 )
         self._close_shard()
-        self.header.sha256 = self._digest.hexdigest()
-        self.header.created = now()
-        self.header.save(self.folder / HEADER)
-        (self.folder / PARTIAL).unlink(missing_ok=True)
+        self.header.sha256, self.header.created = self._digest.hexdigest(), now()
+        self.header.finish(self.folder)
         return self.header

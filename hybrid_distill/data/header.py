@@ -1,13 +1,15 @@
-"""Headers of token and logit folders: a JSON file that says what the binary files beside it hold."""
+"""Headers of token and logit folders: a JSON file that says what the binary files beside it hold.
+
+It is written last: a folder without it is not finished. A partial one lists what a stopped command had finished.
+"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from ..io import write_json
+from ..io import read_json, write_json
 
 Header = TypeVar("Header", bound="FolderHeader")
 
@@ -18,19 +20,26 @@ class FolderHeader:
 
     FORMAT: ClassVar[str]
     CONTENT: ClassVar[str]
-    """Noun for error messages: what the folder holds."""
+    """Noun for error messages, and stem of the header's file."""
     REMAKE: ClassVar[str]
     """Instruction that ends an error about a damaged folder."""
+    FILES: ClassVar[tuple[str, ...]]
+    """Beginnings of the names of the other files."""
     RESULTS: ClassVar[tuple[str, ...]]
     """Fields that do not decide what the files hold."""
 
     format: str
 
     @classmethod
+    def file(cls, folder: Path, partial: bool = False) -> Path:
+        """Return the path of the header, or of that of an unfinished folder."""
+        return folder / f"{cls.CONTENT}{'.partial' * partial}.json"
+
+    @classmethod
     def load(cls: type[Header], path: Path) -> Header:
         """Read a header. Raises ValueError for a file that is not a header or has another format."""
         try:
-            record = {"chat_template": "", **json.loads(path.read_text())}  # old token folders lack this entry
+            record = {"chat_template": "", **read_json(path)}  # old token folders lack this entry
             if record["format"] != cls.FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, not {cls.FORMAT!r}")
             header = cls(**{entry.name: record[entry.name] for entry in fields(cls)})
@@ -38,6 +47,43 @@ class FolderHeader:
             return header
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the header of {cls.CONTENT} ({error}); {cls.REMAKE}.") from error
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Tell whether a folder is finished. Raises ValueError for an unfinished one."""
+        if cls.file(folder).is_file():
+            return True
+        if cls.file(folder, partial=True).is_file():
+            raise ValueError(f"the {cls.CONTENT} in {folder} are not finished; run the command that began them again.")
+        return False
+
+    @classmethod
+    def open(cls: type[Header], folder: Path) -> Header:
+        """Read the header of a finished folder. Raises ValueError for any other, and where bytes are missing."""
+        cls.is_in(folder)
+        header = cls.load(cls.file(folder))
+        header.check_files(folder)
+        return header
+
+    def begun(self: Header, folder: Path) -> Header | None:
+        """Return the header that is in a folder, finished or not; None for a new one.
+
+        Raises ValueError for a folder that holds something else: other work, or files of other kinds.
+        """
+        for partial in (False, True):
+            if (path := self.file(folder, partial)).exists():
+                found = self.load(path)
+                found.check_same_work(self, folder)
+                return found
+        own = (".", *self.FILES)
+        if foreign := sorted(path.name for path in folder.glob("*") if not path.name.startswith(own)):
+            raise ValueError(f"{folder} holds {foreign[0]}, which is not a file of {self.CONTENT}; pass a new folder.")
+        return None
+
+    def finish(self, folder: Path) -> None:
+        """Write the header: the folder is complete."""
+        self.save(self.file(folder))
+        self.file(folder, partial=True).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise ValueError where the entries contradict each other."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .header import FolderHeader, size_of
-from .rows import PackedRows, Rows, State, TaughtBatch
+from .rows import PackedRows, TaughtBatch
 from .tokens import hash_of, tokenizer_fingerprint
 
-HEADER = "logits.json"
-PARTIAL = "logits.partial.json"
 ROW_IDS = "rows.bin"
-SHARD_TOKENS = 2**22
 _HALF = 2**16
 
 
@@ -36,6 +32,7 @@ class LogitHeader(FolderHeader):
     FORMAT = "hybrid-distill/logits/1"
     CONTENT = "logits"
     REMAKE = "run `hybrid-distill cache-logits` for this run, into another folder"
+    FILES = ("logits-", ROW_IDS)
     RESULTS = ("teacher", "created", "measured")
 
     teacher: str
@@ -61,8 +58,8 @@ class LogitHeader(FolderHeader):
     """Number of different rows among them."""
     shard_rows: int
     created: str = ""
-    measured: dict[str, Any] = field(default_factory=dict)
-    """Comparison of some stored rows with the teacher."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Share of the teacher's probability that some stored rows hold."""
 
     def check(self) -> None:
         if min(self.rows, self.shard_rows, self.seq_len, self.top_k, self.vocabulary_size) < 1:
@@ -77,6 +74,10 @@ class LogitHeader(FolderHeader):
     def bytes_per_token(self) -> float:
         """Bytes on disk of each token of a row."""
         return record_dtype(self).itemsize / self.seq_len
+
+    def __str__(self) -> str:
+        size = self.rows * self.seq_len * self.bytes_per_token / 1e9
+        return f"{self.rows:,} rows x {self.seq_len:,} tokens x {self.bytes_per_token:.0f} bytes = {size:,.3f} GB"
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -145,21 +146,13 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
 def open_logits(folder: str | Path) -> LogitFolder:
     """Open a finished folder. Raises ValueError for one without logits, unfinished, or with a truncated file."""
     folder = Path(folder).expanduser()
-    if not (folder / HEADER).is_file() and (folder / PARTIAL).is_file():
-        header = LogitHeader.load(folder / PARTIAL)
-        missing, n_shards = header.missing_shards(folder), len(header.shard_sizes)
-        raise ValueError(
-            f"the logits in {folder} are not finished, {n_shards - len(missing)} of {n_shards} files are written; run "
-            "the `hybrid-distill cache-logits` that began it once more."
-        )
-    return LogitFolder(folder, LogitHeader.load(folder / HEADER))
+    return LogitFolder(folder, LogitHeader.open(folder))
 
 
 class LogitFolder:
     """Logits to read. Rows are read one by one: nothing stays open, only the rows' numbers are in memory."""
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
-        header.check_files(folder)
         self.folder, self.header = folder, header
         self._dtype = record_dtype(header)
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
@@ -180,7 +173,7 @@ class LogitFolder:
 
     def check(
         self,
-        rows: Rows,
+        rows: PackedRows,
         tokenizer: PreTrainedTokenizerBase,
         teacher: str,
         *,
@@ -192,7 +185,7 @@ class LogitFolder:
 
         ``teacher`` is its `teacher.fingerprint`, or its name where the weights are not at hand.
         """
-        header, rows = self.header, numbered(rows)
+        header = self.header
         known = teacher in (header.teacher, header.teacher_fingerprint)
         compared: dict[str, tuple[object, object]] = {
             "teacher": (teacher if known else f"{header.teacher} ({header.teacher_fingerprint})", teacher),
@@ -217,8 +210,8 @@ class LogitFolder:
 class CachedLogitsDataset:
     """Rows together with the teacher's cached logits, for a stage without a teacher in memory."""
 
-    def __init__(self, rows: Rows, logits: LogitFolder) -> None:
-        self.rows, self.logits = numbered(rows), logits
+    def __init__(self, rows: PackedRows, logits: LogitFolder) -> None:
+        self.rows, self.logits = rows, logits
         self.fingerprint = hash_of([self.rows.fingerprint, logits.header.fingerprint])
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> TaughtBatch:
@@ -226,22 +219,6 @@ class CachedLogitsDataset:
         row_ids = self.rows.step_row_ids(step, batch_size, rank, world)
         ids_BLK, log_probs_BLK = unpack(self.logits.read(row_ids))
         return {**self.rows.read(row_ids), "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
-
-    def state_dict(self) -> State:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self.rows.load_state_dict(state)
-
-
-def numbered(rows: Rows) -> PackedRows:
-    """Return the same rows. Raises ValueError for streamed ones, which have no numbers."""
-    if not isinstance(rows, PackedRows):
-        raise ValueError(
-            "streamed rows have no numbers to store logits by; make the data local with `hybrid-distill prepare-data` "
-            "and pass its folder with --data.sources."
-        )
-    return rows
 
 
 def row_ids_of(rows: PackedRows, places: int) -> np.ndarray:

@@ -19,9 +19,6 @@ from .tokens import Tokens, hash_of, tokens_of
 ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
 
-State = dict[str, Any]
-"""JSON of where a process stands in its rows."""
-
 
 class Batch(TypedDict):
     """Rows of one optimizer step, or a part of them."""
@@ -62,24 +59,14 @@ def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
     return {name: change(tensor) for name, tensor in tensors.items()}  # type: ignore[return-value]
 
 
-def batch_of(rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
-    """Stack rows of (input_ids, seq_idx, mask), each [L]."""
-    input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
-    return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
-
-
 class Rows(Protocol):
-    """Source of a training loop's batches."""
+    """Source of a training loop's batches: a pure function of the step."""
 
     fingerprint: str
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
         """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
         ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 class PackedRows:
@@ -122,7 +109,11 @@ class PackedRows:
 
     def step_row_ids(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """Return the numbers of the rows that `batch` returns."""
-        share = rows_of_each(batch_size, world)
+        if batch_size % world:
+            raise ValueError(
+                f"a batch of {batch_size} rows cannot be shared by {world} processes; use a multiple of {world}."
+            )
+        share = batch_size // world
         return self.row_ids(step * batch_size + rank * share, share)
 
     def row_ids(self, first: int, n: int) -> np.ndarray:
@@ -134,7 +125,9 @@ class PackedRows:
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
         """Read rows by number."""
-        return batch_of(self._row(int(row_id)) for row_id in row_ids)
+        columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
+        input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
+        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
 
     def _row_id(self, index: int) -> int:
         epoch, place = divmod(index, self.rows_per_epoch)
@@ -150,22 +143,6 @@ class PackedRows:
         number = int(np.searchsorted(self._row_ends, row_id, side="right"))
         row = row_id - (int(self._row_ends[number]) - self._n_rows[number])
         return self.sources[number].row(row, self.seq_len)
-
-    def state_dict(self) -> State:
-        """Return nothing: the step says where the rows are."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Do nothing, as `state_dict` holds nothing."""
-
-
-def rows_of_each(batch_size: int, world: int) -> int:
-    """Return the rows of a step for each process. Raises ValueError when they cannot be equally many."""
-    if batch_size % world:
-        raise ValueError(
-            f"a batch of {batch_size} rows cannot be shared by {world} processes; use a multiple of {world}."
-        )
-    return batch_size // world
 
 
 def shuffled(place: int, n: int, *key: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..assets.dictionaries import NOUNS
 from ..io import write_json
 from ..model import HybridConfig, layer_windows
-from ..plan import HeadPlan, cache_bytes
+from ..plan import HeadId, HeadPlan, cache_bytes
+from ..probes import Example
 from ..probes.answering import answer_choices, answer_generation
+from ..probes.forms import PLAIN, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import TextBatch, text_batches
 from ..scoring import describe_run
-from ..teacher import attention_sites, eval_mode
+from ..teacher import ablate_heads, attention_sites, eval_mode
 
 FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
+FEW, FEW_A_LAYER = 24, 8
+"""Examples and texts of each kind that a student without recurrent heads is measured on."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class EvalResult:
     tokens, ``top1_agreement`` is the share with the same most likely token in model and teacher, and
     ``kl_to_teacher`` the mean KL(teacher || model) in nats. ``cache_bytes`` is for one sequence in bfloat16,
     states in float32, by number of tokens; ``conv_state_bytes`` comes on top and does not grow.
+    ``recurrent_heads_zeroed`` is that of `without_recurrence`.
     """
 
     kv_choice: dict[int, float]
@@ -50,11 +56,17 @@ class EvalResult:
     n_text_tokens: int
     cache_bytes: dict[int, int]
     conv_state_bytes: int
+    recurrent_heads_zeroed: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; sizes and lengths become strings."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
+
+    @property
+    def recurrence_unused(self) -> bool:
+        """True if a student's figures do not change when its recurrent heads are zeroed."""
+        return bool(self.recurrent_heads_zeroed and self.recurrent_heads_zeroed["unused"])
 
     def figures(self) -> dict[str, float]:
         """Return every measured number by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
@@ -99,6 +111,7 @@ def evaluate(
     n_pairs: Sequence[int] = (4, 8, 16, 32),
     n_examples: int = 128,
     seed: int = 1,
+    form: str = PLAIN,
     keys: Sequence[str] | None = None,
     held_out_texts: Sequence[str] | None = None,
     max_text_tokens: int = 512,
@@ -109,32 +122,122 @@ def evaluate(
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
     KV retrieval is measured by choice and by generation for every dictionary size, on prompts that follow
-    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns).
+    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns), in a ``form`` of
+    `in_form`; questions of ``knowledge`` are asked as they are.
     ``held_out_texts`` are cut at ``max_text_tokens``, each on its own.
     """
-    probes = {n: KVRetrieval(n, seed, None if keys is None else tuple(keys)) for n in n_pairs}
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    choice, generation = {}, {}
-    for n, probe in probes.items():
-        examples = probe.examples(n_examples)
-        choice[n] = answer_choices(model, tokenizer, examples, **options).accuracy
-        generation[n] = answer_generation(model, tokenizer, examples, **options).double().mean().item()
-    questions = knowledge.examples() if knowledge else []
-    known = answer_choices(model, tokenizer, questions, **options) if questions else None
-    texts = held_out_texts or []
-    batches = text_batches(model, tokenizer, texts, max_tokens=max_text_tokens, batch_size=batch_size)
-    on_text = compare_on_text(model, teacher, list(batches), progress=progress)
-    return EvalResult(
-        kv_choice=choice,
-        kv_generation=generation,
-        n_examples=n_examples,
-        knowledge=known.accuracy if known else None,
-        knowledge_chance=knowledge.chance if knowledge else None,
-        n_knowledge=len(questions),
-        **on_text,
-        **model_cache_bytes(model),
-        provenance={"seed": seed, "max_text_tokens": max_text_tokens, **describe_run(model)},
+    probes = {n: KVRetrieval(n, seed, NOUNS if keys is None else tuple(keys)) for n in n_pairs}
+    inputs = Inputs(
+        examples={n: in_form(probe, form, tokenizer).examples(n_examples) for n, probe in probes.items()},
+        questions=knowledge.examples() if knowledge else [],
+        texts=list(held_out_texts or []),
+        max_text_tokens=max_text_tokens,
+        batch_size=batch_size,
+        progress=progress,
     )
+    return EvalResult(
+        n_examples=n_examples,
+        knowledge_chance=knowledge.chance if knowledge else None,
+        n_knowledge=len(inputs.questions),
+        **measure(model, teacher, tokenizer, inputs),
+        **model_cache_bytes(model),
+        recurrent_heads_zeroed=without_recurrence(model, teacher, tokenizer, inputs),
+        provenance={"seed": seed, "form": form, "max_text_tokens": max_text_tokens, **describe_run(model)},
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Questions and texts that a model is measured on."""
+
+    examples: dict[int, list[Example]]
+    """KV-retrieval prompts by dictionary size."""
+    questions: list[Example]
+    texts: list[str]
+    max_text_tokens: int
+    batch_size: int
+    progress: bool = False
+
+    def first(self, n: int) -> Inputs:
+        """Return the first ``n`` of each kind."""
+        examples = {size: every[:n] for size, every in self.examples.items()}
+        return replace(self, examples=examples, questions=self.questions[:n], texts=self.texts[:n], progress=False)
+
+
+def measure(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Inputs,
+    *,
+    generate: bool = True,
+) -> dict[str, Any]:
+    """Return the fields of an `EvalResult` that depend on what the model answers."""
+    options: dict[str, Any] = {"batch_size": inputs.batch_size, "progress": inputs.progress}
+    choice, generation = {}, {}
+    for n, examples in inputs.examples.items():
+        choice[n] = answer_choices(model, tokenizer, examples, **options).accuracy
+        if generate:
+            generation[n] = answer_generation(model, tokenizer, examples, **options).double().mean().item()
+    known = answer_choices(model, tokenizer, inputs.questions, **options).accuracy if inputs.questions else None
+    shape = {"max_tokens": inputs.max_text_tokens, "batch_size": inputs.batch_size}
+    batches = list(text_batches(model, tokenizer, inputs.texts, **shape))
+    on_text = compare_on_text(model, teacher, batches, progress=inputs.progress)
+    return {"kv_choice": choice, "kv_generation": generation, "knowledge": known, **on_text}
+
+
+def without_recurrence(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, inputs: Inputs
+) -> dict[str, Any] | None:
+    """Measure what is left of a student's figures when its recurrent heads are zeroed: all of them, and those of one
+    layer at a time, on few examples. None for a model without recurrent heads.
+
+    ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if all stay the same. ``by_layer`` has
+    retrieval and perplexity, first of the whole student (``layer`` None).
+    """
+    config: Any = model.config
+    if config.model_type != HybridConfig.model_type:
+        return None
+    every = range(attention_sites(model)[0].n_heads)
+    heads = [[HeadId(n, head) for head in every if head not in kept] for n, kept in enumerate(config.kept)]
+    if not any(heads):
+        return None
+    few = inputs.first(FEW)
+    whole = _flat(measure(model, teacher, tokenizer, few))
+    with ablate_heads(model, [head for layer in heads for head in layer]):
+        zeroed = _flat(measure(model, teacher, tokenizer, few))
+    sizes = sorted(inputs.examples)
+    fewer = replace(inputs.first(FEW_A_LAYER), questions=[])
+    fewer = replace(fewer, examples={n: fewer.examples[n] for n in sizes[len(sizes) // 2 :][:1]})
+
+    def row(layer: int | None, without: list[HeadId]) -> dict[str, Any]:
+        with ablate_heads(model, without):
+            return {
+                "layer": layer,
+                "heads": len(without),
+                **_flat(measure(model, None, tokenizer, fewer, generate=False)),
+            }
+
+    return {
+        "n_examples": min(FEW, *(len(examples) for examples in [*inputs.examples.values(), range(FEW)])),
+        "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
+        "by_layer": [row(None, []), *(row(n, layer) for n, layer in enumerate(heads) if layer)],
+        "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
+    }
+
+
+def _flat(measured: dict[str, Any]) -> dict[str, float]:
+    """Return figures by a name of their own, without those that were not measured."""
+    flat = {f"{name}_{n}": share for name in ("kv_choice", "kv_generation") for n, share in measured[name].items()}
+    single = ("knowledge", "perplexity", "top1_agreement")
+    return flat | {name: value for name in single if (value := measured[name]) is not None}
+
+
+def _is_same(name: str, whole: float, zeroed: float) -> bool:
+    """Tell whether a figure stays: a perplexity to 1 %, agreement to 1 point, accuracies to one example."""
+    if name == "perplexity":
+        return abs(zeroed / whole - 1) <= 0.01
+    return abs(zeroed - whole) <= (0.01 if name == "top1_agreement" else 1.01 / FEW)
 
 
 def compare_on_text(

@@ -16,7 +16,7 @@ from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
 from ..plan import BF16_BYTES, CacheBytes, HeadPlan, cache_bytes
 from ..scoring import HeadScores
-from ..teacher import TINY, rope_by_length
+from ..teacher import TINY
 from .falcon_h1 import container
 from .versions import oldest_transformers, right_for_falcon_h1, tried_versions
 
@@ -72,7 +72,6 @@ def model_card(
         share=_share,
         number=_number,
         cache=partial(_cache, student),
-        rope=rope_by_length(config.backbone_config()),
     )
 
 

@@ -11,9 +11,6 @@ Every export carries this program and a record of what the exported model comput
 - logits from a cache, and in a left-padded batch, are those of each prompt alone;
 - greedy tokens are those recorded, with cache, without, and in the batch.
 
-Where RoPE depends on the length of a row ("dynamic", "longrope"), a cache and a batch give other logits: these are
-compared with the record, and tokens are generated from the cache alone.
-
 Exit status: 0 if all hold, 1 if one does not, 2 if there is nothing to check, or nothing to load it with.
 """
 
@@ -25,7 +22,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -73,7 +70,6 @@ class Prompts:
     """Token ids [L] of single prompts and what the exported model made of them, tensor by tensor.
 
     ``logits`` [L, C] are those of the vocabulary's ``columns``; ``leads``, each generated token's over the second best.
-    ``cached`` and ``padded``, logits from a cache and in a batch, are there if they differ from a prompt's alone.
     """
 
     columns: Tensor
@@ -81,8 +77,6 @@ class Prompts:
     logits: list[Tensor]
     generated: list[Tensor]
     leads: list[Tensor]
-    cached: list[Tensor] = field(default_factory=list)
-    padded: list[Tensor] = field(default_factory=list)
 
     @property
     def scale(self) -> float:
@@ -141,7 +135,7 @@ def load_prompts(gate: Path, device: str) -> Prompts:
     columns, lists = tensors.pop("columns"), dict[str, list[Tensor]]()
     for name in sorted(tensors, key=lambda name: int(name.partition("_")[2])):
         lists.setdefault(name.partition("_")[0], []).append(tensors[name])
-    return Prompts(columns, **lists)
+    return Prompts(columns, **{name: lists[name] for name in ("ids", "logits", "generated", "leads")})
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -210,33 +204,24 @@ def check_logits(model: Model, prompts: Prompts, limits: dict[str, float]) -> It
         worst = torch.stack([(ours - theirs).abs().max() for ours, theirs in zip(found, expected, strict=True)]).max()
         return Check(f"{name}, logits", float(worst) / prompts.scale, limit)  # NaN where there is one
 
-    def recorded_columns(logits: Sequence[Tensor]) -> list[Tensor]:
-        return [logits_LV[:, prompts.columns] for logits_LV in logits]
-
     alone = [model(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in prompts.ids]
-    yield compare("reloaded = exported model", recorded_columns(alone), prompts.logits, limits["forward"])
-    cached = cached_logits(model, prompts.ids)  # the record was made in this order, which RoPE may depend on
-    padded = padded_logits(model, prompts.ids)
-    if prompts.cached:
-        limit = max(limits.values())
-        yield compare("cached decode = exported model's", recorded_columns(cached), prompts.cached, limit)
-        yield compare("left-padded batch = exported model's", recorded_columns(padded), prompts.padded, limit)
-    else:
-        behind = [logits_LV[-len(part_LV) :] for logits_LV, part_LV in zip(alone, cached)]
-        yield compare("cached decode = full forward", cached, behind, limits["order"])
-        yield compare("left-padded batch = single prompts", padded, alone, limits["order"])
+    recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
+    yield compare("reloaded = exported model", recorded, prompts.logits, limits["forward"])
+    cached = cached_logits(model, prompts.ids)
+    behind = [logits_LV[-len(part_LV) :] for logits_LV, part_LV in zip(alone, cached)]
+    yield compare("cached decode = full forward", cached, behind, limits["order"])
+    yield compare("left-padded batch = single prompts", padded_logits(model, prompts.ids), alone, limits["order"])
 
 
 def check_generated(model: Model, prompts: Prompts, rounding: float) -> Iterator[Check]:
     """Compare greedy tokens with the record, up to the first whose lead is within ``rounding``."""
     length = len(prompts.generated[0])
 
-    def alone(use_cache: bool) -> list[Tensor]:
-        return [greedy(model, ids_L[None], None, length, use_cache=use_cache)[0][0] for ids_L in prompts.ids]
-
-    ways: dict[str, Sequence[Tensor] | Tensor] = {"cached": alone(True)}
-    if not prompts.cached:
-        ways |= {"uncached": alone(False), "left-padded batch": greedy(model, *left_padded(prompts.ids), length)[0]}
+    ways: dict[str, Sequence[Tensor] | Tensor] = {
+        way: [greedy(model, ids_L[None], None, length, use_cache=way == "cached")[0][0] for ids_L in prompts.ids]
+        for way in ("cached", "uncached")
+    }
+    ways["left-padded batch"] = greedy(model, *left_padded(prompts.ids), length)[0]
     for way, generated in ways.items():
         different = compared = 0
         for tokens_T, expected_T, leads_T in zip(generated, prompts.generated, prompts.leads):

@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 from ..guard import MARK, check_checkpoint, check_no_run, digest, foreign_code
 from ..io import Record, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
-from ..teacher import rope_by_length
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
 from .falcon_h1 import container
@@ -179,16 +178,11 @@ def record_prompts(student: HybridForCausalLM, ids: list[Tensor]) -> Prompts:
         logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
         vocab_size = logits_LV[0].shape[-1]
         columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
-        other_ways: list[list[Tensor]] = []
-        if rope_by_length(student.model.config) is not None:
-            # In the order of the checks: frequencies may depend on what was computed before.
-            found = program.cached_logits(student, ids), program.padded_logits(student, ids)
-            other_ways = [[logits_LV[:, columns_C] for logits_LV in way] for way in found]
         generated, leads = zip(*(greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids), strict=True)
     finally:
         student.train(was_training)
     logits_LC = [logits[:, columns_C] for logits in logits_LV]
-    return Prompts(columns_C, ids, logits_LC, [t[0] for t in generated], [t[0] for t in leads], *other_ways)
+    return Prompts(columns_C, ids, logits_LC, [t[0] for t in generated], [t[0] for t in leads])
 
 
 def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:

@@ -303,22 +303,3 @@ def rope_settings(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     shape: Any = config.get_text_config(decoder=True)
     rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
     return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
-
-
-def rope_by_length(config: PretrainedConfig) -> tuple[str, int] | None:
-    """Return the type of a RoPE whose frequencies depend on a batch's longest row, and the tokens up to which they do
-    not; None for any other RoPE.
-
-    Beyond that length a token in a cache keeps the position it got while the row was shorter: decoding from a cache is
-    not the forward of the whole row, in transformers' own models too.
-    """
-    shape: Any = config.get_text_config(decoder=True)
-    for rope in rope_settings(config):
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind == "dynamic":
-            return kind, shape.max_position_embeddings
-        if kind == "longrope":
-            trained = rope.get("original_max_position_embeddings")
-            trained = trained or getattr(shape, "original_max_position_embeddings", None)
-            return kind, trained or shape.max_position_embeddings
-    return None

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .configuration_hybrid import HybridConfig, rope_by_length
+from .configuration_hybrid import HybridConfig, rope_settings
 from .layout import attention_name, decoder_of
 from .mixer import ROW_ARGUMENTS, HybridCache, HybridMixer
 
@@ -93,7 +93,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         names = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
         shown = {kind: ", ".join(found[:3]) + " ..." * (len(found) > 3) for kind, found in names.items()}
         if wrong := [f"{kind}: {some}" for kind, some in shown.items() if some]:
-            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            where = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) or "this checkpoint"
             raise ValueError(
                 f"the tensors of {where} are not this model's under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
@@ -364,8 +364,11 @@ def _longrope_switch(backbone: PreTrainedModel) -> int | None:
     """Return the tokens beyond which `generate` of a backbone with LongRoPE reads all anew; None if it never does."""
     name = "prepare_inputs_for_generation"
     has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # Phi-3 has, Llama has not
-    kind, trained = rope_by_length(backbone.config) or ("", 0)
-    return trained if kind == "longrope" and has_own_way else None
+    for rope in rope_settings(backbone.config) if has_own_way else ():
+        if rope.get("rope_type", rope.get("type")) == "longrope":
+            trained = rope.get("original_max_position_embeddings")
+            return trained or getattr(backbone.config, "original_max_position_embeddings", None)
+    return None
 
 
 @lru_cache

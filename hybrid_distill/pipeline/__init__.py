@@ -34,7 +34,7 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
 from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
-from ..student.init import DEFAULT_INIT, INITS
+from ..student.init import DEFAULT_INIT, Init
 from ..student.self_check import check_rows
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
@@ -147,14 +147,12 @@ class Run(RunInputs):
     def restoration_plan(self, k: int) -> HeadPlan:
         """Return the ``k`` heads that bring most back to the aligned student without attention."""
         HeadPlan.check_k(self.teacher, k)
-        path, aligned = self.restoration_path(k), self.aligned
+        path, aligned, probe = self.restoration_path(k), self.aligned, self.scoring_probe()
 
         def choose() -> None:
             student, none = aligned.trained_student()
-            probe, n_examples = self.scoring_probe(), self.config.scoring.restoration_examples
-            heads = greedy_restoration(
-                student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples
-            )
+            n_examples = self.config.scoring.restoration_examples
+            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
         if not path.exists():
@@ -185,7 +183,10 @@ class Run(RunInputs):
         options = self.config.student
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
         if aligned is None:
-            student, report = self._new_student(plan, options.init, self._calibration())
+            data, calibration = self.config.data, None
+            if options.init == "fitted":  # to the run's first rows of text
+                calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+            student, report = self._new_student(plan, options.init, calibration)
         else:
             student, report = self._new_student(plan)
             graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
@@ -194,10 +195,10 @@ class Run(RunInputs):
         return student
 
     def _new_student(
-        self, plan: HeadPlan, init: str = DEFAULT_INIT, calibration: Batch | None = None
+        self, plan: HeadPlan, init: Init = DEFAULT_INIT, calibration: Batch | None = None
     ) -> tuple[HybridForCausalLM, BuildReport]:
         options = self.config.student
-        return build_student(
+        student, report = build_student(
             self.teacher,
             plan,
             d_state=options.d_state,
@@ -207,13 +208,8 @@ class Run(RunInputs):
             calibration=calibration,
             seed=self.seed,
         )
-
-    def _calibration(self) -> Batch | None:
-        """Return the run's first rows of text, for an init that is fitted to them."""
-        init, data = INITS.get(self.config.student.init), self.config.data
-        if init is None or not init.fitted:
-            return None
-        return open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+        student.name_or_path = self.config.name
+        return student, report
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student with the weights that a stage has left in its folder."""
@@ -328,7 +324,7 @@ class Run(RunInputs):
         return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json", again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-        options = self.config.evaluation
+        options, form = self.config.evaluation, self.form
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,6 +334,7 @@ class Run(RunInputs):
                 teacher=self.teacher,
                 n_pairs=options.n_pairs,
                 n_examples=options.n_examples,
+                form=form,
                 seed=self.seed + PROBE_SEEDS["evaluation"],
                 held_out_texts=self.held_out_texts(options.n_texts),
                 knowledge=self.knowledge(),
@@ -363,23 +360,17 @@ class Run(RunInputs):
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
         measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
-
-        def write() -> None:
-            report = export_checkpoint(
-                student,
-                self.tokenizer,
-                path or self.out / "export",
-                plan=plan,
-                results={name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
-                scores=HeadScores.load(scores) if scores.exists() else None,
-                license=license,
-                base_model=base_model,
-                training=self._training(),
-                **options,
-            )
-            reports.append(report)
-
-        on_main_process(write)
+        known: Record = {
+            "results": {name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
+            "scores": HeadScores.load(scores) if scores.exists() else None,
+            "training": self._training(),
+            "license": license,
+            "base_model": base_model,
+        }
+        place = path or self.out / "export"
+        on_main_process(
+            lambda: reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
+        )
         return next(iter(reports), None)
 
     def _training(self) -> list[Record]:
@@ -399,6 +390,8 @@ def finished_run(folder: Path, teacher: Loaded | None = None) -> Run:
 
     The folder may have been moved since. Raises ValueError for another folder.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
     return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto", out=folder), teacher)
 
 

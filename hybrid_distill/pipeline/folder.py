@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from ..config import RunConfig, differences, to_json
 from ..io import Record
@@ -92,20 +91,16 @@ def _has_begun(out: Path, stage: str) -> bool:
 def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
     """List the `LEAVES` that are there. Raises ValueError when this run is to read one of them."""
     left = [found for name in LEAVES for found in sorted(config.out.glob(name))]
-    read = _paths_in(to_json(config))
+    files = (
+        config.scoring.file,
+        config.plan.file,
+        config.student.aligned,
+        *(s.cached_logits for s in config.own_stages),
+    )
     for found in left:
-        if inputs := [path for path in read if path.resolve().is_relative_to(found.resolve())]:
+        if inputs := [path for path in files if path and path.resolve().is_relative_to(found.resolve())]:
             raise ValueError(
                 f"{inputs[0]} is to be read, and is of the run that --resume never removes; copy it to another place, "
                 "or use another --out."
             )
     return left
-
-
-def _paths_in(record: Any) -> list[Path]:
-    """List all texts of a config's record, as the paths that they may be."""
-    if isinstance(record, dict):
-        return _paths_in(list(record.values()))
-    if isinstance(record, list):
-        return [path for value in record for path in _paths_in(value)]
-    return [Path(record).expanduser()] if isinstance(record, str) and record else []

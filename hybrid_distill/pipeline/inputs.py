@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import PlanConfig, RunConfig
@@ -20,8 +22,11 @@ from ..data import (
     open_rows,
     read_held_out,
 )
-from ..distributed import check_trackers, connect
+from ..distributed import check_trackers, compute_everywhere, connect
 from ..plan import HeadPlan
+from ..probes import Probe
+from ..probes.checks import check_answerable
+from ..probes.forms import AUTO, PLAIN, best_form, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
@@ -74,9 +79,9 @@ class RunInputs:
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage; with cached logits, once these are found to fit."""
-        tokenizer, state = self.stage_tokenizer(stage), connect()
+        tokenizer = self.stage_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
-        rows = open_rows(data, tokenizer, rank=state.process_index, world=state.num_processes)
+        rows = open_rows(data, tokenizer)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
             return rows
         logits = open_logits(stage.cached_logits)
@@ -97,16 +102,36 @@ class RunInputs:
         source = self.config.evaluation.knowledge or (TINY if self.config.teacher.path == TINY else None)
         return None if source is None else Knowledge(None if source == TINY else source)
 
-    def scoring_probe(self) -> KVRetrieval:
+    def scoring_probe(self) -> Probe:
         """Return the prompts that heads are ranked on."""
+        return in_form(self._plain_probe, self.form, self.tokenizer)
+
+    @property
+    def _plain_probe(self) -> KVRetrieval:
         return KVRetrieval(self.config.scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"])
+
+    @cached_property
+    def form(self) -> str:
+        """Form of all prompts; ``auto`` asks the teacher. Raises ValueError where it is to be scored and fails in all.
+
+        All processes must ask for it together.
+        """
+        options = self.config.scoring
+        if options.form != AUTO:
+            return options.form
+        is_scored = self.config.plan.selection == "top" and options.file is None
+        least = options.min_accuracy if is_scored else 0.0
+        nn.Module.to(self.teacher, connect().device)
+        ask = partial(best_form, self.teacher, self.tokenizer, self._plain_probe, least=least)
+        return compute_everywhere(ask)[0][0]
 
     def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
         """Make the plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a
         plan that cannot be made."""
         file = self.config.scoring.file
+        if options.selection in ("top", "restoration", "random"):
+            HeadPlan.check_k(teacher, options.k, "--plan.k")
         if options.selection == "restoration" or (options.selection == "top" and file is None):
-            HeadPlan.check_k(teacher, options.k)
             return None
         plan = make_plan(options, teacher, lambda: HeadScores.load(file or Path()), by_shape=True)
         plan.check_fits(teacher)
@@ -150,8 +175,11 @@ class RunInputs:
             knowledge.examples(1)
         for n_pairs in options.n_pairs:
             KVRetrieval(n_pairs, seed=self.seed).examples(1)
-        if self.config.plan.selection in ("top", "restoration"):
-            self.scoring_probe().examples(1)
+        self._plain_probe.examples(1)
+        if (form := self.config.scoring.form) not in (PLAIN, AUTO):
+            limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
+            for probe in (self._plain_probe, *(KVRetrieval(n_pairs) for n_pairs in options.n_pairs)):
+                check_answerable(in_form(probe, form, self.tokenizer).examples(1), self.tokenizer, limit)
 
     def check_student(self, plan: PlanConfig | None = None) -> None:
         """Check that the teacher can become a student with this plan (by default the config's) and these options."""
@@ -195,7 +223,6 @@ def make_plan(
 ) -> HeadPlan:
     """Make the plan that a config describes; ``scores`` is asked only for ``top``. ``by_shape`` reads no weights."""
     if options.selection == "top":
-        HeadPlan.check_k(teacher, options.k)
         return HeadPlan.top_k(scores(), options.k)
     if options.selection == "file":
         if options.file is None:

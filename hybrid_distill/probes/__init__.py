@@ -6,20 +6,22 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 
 @dataclass(frozen=True)
 class Example:
     """One question: a model that knows the answer would write ``prompt + answer``.
 
-    ``answer`` is one of ``choices``; each carries its own leading space.
+    ``answer`` is one of ``choices``; each carries its own leading space. The question itself begins at character
+    ``begins`` of the prompt; what stands before it, such as solved examples, only shows how to answer.
     """
 
     prompt: str
     answer: str
     choices: tuple[str, ...]
+    begins: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt or not all(self.choices):
@@ -50,13 +52,31 @@ class Probe(Protocol):
 class SeededProbe(ABC):
     """A probe whose example i is the same whatever number of examples is asked for."""
 
+    name: ClassVar[str]
+    lead: ClassVar[str] = "The answer is"
+    """Beginning of an answer in a chat, before the choice."""
+
     def examples(self, n: int) -> list[Example]:
         """Return the first ``n`` examples. Choices begin with the space that follows the prompt."""
         check_counts(n=n)
         return [self._example(index) for index in range(n)]
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing, 0 to 1: that of the first example."""
+        return 1 / len(self._example(0).choices)
+
     @abstractmethod
     def _example(self, index: int) -> Example: ...
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings every prompt follows from; lists of words (fields without repr) as hashes."""
+        found: dict[str, object] = {"name": self.name}
+        for setting in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, setting.name)
+            value = list(value) if isinstance(value, tuple) else value
+            found |= {setting.name: value} if setting.repr else {f"{setting.name}_sha256": digest(value)}
+        return found
 
 
 def check_counts(**counts: int) -> None:
@@ -66,20 +86,16 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
 
 
-def duplicates(words: Iterable[str]) -> list[str]:
-    """Return words that occur more than once, sorted."""
-    return sorted(word for word, count in Counter(words).items() if count > 1)
-
-
-def check_words(name: str, words: Iterable[str], at_least: int) -> None:
-    """Raise ValueError unless there are ``at_least`` different words: no repetition, nothing empty, no space inside."""
-    words = list(words)
-    if repeated := duplicates(words):
-        raise ValueError(f"{name} named twice: {', '.join(repeated)}; leave each in once.")
-    if bad := [word for word in words if len(word.split()) != 1 or word != word.strip()]:
+def checked_words(name: str, words: Any, at_least: int = 1) -> tuple[Any, ...]:
+    """Return entries as a tuple. Raises ValueError unless there are ``at_least`` different ones, each one word."""
+    counted = Counter(map(str, words := as_tuple(name, words)))
+    if repeated := [word for word, count in counted.items() if count > 1]:
+        raise ValueError(f"{name}: {repeated[0]!r} is there twice; pass each once.")
+    if bad := [word for word in counted if len(word.split()) != 1 or word != word.strip()]:
         raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without space.")
-    if len(words) < at_least:
-        raise ValueError(f"{len(words)} {name} are too few, {at_least} are needed; give more, or ask for less.")
+    if len(counted) < at_least:
+        raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; give more, or ask for less.")
+    return words
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -99,7 +100,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
         )
     n_common = min(_common_prefix(rows), min(map(len, rows)) - 1)
     # A tokenizer may merge the prompt's end with a choice's beginning: such tokens count with the choice.
-    n_prompt = min(n_common, *(_common_prefix([prompt, row]) for row in rows))
+    n_prompt = min(n_common, _common_prefix([prompt, *rows]))
     choices = tuple(row[n_prompt:] for row in rows)
     stops = tuple(
         tuple(sorted({c[len(choice)] for c in choices if c != choice and c[: len(choice)] == choice}))
@@ -110,20 +111,19 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenize each text, after the tokenizer's beginning-of-text token if it sets one; no end-of-text."""
+    """Tokenize each text, behind the tokenizer's beginning-of-text token if it sets one; no end-of-text.
+
+    A text that begins with that token itself, as chat templates write it, gets no second one.
+    """
     rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     first: Any = tokenizer("a")["input_ids"]
     start = first[:1] if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id] else []
-    return [(*start, *row) for row in rows]
+    return [tuple(row) if start and row[:1] == start else (*start, *row) for row in rows]
 
 
 def _common_prefix(rows: Sequence[Tokens]) -> int:
-    length = 0
-    for column in zip(*rows):
-        if len(set(column)) > 1:
-            break
-        length += 1
-    return length
+    columns = enumerate(zip(*rows))
+    return next((place for place, column in columns if len(set(column)) > 1), min(map(len, rows)))
 
 
 Read = tuple[int, Tokens, int]  # example, tokens after the prompt, next token
@@ -139,23 +139,22 @@ class ChoiceBatch:
 
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
         self.encoded = list(encoded)
-        rows = [e.prompt + e.choices[0][: e.n_shared] for e in self.encoded]
-        self.input_ids_BL, self.mask_BL = left_pad(rows, device)
-        self.n_logits = 1 + max(e.n_shared for e in self.encoded)
-        self.contexts = [(example, path) for example, e in enumerate(self.encoded) for path in e.contexts()]
+        self.input_ids_BL, self.mask_BL = left_pad([e.prompt + e.choices[0][: e.n_shared] for e in encoded], device)
+        self.n_logits = 1 + max(e.n_shared for e in encoded)
+        self.contexts = [(example, path) for example, e in enumerate(encoded) for path in e.contexts()]
         row_of = {
             (example, path[:t]): row for row, (example, path) in enumerate(self.contexts) for t in range(len(path) + 1)
         }
         # Where each log-probability stands: counted from a prompt's end, or from a context's start.
         self._in_prompts: dict[Read, Address] = {}
         self._in_contexts: dict[Read, Address] = {}
-        for example, e in enumerate(self.encoded):
+        for example, e in enumerate(encoded):
             for path, token in e.reads():
-                beyond = len(path) - e.n_shared
-                if beyond <= 0:
-                    self._in_prompts[example, path, token] = (example, beyond - 1, token)
+                place = len(path) - e.n_shared - 1
+                if place < 0:
+                    self._in_prompts[example, path, token] = (example, place, token)
                 else:
-                    self._in_contexts[example, path, token] = (row_of[example, path], beyond - 1, token)
+                    self._in_contexts[example, path, token] = (row_of[example, path], place, token)
 
     def logprobs(self, model: PreTrainedModel) -> list[list[float]]:
         """Return the log-probability of every choice of every example; each prompt runs through the model once."""
@@ -167,24 +166,20 @@ class ChoiceBatch:
 
     def reads(self, model: PreTrainedModel) -> dict[Read, float]:
         """Return all log-probabilities that those of the choices are made of."""
-        uses_cache = bool(self.contexts)
-        output = forward(model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=uses_cache)
+        has_contexts = bool(self.contexts)
+        output = forward(model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=has_contexts)
         found = _logprobs_at(output.logits, self._in_prompts)
-        if uses_cache:
-            found |= _logprobs_at(self._context_logits(model, output.past_key_values), self._in_contexts)
+        if has_contexts:
+            example_R = torch.tensor([example for example, _ in self.contexts], device=self.mask_BL.device)
+            # Pads on the right need no mask: nothing that is read comes after them.
+            tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
+            ids_RT = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(example_R.device)
+            mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
+            cache = output.past_key_values
+            cache.batch_select_indices(example_R)
+            output = forward(model, ids_RT, mask_RL, past_key_values=cache, use_cache=True)
+            found |= _logprobs_at(output.logits, self._in_contexts)
         return found
-
-    def _context_logits(self, model: PreTrainedModel, cache: Cache) -> Tensor:
-        """Return logits_RTV after each context, from the prompts' cache."""
-        device = self.mask_BL.device
-        example_R = torch.tensor([example for example, _ in self.contexts], device=device)
-        tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
-        longest = max(map(len, tails))
-        # Pads on the right need no mask: nothing that is read comes after them.
-        ids_RT = torch.tensor([tail + (0,) * (longest - len(tail)) for tail in tails], device=device)
-        mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
-        cache.batch_select_indices(example_R)
-        return forward(model, ids_RT, mask_RL, past_key_values=cache, use_cache=True).logits
 
 
 def _logprobs_at(logits_BSV: Tensor, wanted: dict[Read, Address]) -> dict[Read, float]:
@@ -215,8 +210,7 @@ def answer_choices(
 ) -> ChoiceResult:
     """Find the choice that the model finds likeliest, by the summed log-probability of the choice's tokens.
 
-    Where one choice's tokens begin another's, it counts only as far as the model would stop there. A
-    prompt is computed once; choices of more than one distinguishing token extend its cache. Works for any
+    Where one choice's tokens begin another's, it counts only as far as the model would stop there. Works for any
     decoder and any tokenizer, with or without a pad token.
     """
     logprob_EC: list[list[float]] = []
@@ -249,11 +243,8 @@ def answer_generation(
 def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
     """Split examples into batches, behind a progress bar."""
     check_counts(batch_size=size)
-    with tqdm(total=len(examples), desc=name, disable=not progress) as bar:
-        for start in range(0, len(examples), size):
-            part = examples[start : start + size]
-            yield part
-            bar.update(len(part))
+    for start in tqdm(range(0, len(examples), size), desc=name, disable=not progress):
+        yield examples[start : start + size]
 
 
 def generate_greedily(
@@ -264,6 +255,9 @@ def generate_greedily(
     answers = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
     longest = max(len(answer) - len(prompt) for prompt, answer in zip(prompts, answers, strict=True))
     input_ids_BL, mask_BL = left_pad(prompts, model.device)
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    # Any special token fills rows behind their end: pads are masked.
+    pads = (tokenizer.pad_token_id, eos[0] if isinstance(eos, list) else eos, tokenizer.eos_token_id, 0)
     generate: Any = model.generate
     output_BL = generate(
         input_ids=input_ids_BL,
@@ -277,7 +271,7 @@ def generate_greedily(
         top_k=None,
         top_p=None,
         repetition_penalty=1.0,
-        pad_token_id=_pad_id(model, tokenizer),
+        pad_token_id=next(pad for pad in pads if isinstance(pad, int)),
     )
     return tokenizer.batch_decode(output_BL[:, input_ids_BL.shape[1] :], skip_special_tokens=True)
 
@@ -287,13 +281,6 @@ def begins_with(text: str, answer: str) -> bool:
     answer = answer.strip()
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
-
-
-def _pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return a token to fill rows with after their end: any special one will do, as pads are masked."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    candidates = (tokenizer.pad_token_id, eos[0] if isinstance(eos, list) else eos, tokenizer.eos_token_id)
-    return next((token for token in candidates if isinstance(token, int)), 0)
 
 
 def left_pad(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -318,19 +305,13 @@ def forward(
     Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where
     the model can do so.
     """
-    n_new = input_ids_BT.shape[1]
     extras: dict[str, Any] = {}
     if accepts(model, "position_ids"):
-        extras["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -n_new:]
+        extras["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BT.shape[1] :]
     if accepts(model, "logits_to_keep"):
         extras["logits_to_keep"] = logits_to_keep
-    output = model(
-        input_ids=input_ids_BT,
-        attention_mask=mask_BL,
-        use_cache=use_cache,
-        past_key_values=past_key_values,
-        **extras,
-    )
+    extras |= {"use_cache": use_cache, "past_key_values": past_key_values}
+    output = model(input_ids=input_ids_BT, attention_mask=mask_BL, **extras)
     output.logits = output.logits[:, -logits_to_keep:]
     return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +24,8 @@ def check_answerable(
 ) -> None:
     """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
 
-    ``max_length`` is the model's context in tokens (``max_position_embeddings`` of its config); the prompt and its
-    longest choice must fit together. ``shorter`` is the advice of the error where they do not.
+    ``max_length`` is the model's context in tokens (`longest_context`); the prompt and its longest choice must fit
+    together. ``shorter`` is the advice of the error where they do not.
     """
     texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
     if missing := missing_words(tokenizer, texts):
@@ -35,7 +35,7 @@ def check_answerable(
             f"this tokenizer has no token for {named}{more}, so the model cannot tell such words apart; "
             "give the probe words that it knows (keys, words, facts or filler), or take another probe."
         )
-    lengths = _lengths(tokenizer, examples)
+    lengths = token_counts(tokenizer, examples)
     if (longest := max(lengths, default=0)) > max_length:
         raise ValueError(
             f"{sum(n > max_length for n in lengths)} of {len(examples)} examples are longer than the model's context "
@@ -45,30 +45,20 @@ def check_answerable(
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
     """Return words that become the unknown token, in part or wholly, or that vanish; in order of appearance."""
-    find = _vanishing if tokenizer.unk_token_id is None else _unknown
-    return list(dict.fromkeys(word for text in texts for word in find(tokenizer, text)))
-
-
-def _unknown(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """Yield words of a text that hold the unknown token."""
-    unknown = tokenizer.unk_token_id
-    if unknown not in _ids(tokenizer, text):
-        return
-    if not tokenizer.is_fast:
-        yield from [word for word in WORD.findall(text) if unknown in _ids(tokenizer, word)] or [text.strip()]
-        return
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans = [span for token, span in zip(encoded["input_ids"], encoded["offset_mapping"]) if token == unknown]
-    for word in WORD.finditer(text):
-        if any(start < word.end() and word.start() < end for start, end in spans):
-            yield word.group()
-
-
-def _vanishing(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """Yield words that do not come back: a tokenizer without an unknown token leaves out the words it lacks."""
-    for word in dict.fromkeys(WORD.findall(text)):
-        if _plain(word) not in _plain(str(tokenizer.decode(_ids(tokenizer, word)))):
-            yield word
+    unknown, is_lost = tokenizer.unk_token_id, dict[str, bool]()
+    found: dict[str, None] = {}
+    for text in texts:
+        words = dict.fromkeys(WORD.findall(text))
+        for word in words.keys() - is_lost.keys():
+            ids = _ids(tokenizer, word)
+            vanishes = unknown is None and _plain(word) not in _plain(str(tokenizer.decode(ids)))
+            is_lost[word] = vanishes or unknown in ids
+        lost = [word for word in words if is_lost[word]]
+        plain = text.replace(tokenizer.unk_token or "", "")  # chat templates may use that very token
+        if not lost and unknown in _ids(tokenizer, plain):  # words that the tokenizer does not take apart
+            lost = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
+        found |= dict.fromkeys(lost)
+    return list(found)
 
 
 def _plain(text: str) -> str:
@@ -80,7 +70,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _lengths(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
+def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
     """Count the tokens of each prompt with the choice that has most tokens."""
     choices = list(dict.fromkeys(choice for example in examples for choice in example.choices))
     n_tokens = dict(zip(choices, map(len, tokenize(tokenizer, choices)), strict=True))

@@ -1,18 +1,26 @@
-"""Multiple-choice questions about facts that a model can only know by heart."""
+"""Questions about facts: multiple choice by heart, and with lettered options, whose letter the prompt must give.
+
+With letters, knowing the answer is not enough: its letter is fetched from the prompt (arXiv 2504.18574).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from string import ascii_uppercase
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from ..assets import facts_path
-from . import Example, check_counts
+from . import Example, SeededProbe, check_counts, digest
 
 Item = TypeVar("Item")
+ANSWER = "Answer:"
+Form = Literal["letter", "text", "completion"]
 
 
 @dataclass(frozen=True)
@@ -35,39 +43,139 @@ class Knowledge:
         """Return the first ``n`` questions in the file's order; all of them by default."""
         if n is not None:
             check_counts(n=n)
-        return read_json_lines(self._file, _as_example, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
 
-    @property
-    def _file(self) -> Path:
-        return facts_path() if self.path is None else Path(self.path)
+        def read(record: dict[str, Any]) -> Example:
+            return Example(record["prompt"], record["answer"], tuple(record["choices"]))
+
+        return read_questions(self.path, read, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
 
     def describe(self) -> dict[str, object]:
         """Return the file's name and hash."""
-        digest = hashlib.sha256(_text(self._file).encode()).hexdigest()[:16]
-        return {"name": "knowledge", "file": self._file.name, "sha256": digest}
+        file = Path(self.path or facts_path())
+        return {"name": "knowledge", "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
 
 
-def _as_example(record: dict[str, Any]) -> Example:
-    return Example(record["prompt"], record["answer"], tuple(record["choices"]))
+def read_questions(path: str | Path | None, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
+    """Read the questions of a file, one a line; without a path the embedded teacher's.
 
-
-def read_json_lines(file: Path, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
-    """Read the questions of a file, one a line. Raises ValueError naming the first bad line and what is expected."""
-    found = []
-    for number, line in enumerate(_text(file).splitlines(), start=1):
+    Raises ValueError for a file that cannot be read, naming the first bad line and what is expected.
+    """
+    file, found = Path(path or facts_path()), []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
+    for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 found.append(read(json.loads(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} of {file} is not a question ({error}); write {expected}.") from error
+    if not found:
+        raise ValueError(f"{file} holds no questions; write one a line.")
     return found
 
 
-def _text(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
-    if not text.strip():
-        raise ValueError(f"{file} holds no questions; write one a line.")
-    return text
+class Fact(NamedTuple):
+    """A question (or the beginning of a sentence) and its answer.
+
+    ``distractors`` are wrong answers; where they do not suffice, answers of other facts of the same ``kind`` are taken.
+    """
+
+    question: str
+    answer: str
+    distractors: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class LetterChoice(SeededProbe):
+    """Facts as questions with ``n_options`` lettered options; the choices are the letters.
+
+    With the ``form`` "text" the choices are the options themselves, with "completion" the question stands alone and
+    they continue it: the same questions with the same options. Facts are asked in an order that follows from ``seed``,
+    and again with other options when all have been asked. ``facts`` are `Fact` or tuples of its fields. Raises
+    ValueError when ``n_options`` is not in 2..26, for an unknown form, and for a fact without enough wrong answers.
+    """
+
+    name: ClassVar[str] = "letter_choice"
+
+    facts: tuple[Fact, ...] = field(repr=False)
+    n_options: int = 4
+    seed: int = 0
+    form: Form = "letter"
+
+    @classmethod
+    def from_file(
+        cls, facts: str | Path | None = None, n_options: int = 4, seed: int = 0, form: Form = "letter"
+    ) -> LetterChoice:
+        """Read the facts of a JSON-lines file, by default those that the embedded teacher was taught.
+
+        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (those that are not the answer are distractors)
+        and ``"kind"``. Raises ValueError for a file that cannot be read as such, naming the line.
+        """
+        expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
+        return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, form)
+
+    def __post_init__(self) -> None:
+        check_counts(n_options=self.n_options)
+        if not 2 <= self.n_options <= len(ascii_uppercase):
+            raise ValueError(f"n_options is {self.n_options}; there are 2 to {len(ascii_uppercase)} letters to choose.")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form is {self.form!r}; use one of {', '.join(get_args(Form))}.")
+        object.__setattr__(self, "facts", tuple(Fact(*fact) for fact in self.facts))
+        for fact in self.facts:
+            if (n_wrong := len(fact.distractors) + len(self._others(fact))) < self.n_options - 1:
+                raise ValueError(
+                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options need "
+                    f"{self.n_options - 1}; give it distractors, or more facts of kind {fact.kind!r}."
+                )
+
+    @cached_property
+    def _answers(self) -> dict[str, list[str]]:
+        """Different answers of each kind of fact, in the facts' order."""
+        kinds = {fact.kind for fact in self.facts}
+        return {kind: list(dict.fromkeys(fact.answer for fact in self.facts if fact.kind == kind)) for kind in kinds}
+
+    def _others(self, fact: Fact) -> list[str]:
+        """Return answers of facts of the same kind that are not the fact's answer or one of its distractors."""
+        return [answer for answer in self._answers[fact.kind] if answer not in (fact.answer, *fact.distractors)]
+
+    @cached_property
+    def _order(self) -> list[Fact]:
+        return random.Random(f"letter-choice {self.seed}").sample(self.facts, len(self.facts))
+
+    def _example(self, index: int) -> Example:
+        fact = self._order[index % len(self._order)]
+        rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
+        n_own = min(self.n_options - 1, len(fact.distractors))
+        wrong = rng.sample(fact.distractors, n_own)
+        if n_others := self.n_options - 1 - n_own:
+            wrong += rng.sample(self._others(fact), n_others)
+        options = rng.sample([fact.answer, *wrong], self.n_options)
+        letters = ascii_uppercase[: self.n_options]
+        lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]
+        prompt = fact.question if self.form == "completion" else "\n".join([fact.question, *lines, ANSWER])
+        choices = tuple(f" {choice}" for choice in (letters if self.form == "letter" else options))
+        return Example(prompt, choices[options.index(fact.answer)], choices)
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings every prompt follows from; the facts as a hash."""
+        return {
+            "name": "letter_choice",
+            "n_options": self.n_options,
+            "seed": self.seed,
+            "n_facts": len(self.facts),
+            "facts_sha256": digest(json.dumps(fact) for fact in self.facts),
+            **({} if self.form == "letter" else {"form": self.form}),
+        }
+
+
+def _read_fact(record: dict[str, Any]) -> Fact:
+    """Make a fact of a line's entries, without spaces around them. Raises ValueError for an empty one."""
+    answer, kind = record["answer"].strip(), record.get("kind", "").strip()
+    choices = [choice.strip() for choice in record.get("choices", ())]
+    fact = Fact(record["prompt"].strip(), answer, tuple(choice for choice in choices if choice != answer), kind)
+    if not (fact.question and answer and all(choices)) or len(set(fact.distractors)) < len(fact.distractors):
+        raise ValueError("no text may be empty, and choices must differ")
+    return fact

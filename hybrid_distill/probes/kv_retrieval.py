@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from . import Example, SeededProbe, as_tuple, check_counts, digest, duplicates
+from . import Example, SeededProbe, as_tuple, check_counts, checked_words
 
 
 class Wording(NamedTuple):
@@ -34,39 +34,25 @@ class KVRetrieval(SeededProbe):
     Raises ValueError when ``n_pairs`` is not in 1..100 (values are distinct), for repeated or too few keys.
     """
 
+    name: ClassVar[str] = "kv_retrieval"
+    lead: ClassVar[str] = "The value is"
+
     n_pairs: int | tuple[int, ...]
     seed: int = 0
-    keys: tuple[str, ...] | None = field(default=None, repr=False)
+    keys: tuple[str, ...] = field(default=NOUNS, repr=False)
     wording: Wording = DICTIONARY
 
     def __post_init__(self) -> None:
         for n_pairs in self._sizes:
             check_counts(n_pairs=n_pairs)
             if n_pairs > N_VALUES:
-                raise ValueError(
-                    f"n_pairs is {n_pairs}, but only {N_VALUES} values (0 to {N_VALUES - 1}) are distinct; "
-                    f"ask for at most {N_VALUES} pairs."
-                )
-        if repeated := duplicates(map(str, self._sizes)):
-            raise ValueError(f"n_pairs is {self.n_pairs}: {repeated[0]} is there twice; pass each size once.")
-        if self.keys is not None:
-            object.__setattr__(self, "keys", tuple(self.keys))
-        if repeated := duplicates(self.nouns):
-            raise ValueError(f"keys named twice: {', '.join(repeated)}; a dictionary needs distinct keys.")
-        if len(self.nouns) < max(self._sizes):
-            raise ValueError(
-                f"{len(self.nouns)} keys cannot fill a dictionary of {max(self._sizes)} pairs; "
-                "give more keys or ask for fewer pairs."
-            )
+                raise ValueError(f"n_pairs is {n_pairs}, but {N_VALUES} values are distinct; pass at most {N_VALUES}.")
+        checked_words("n_pairs", self._sizes)
+        object.__setattr__(self, "keys", checked_words("keys", self.keys, max(self._sizes)))
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         return as_tuple("n_pairs", self.n_pairs)
-
-    @property
-    def nouns(self) -> tuple[str, ...]:
-        """Keys that dictionaries are drawn from."""
-        return NOUNS if self.keys is None else self.keys
 
     @property
     def chance(self) -> float:
@@ -77,7 +63,7 @@ class KVRetrieval(SeededProbe):
         index, place = divmod(index, len(self._sizes))
         n_pairs = self._sizes[place]
         rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {index}")
-        keys = rng.sample(self.nouns, n_pairs)
+        keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
         asked = rng.randrange(n_pairs)
         header, entry, question = self.wording
@@ -86,7 +72,6 @@ class KVRetrieval(SeededProbe):
         return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; the keys as a hash."""
-        n_pairs = list(self.n_pairs) if isinstance(self.n_pairs, tuple) else self.n_pairs
-        described = {"name": "kv_retrieval", "n_pairs": n_pairs, "seed": self.seed, "keys_sha256": digest(self.nouns)}
-        return described if self.wording == DICTIONARY else {**described, "wording": list(self.wording)}
+        """Return the settings every prompt follows from; the keys as a hash, the wording if it is another."""
+        described = super().describe()
+        return {key: value for key, value in described.items() if key != "wording" or self.wording != DICTIONARY}

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 
+from transformers import PreTrainedTokenizerBase
+
+from ..assets.dictionaries import NOUNS
 from . import Probe, as_tuple
-from .copying import Copying
+from .knowledge import LetterChoice
 from .kv_retrieval import KVRetrieval
-from .letter_choice import Fact, LetterChoice
 from .needle import Needle
-from .nouns import NOUNS
-from .two_hop import TwoHop
+from .ruler import TASKS
+from .ruler_probe import RulerProbe
+from .words import MQAR, Copying, TwoHop, single_token_words
 
 
 def make_probe(name: str, **options: object) -> Probe:
-    """Make the probe called ``name``, one of ``PROBES``, with its options.
+    """Make the probe called ``name``, one of ``PROBES`` or ``RULER``, with its options.
 
     Raises ValueError for an unknown name, an option that this probe does not have, and what the probe refuses.
     """
     if unknown := sorted(set(options) - set(known := options_of(name))):
         raise ValueError(f"the probe {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
-    return PROBES[name](**options)
+    return {**PROBES, **RULER}[name](**options)
 
 
 def probe_with(name: str, given: Mapping[str, object]) -> Probe:
@@ -32,34 +35,42 @@ def probe_with(name: str, given: Mapping[str, object]) -> Probe:
 
 def options_of(name: str) -> tuple[str, ...]:
     """Return the names of a probe's options. Raises ValueError for an unknown name."""
-    if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(PROBES)}.")
-    return tuple(inspect.signature(PROBES[name]).parameters)
+    known = {**PROBES, **RULER}
+    if name not in known:
+        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(known)}.")
+    return tuple(inspect.signature(known[name]).parameters)
 
 
-def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] | None = None) -> KVRetrieval:
+def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> KVRetrieval:
     sizes = as_tuple("pairs", pairs)
     return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, keys)
 
 
-def _letters(facts: str | Path | Sequence[Fact] | None = None, n_options: int = 4, seed: int = 0) -> LetterChoice:
-    """Ask facts of a file, by default the embedded teacher's, or facts in memory."""
-    if facts is None or isinstance(facts, str | Path):
-        return LetterChoice.from_file(facts, n_options, seed)
-    return LetterChoice(tuple(facts), n_options, seed)
-
-
 def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> TwoHop:
+    return TwoHop(_one("two_hop", pairs), seed, keys)
+
+
+def _mqar(
+    pairs: int | Sequence[int] = 16, n_queries: int = 4, seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
+) -> MQAR:
+    """Draw keys and values from the tokenizer's words of one token, from common nouns without one."""
+    words = NOUNS if tokenizer is None else single_token_words(tokenizer)
+    return MQAR(_one("mqar", pairs), n_queries, seed, words)
+
+
+def _one(name: str, pairs: int | Sequence[int]) -> int:
     sizes = as_tuple("pairs", pairs)
     if len(sizes) != 1:
-        raise ValueError(f"pairs are {sizes}; two-hop dictionaries have one size: pass one number.")
-    return TwoHop(*sizes, seed, keys)
+        raise ValueError(f"pairs are {sizes}, but rows of {name} have one size; pass one number.")
+    return sizes[0]
 
 
 PROBES: dict[str, Callable[..., Probe]] = {
     "kv": _kv,
-    "letters": _letters,
+    "letters": LetterChoice.from_file,
     "needle": Needle,
     "copy": Copying,
     "two_hop": _two_hop,
+    "mqar": _mqar,
 }
+RULER: dict[str, Callable[..., Probe]] = {task: partial(RulerProbe, task) for task in TASKS}

@@ -1,17 +1,6 @@
 """Which heads does a model retrieve with? `score_heads` ablates them one at a time and returns `HeadScores`."""
 
-from .comparison import compare_files, compare_rankings, comparison_table
 from .exact import greedy_ablation, score_heads
 from .head_scores import HeadScores, describe_run
-from .importers import load_ranking
 
-__all__ = [
-    "HeadScores",
-    "compare_files",
-    "compare_rankings",
-    "comparison_table",
-    "describe_run",
-    "greedy_ablation",
-    "load_ranking",
-    "score_heads",
-]
+__all__ = ["HeadScores", "describe_run", "greedy_ablation", "score_heads"]

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,15 +26,12 @@ from ..probes import Probe, check_counts
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
-from .auto_batch import Rows
-from .forwards import computed_in, fastest_exact, head_means
-from .head_scores import HeadScores, Record, describe_run, heads_of
-from .measure import Measured
-from .probe_batch import Question, Text
+from .auto_batch import Rows, fast_products
+from .forwards import computed_in, fastest_exact
+from .head_scores import HeadScores, describe_run, heads_of
+from .measure import Measured, Steps
+from .probe_batch import Question, Text, shared_start
 from .racing import Race
-from .resume import Steps
-
-Replacement = Literal["zero", "mean"]
 
 
 def score_heads(
@@ -48,14 +44,11 @@ def score_heads(
     control_texts: Sequence[str] | None = None,
     control_tokens: int = 256,
     min_accuracy: float | None = None,
-    by: Literal["choice", "generation"] = "choice",
     race_k: int | None = None,
     race_confidence: float = 0.99,
     heads: Collection[HeadId] | None = None,
     removed: Collection[HeadId] = (),
-    replacement: Replacement = "zero",
     kind: HeadKind | None = None,
-    precision: Literal["auto", "model", "bfloat16"] = "auto",
     progress: bool = True,
     resume_path: str | Path | None = None,
 ) -> HeadScores:
@@ -69,27 +62,17 @@ def score_heads(
             runs out.
         control_texts: Plain texts whose first ``control_tokens`` tokens make the control loss.
         min_accuracy: Accuracy that the model needs with all its heads; None: half way from guessing to always right.
-        by: How accuracy is read; the log-probability is always the answer's (`answer_choices`).
         race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with ``race_confidence`` the
             first k are those of exhaustive scoring. A dropped head's figures are those of the examples it was tried on
             (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
         heads: Heads to score; others get NaN.
         removed: Heads that are off all the time, in the baseline too (joint ablation); they get NaN.
-        replacement: What an ablated head gives: zeros, or its mean over all prompts' tokens.
         kind: Kind of heads, as in `head_sites`.
-        precision: "auto" computes in bfloat16 on a GPU, else as the model is.
         resume_path: File that keeps the measurements after each layer; those found there, of the same task, are used.
 
     Raises ValueError for a model below ``min_accuracy``, and, naming head and example, for logits that are not finite.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
-    for name, value, known in (
-        ("by", by, ("choice", "generation")),
-        ("replacement", replacement, ("zero", "mean")),
-        ("precision", precision, ("auto", "model", "bfloat16")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; pass {' or '.join(map(repr, known))}.")
     sites = head_sites(model, kind)
     candidates = _candidates(sites, heads, removed)
     examples, texts = probe.examples(n_examples), list(control_texts or [])
@@ -98,13 +81,15 @@ def score_heads(
     text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
-    with eval_mode(model), _autocast(model, precision):
+    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
+    with eval_mode(model), in_bfloat16, fast_products(model):
         provenance = {
-            "method": f"single-head {replacement} ablation",
+            "method": "single-head zero ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
-            "by": by,
-            "control": _describe_control(texts, control_tokens),
+            "by": "choice",
+            "control": {"texts": len(texts), "tokens": control_tokens, "sha256": sha256} if texts else None,
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
@@ -112,14 +97,11 @@ def score_heads(
             "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
-        rows = Rows(model, batch_size)
-        means = head_means(model, sites, rows, [e.prompt for e in encoded]) if replacement == "mean" else {}
-        off = {head: means[head.layer][head.head] for head in removed} if means else None
-        with ablate_heads(model, removed, off, kind=kind):
-            measured = Measured(model, tokenizer, questions, controls, by == "generation", candidates, race)
-            forwards = fastest_exact(model, sites, rows, means, measured.samples())
+        with ablate_heads(model, removed, kind=kind):
+            measured = Measured(model, questions, controls, candidates, race)
+            forwards = fastest_exact(model, sites, Rows(model, batch_size), measured.samples(), shared_start(questions))
             measured.baseline(forwards)
-            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe, by)
+            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)
     return measured.scores(sites, {"chance": probe.chance}, provenance)
 
@@ -129,16 +111,13 @@ def greedy_ablation(
 ) -> list[HeadId]:
     """Choose ``k`` heads, each the one that is missed most once all before it are off.
 
-    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`;
-    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy: later ones begin with what
-    is left of it.
+    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`:
+    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy.
     """
     check_counts(k=k)
-    removed: list[HeadId] = list(options.pop("removed", ()))
-    chosen: list[HeadId] = []
+    removed, chosen = [*options.pop("removed", ())], []
     for _ in range(k):
-        scores = score_heads(model, tokenizer, probe, removed=[*removed, *chosen], **options)
-        chosen.append(scores.ranking()[0])
+        chosen += score_heads(model, tokenizer, probe, removed=removed + chosen, **options).ranking()[:1]
         options["min_accuracy"] = 0.0
     return chosen
 
@@ -160,18 +139,7 @@ def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
-def _describe_control(texts: Sequence[str], tokens: int) -> Record | None:
-    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    return {"texts": len(texts), "tokens": tokens, "sha256": sha256} if texts else None
-
-
-def _autocast(model: PreTrainedModel, precision: str) -> AbstractContextManager[object]:
-    device = model.device.type
-    cast = model.dtype == torch.float32 and (precision == "bfloat16" or (precision == "auto" and device == "cuda"))
-    return torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext()
-
-
-def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe, by: str) -> None:
+def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
@@ -179,7 +147,7 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe, b
         settings = ", ".join(f"{name} {value}" for name, value in described.items())
         easier = "fewer pairs" if described.keys() & {"pairs", "n_pairs"} else "another probe"
         raise ValueError(
-            f"this teacher answers {accuracy:.1%} of the probe ({settings}) by {by}; guessing gives "
+            f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
             f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: accuracy is too low for ablation to be "
             f"informative. Take {easier}, another teacher, or lower --min-accuracy."
         )

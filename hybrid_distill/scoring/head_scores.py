@@ -6,12 +6,11 @@ Shapes: L layer, H query head, E example (of a table [H, E]: one row for each sc
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,8 @@ from transformers import PreTrainedModel
 
 from ..io import write_json
 from ..plan import HeadId
-from ..probes import Probe
 from ..provenance import now, versions
-from ..teacher import HeadSite, decoder_blocks, fingerprint
+from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
 
 FORMAT = "hybrid-distill/head-scores/2"
 READABLE = ("hybrid-distill/head-scores/1", FORMAT)
@@ -36,8 +34,6 @@ MOST_NAMED = 8
 
 Record = dict[str, Any]
 """A JSON object."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,38 +101,43 @@ class HeadScores:
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         """List all heads that exist, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
         value, logprob = self.value_LH(by).tolist(), self.logprob_drop_LH.tolist()
-        heads = [HeadId(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
-        exist = [h for h in heads if not math.isnan(value[h.layer][h.head] + logprob[h.layer][h.head])]
-        return sorted(exist, key=lambda h: (-value[h.layer][h.head], -logprob[h.layer][h.head], h))
+        worth = {
+            HeadId(layer, head): (-value[layer][head], -logprob[layer][head])
+            for layer in range(self.n_layers)
+            for head in range(self.n_heads)
+        }
+        return sorted((head for head, both in worth.items() if not math.isnan(sum(both))), key=lambda h: (worth[h], h))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
         """Return a warning if the scores do not tell the ``k``-th head from the next, else None.
 
-        Two heads are tied when their scores are equal exactly and, by retrieval, where accuracy is equal, when the
-        intervals of their log-probability drops overlap (without intervals: 1.96 standard errors to each side).
+        Two heads are tied when their scores are equal and, by retrieval, the intervals of their log-probability drops
+        overlap (without intervals: 1.96 standard errors to each side).
         """
+        value_LH, logprob_LH, interval_LH2 = self.value_LH(by), self.logprob_drop_LH, self.logprob_interval_LH2
+        if interval_LH2 is None:
+            half_LH = NORMAL_95 * self.logprob_se_LH
+            interval_LH2 = torch.stack([logprob_LH - half_LH, logprob_LH + half_LH], dim=-1)
+
+        def tied(a: HeadId, b: HeadId) -> bool:
+            if by != "retrieval" or value_LH[a] != value_LH[b] or logprob_LH[a] == logprob_LH[b]:
+                return bool(value_LH[a] == value_LH[b])
+            (low_a, high_a), (low_b, high_b) = interval_LH2[a].tolist(), interval_LH2[b].tolist()
+            return low_a <= high_b and low_b <= high_a
+
+        def named(heads: Sequence[HeadId]) -> str:
+            more = f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
+            return f"{', '.join(map(str, heads[:MOST_NAMED]))}{more} {'is' if len(heads) == 1 else 'are'}"
+
         ranking = self.ranking(by)
-        if not 0 < k < len(ranking) or not self._tied(ranking[k - 1], ranking[k], by):
+        if not 0 < k < len(ranking) or not tied(ranking[k - 1], ranking[k]):
             return None
-        kept = _named([head for head in ranking[:k] if self._tied(head, ranking[k], by)])
-        left_out = _named([head for head in ranking[k:] if self._tied(ranking[k - 1], head, by)])
+        kept = named([head for head in ranking[:k] if tied(head, ranking[k])])
+        left_out = named([head for head in ranking[k:] if tied(ranking[k - 1], head)])
         return (
             f"the cut at k = {k} falls inside a tie: {kept} kept, {left_out} not, and the scores do not tell them "
             "apart; score on more examples, or cut elsewhere."
         )
-
-    def _tied(self, a: HeadId, b: HeadId, by: str) -> bool:
-        value_LH, logprob_LH = self.value_LH(by), self.logprob_drop_LH
-        if value_LH[a] != value_LH[b]:
-            return False
-        if by != "retrieval" or logprob_LH[a] == logprob_LH[b]:
-            return True
-        interval_LH2 = self.logprob_interval_LH2
-        if interval_LH2 is None:
-            half_LH = NORMAL_95 * self.logprob_se_LH
-            interval_LH2 = torch.stack([logprob_LH - half_LH, logprob_LH + half_LH], dim=-1)
-        (low_a, high_a), (low_b, high_b) = interval_LH2[a].tolist(), interval_LH2[b].tolist()
-        return low_a <= high_b and low_b <= high_a
 
     @classmethod
     def from_differences(
@@ -159,27 +160,6 @@ class HeadScores:
             tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
             tables[f"{name}_se_LH"] = spread(model, sites, heads, (squares_H / (n_H - 1).clamp(min=1) / n_H).sqrt())
         return cls(sites[0].n_kv_heads, **tables, **more)  # type: ignore[arg-type]
-
-    @classmethod
-    def from_estimates(
-        cls,
-        model: PreTrainedModel,
-        probe: Probe,
-        sites: Sequence[HeadSite],
-        value_EKH: Tensor,
-        table: Literal["accuracy", "logprob"],
-        method: str,
-        baseline: Record,
-    ) -> HeadScores:
-        """Average one number per example and head of K ``sites``; the other table is 0, there is no control drop."""
-        value_HE = value_EKH.double().cpu().flatten(1).T
-        zero_HE = torch.zeros_like(value_HE)
-        differences = {"accuracy": zero_HE, "logprob": zero_HE, table: value_HE}
-        baseline = {"chance": probe.chance, **baseline}
-        provenance = {"method": method, "probe": probe.describe(), "n_examples": len(value_EKH), **describe_run(model)}
-        return cls.from_differences(
-            model, sites, heads_of(sites), differences, baseline=baseline, provenance=provenance
-        )
 
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""
@@ -209,8 +189,8 @@ class HeadScores:
             if tables["n_examples_LH"] is not None:
                 tables["n_examples_LH"] = tables["n_examples_LH"].long()
             others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
-            if record["provenance"].get("method") == "combined by mean_rank":
-                log.warning("%s combines rankings: its accuracy drops are mean ranks from 0 to 1, not shares.", path)
+            if not isinstance(record["provenance"], dict):
+                raise ValueError("its provenance is not an object")
             return cls(**others, **tables, agreement=record.get("agreement"))
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -231,12 +211,6 @@ def heads_of(sites: Sequence[HeadSite]) -> list[HeadId]:
     return [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
 
 
-def _named(heads: Sequence[HeadId]) -> str:
-    shown = ", ".join(map(str, heads[:MOST_NAMED]))
-    more = f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
-    return f"{shown}{more} {'is' if len(heads) == 1 else 'are'}"
-
-
 def _to_rows(table: Tensor | None) -> list[object] | None:
     if table is None:
         return None
@@ -251,13 +225,13 @@ def _to_table(rows: list[float] | None) -> Tensor | None:
 
 def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software, for the provenance of a result."""
-    on_gpu = model.device.type == "cuda"
     return {
         "model": model.name_or_path,
+        "imported_from": imported_from(model.name_or_path),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "versions": versions(),
         "date": now(),
     }

@@ -6,47 +6,44 @@ T text, K kind of judgment, B example of a batch.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
+from ..io import write_json
 from ..plan import HeadId
-from ..probes import Example
-from ..probes.answering import answer_generation
 from ..teacher import HeadSite
 from .forwards import Forwards
 from .head_scores import HeadScores, Record, spread
-from .probe_batch import ProbeBatch, Question, Text, batches_of, own_batches
+from .probe_batch import ProbeBatch, Question, Row, Text, own_batches
 from .racing import Race
-from .resume import Steps
 from .uncertainty import bootstrap_interval, split_half
 
 AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
+TRIED_TOKENS = 64
+PARTIAL_FORMAT = "hybrid-distill/head-scores-partial/2"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Measured:
-    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried.
-
-    Questions and texts are numbered from 0. ``generates`` reads accuracy from the text that the model writes.
-    """
+    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
     texts: list[Text]
-    generates: bool
     heads: list[HeadId]
     race: Race | None
 
@@ -57,12 +54,15 @@ class Measured:
         self.logprob_HE = self.right_HE.clone()
         self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
-    def samples(self) -> list[ProbeBatch]:
-        """Batch the longest question, one whose choices need a tree, and the longest text: to try shortcuts on."""
-        longest = max(self.questions, key=lambda row: len(row.tokens))
-        trees = [row for row in self.questions if row.node and row is not longest]
-        texts = sorted(self.texts, key=lambda row: -len(row.tokens))
-        return [*batches_of([longest, *trees[:1]]), *batches_of(texts[:1])]
+    def samples(self) -> list[list[Row]]:
+        """Choose questions of several lengths, one whose choices need a tree, and beginnings of texts, for a trial."""
+        by_length = sorted(self.questions, key=lambda row: -len(row.tokens))
+        chosen = [by_length[0], by_length[len(by_length) // 2], *[row for row in by_length if row.node][:1]]
+        texts = sorted(self.texts, key=lambda row: -len(row.tokens))[:2]
+        beginnings = [
+            Text(row.number, row.tokens[: TRIED_TOKENS - n], self.model.device) for n, row in enumerate(texts)
+        ]
+        return [list(dict.fromkeys(chosen)), *([list(beginnings)] if texts else [])]
 
     def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
         """Batch this process's share of some questions, and of all texts if asked for."""
@@ -72,7 +72,7 @@ class Measured:
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], bar: tqdm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Measure every batch without each of the heads, or as the model is without any; share it with all processes.
+        """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
         Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
         """
@@ -83,10 +83,13 @@ class Measured:
         def own() -> list[tuple[bool, list[int], Tensor]]:
             found = []
             for batch in batches:
-                found_KHB = self._measure(forwards, batch, heads)
+                ablated = [head.head for head in heads]
+                read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
+                found_KHB = batch.judge(read_HQ)
+                _check_finite(found_KHB, batch, heads)
                 found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
                 if bar is not None:
-                    bar.update(len(heads) * len(batch))
+                    bar.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
         for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
@@ -96,46 +99,42 @@ class Measured:
                 answers_KHE[:, :, numbers] = found_KHB
         return answers_KHE, loss_HT
 
-    def _measure(self, forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Tensor:
-        """Return found_KHB without each of the heads of one layer; one row of the model as it is for no heads."""
-        if heads:
-            found_KHB = batch.judge(forwards.without(batch, heads[0].layer, [head.head for head in heads]))
-        else:
-            found_KHB = batch.judge(forwards.whole(batch))
-        if self.generates and batch.kind is Question:
-            examples = [row.example for row in batch.rows if isinstance(row, Question)]
-            for index, context in enumerate([forwards.ablated(head) for head in heads] or [nullcontext()]):
-                with context:
-                    found_KHB[0, index] = forwards.rows.fitting(batch, partial(self._generate, examples)).double().cpu()
-        _check_finite(found_KHB, batch, heads)
-        return found_KHB
-
-    def _generate(self, examples: list[Example], n_rows: int) -> Tensor:
-        return answer_generation(self.model, self.tokenizer, examples, batch_size=n_rows)
-
     def baseline(self, forwards: Forwards) -> None:
-        """Measure the model as it is, on everything."""
+        """Measure the model as it is, on everything; log how long the ablations will take."""
+        start = time.perf_counter()
         answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
         (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
+        rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
+        once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
+        minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
+        asked = f"{len(layers)} heads, {len(self.questions)} prompts, {len(self.texts)} texts: {forwards}"
+        log.info("%s, about %.1f minutes%s", asked, minutes, "" if self.race is None else " or less, by racing")
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
         """Measure every head on every example, or in a race as long as a head stays in it."""
+        hidden = not progress or rank_and_world()[0] > 0
         try:
-            with tqdm(desc="ablating heads", unit="row", disable=not progress or rank_and_world()[0] > 0) as bar:
+            with tqdm(bar_format="{l_bar}{bar}| {elapsed}<{remaining}", disable=hidden) as bar:
                 self._ablate(forwards, steps, bar)
         except KeyboardInterrupt:
-            log.warning("scoring was interrupted; %s", steps.describe())
+            kept = (
+                "pass a resume_path to keep them"
+                if steps.path is None
+                else f"the same call continues from {steps.path}"
+            )
+            log.warning("scoring stopped after %d layers; %s", len(steps.measured), kept)
             raise
 
     def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm) -> None:
-        racing, seen = list(range(len(self.heads))), 0
-        bar.total = n_done = 0
+        racing, seen, done = list(range(len(self.heads))), 0, 0
         for end in self.rounds:
             tried, is_last = slice(seen, end), end == len(self.order)
             batches = self._batches(self.order[tried], with_texts=is_last)
             forwards.begin(batches)
-            n_rows = sum(map(len, batches))
-            bar.total += len(racing) * n_rows
+            questions = [self.questions[number] for number in self.order[seen:]]
+            bar.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
+            bar.set_description(f"{len(racing)} heads, prompts {seen + 1} to {end}")
+            rows = [*questions[: end - seen], *(self.texts if is_last else [])]
             for layer in sorted({self.heads[index].layer for index in racing}):
                 of_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in of_layer]
@@ -144,8 +143,8 @@ class Measured:
                 self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
-                n_done += len(heads) * n_rows
-                bar.update(n_done - bar.n)  # steps that were read from the file too
+                done += forwards.work(rows, [layer] * len(heads))
+                bar.update(done - bar.n)  # steps that were read from the file too
             if self.race is not None and not is_last:
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]
@@ -192,6 +191,42 @@ def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId])
         head = f"without {heads[index]}" if heads else "with all heads in place"
         raise ValueError(
             f"{head} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} more; load the "
-            "model in float32 or bfloat16, check its weights, or leave the head out of heads. The same call continues "
-            "from the layers measured before, if resume_path is set."
+            "model in float32 or bfloat16, check its weights, or leave the head out. Set resume_path to continue."
         )
+
+
+class Steps:
+    """A file of measurements, from which an interrupted call continues: a step is one layer's heads in one round.
+
+    Without a path nothing is read or written. Steps of another model, probe or version are not used, which is logged.
+    """
+
+    def __init__(self, path: str | Path | None, provenance: Record) -> None:
+        self.path = None if path is None else Path(path)
+        self.task = json.loads(json.dumps({name: value for name, value in provenance.items() if name != "date"}))
+        # All processes use what the first one reads: not all machines may see the file.
+        self.measured: list[Record] = compute_everywhere(self._read)[0]
+        self.n_used = 0
+
+    def next(self, measure: Callable[[], Record]) -> Record:
+        """Return the next step: read from the file, or else measured and added to it, whole or not at all."""
+        if self.n_used == len(self.measured):
+            self.measured.append(measure())
+            if self.path is not None and rank_and_world()[0] == 0:
+                record = {"format": PARTIAL_FORMAT, "provenance": self.task, "steps": self.measured}
+                write_json(self.path, record, indent=None)
+        self.n_used += 1
+        return self.measured[self.n_used - 1]
+
+    def _read(self) -> list[Record]:
+        if self.path is None or not self.path.exists():
+            return []
+        try:
+            record = json.loads(self.path.read_text())
+            if (record["format"], record["provenance"]) == (PARTIAL_FORMAT, self.task):
+                return record["steps"]
+            reason = "they are of another model, probe or version"
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"they cannot be read: {error}"
+        log.warning("partial scores in %s are not used (%s); scoring starts again", self.path, reason)
+        return []

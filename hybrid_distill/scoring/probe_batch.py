@@ -1,53 +1,53 @@
 """Questions and texts as rows of tokens, batches of rows of one length, and how answers are read from logits.
 
 Rows of one length need no padding and no mask. Where choices have several tokens, the beginnings of all choices follow
-the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all,
-without a cache.
+the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
 V vocabulary, Q number read (a question has many, a text has one), K kind of judgment (questions: correct,
-log-probability; texts: loss).
+log-probability; texts: loss), X number that judgments depend on (questions: margin, log-probability; texts: loss).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..distributed import own_share
 from ..probes import Example
 from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts
 from ..probes.plain_text import TextBatch
 
+# Fewer common tokens are not worth a mask and another forward.
+LEAST_SHARED, LEAST_SHARE = 16, 1 / 6
 
-class Row(ABC):
+
+class Row:
     """One question or text. ``number`` is its place among all of them, ``n_read`` counts the positions at its end
     whose logits are read, ``n_numbers`` the numbers read from them."""
+
+    read: ClassVar[Callable[..., Tensor]]
+    """Reads read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
+    read_plainly: ClassVar[Callable[..., Tensor]]
+    """Reads read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
 
     def __init__(self, number: int, tokens: Tokens, n_read: int, n_numbers: int, device: torch.device) -> None:
         self.number, self.tokens, self.n_read, self.n_numbers = number, tokens, n_read, n_numbers
         self.ids_L = torch.tensor(tokens, device=device)
 
-    @staticmethod
-    @abstractmethod
-    def read(rows: Sequence[Any], logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
+    def outcome(self, read_GQ: Tensor) -> Tensor:
+        """Return outcome_XG."""
+        return read_GQ.T
 
-    @staticmethod
-    @abstractmethod
-    def read_plainly(rows: Sequence[Any], model: PreTrainedModel) -> Tensor:
-        """Return read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
-
-    @abstractmethod
     def judge(self, read_GQ: Tensor) -> Tensor:
         """Return found_KG."""
+        return self.outcome(read_GQ)
 
 
 class Text(Row):
@@ -71,9 +71,6 @@ class Text(Row):
     @staticmethod
     def read_plainly(rows: Sequence[Text], model: PreTrainedModel) -> Tensor:
         return TextBatch([row.tokens for row in rows], model.device).text_losses(model).cpu()[None]
-
-    def judge(self, read_GQ: Tensor) -> Tensor:
-        return read_GQ.T
 
 
 class Question(Row):
@@ -130,8 +127,8 @@ class Question(Row):
         in_order = [found[b, path, token] for b, row in enumerate(rows) for path, token in row.reads]
         return torch.tensor([in_order], dtype=torch.float64)
 
-    def judge(self, read_GQ: Tensor) -> Tensor:
-        """Return whether the answer is above all other choices, and its log-probability.
+    def outcome(self, read_GQ: Tensor) -> Tensor:
+        """Return the answer's distance from the best other choice, and its log-probability.
 
         As `EncodedExample.choice_logprobs`, for all groups at once.
         """
@@ -142,9 +139,13 @@ class Question(Row):
             if stop:
                 going_on_G = sum((logprob_G[choice, token].exp() for token in stop), nothing)
                 choices[-1] = choices[-1] + (1 - going_on_G).clamp(min=1e-30).log()
-        answer_G = choices[self.encoded.answer]
-        is_best_G = (torch.stack(choices) < answer_G).sum(0) == len(choices) - 1
-        return torch.stack([is_best_G.double(), answer_G])
+        answer_G = choices.pop(self.encoded.answer)
+        return torch.stack([answer_G - torch.stack(choices).amax(0), answer_G])
+
+    def judge(self, read_GQ: Tensor) -> Tensor:
+        """Return whether the answer is above all other choices, and its log-probability."""
+        margin_G, answer_G = self.outcome(read_GQ)
+        return torch.stack([(margin_G > 0).double(), answer_G])
 
 
 class ProbeBatch:
@@ -152,15 +153,16 @@ class ProbeBatch:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows, self.kind = list(rows), type(rows[0])
-        self.ids_BL = torch.stack([row.ids_L for row in rows])
         self.n_read = max(row.n_read for row in rows)
+        self.length = max(len(row.tokens) for row in rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def length(self) -> int:
-        return self.ids_BL.shape[1]
+    @cached_property
+    def ids_BL(self) -> Tensor:
+        """Tokens of rows that have one length."""
+        return torch.stack([row.ids_L for row in self.rows])
 
     def parts(self, n_rows: int) -> Iterator[tuple[slice, ProbeBatch]]:
         """Yield up to ``n_rows`` rows at a time as a batch of their own, and their place in this one."""
@@ -168,23 +170,27 @@ class ProbeBatch:
             place = slice(start, start + n_rows)
             yield place, ProbeBatch(self.rows[place])
 
-    def logits(self, model: PreTrainedModel, groups: int = 1) -> Tensor:
-        """Compute logits_GBSV of ``groups`` copies of the rows, one behind the other."""
-        extras = {"logits_to_keep": self.n_read} if accepts(model, "logits_to_keep") else {}
-        output = model(input_ids=self.ids_BL.repeat(groups, 1), use_cache=False, **self._tree(model, groups), **extras)
-        return output.logits[:, -self.n_read :].unflatten(0, (groups, len(self)))
+    def logits(self, model: PreTrainedModel, groups: int = 1, start: int = 0, before: Cache | None = None) -> Tensor:
+        """Compute logits_GBSV of ``groups`` copies of the rows, one behind the other.
 
-    def _tree(self, model: PreTrainedModel, groups: int) -> dict[str, Tensor]:
-        """Return the mask and positions of rows that hold a tree."""
+        ``before`` holds the first ``start`` tokens of each.
+        """
+        extras: dict[str, Any] = {"logits_to_keep": self.n_read} if accepts(model, "logits_to_keep") else {}
         questions = [row for row in self.rows if isinstance(row, Question)]
-        if not any(row.node for row in questions):
-            return {}
-        mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
-        if model.config._attn_implementation != "sdpa":  # only sdpa takes a Boolean mask
-            unseen = torch.finfo(model.dtype).min
-            mask_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill(~mask_B1LL, unseen)
-        position_BL = torch.stack([row.position_L for row in questions])
-        return {"attention_mask": mask_B1LL.repeat(groups, 1, 1, 1), "position_ids": position_BL.repeat(groups, 1)}
+        if start or any(row.node for row in questions):
+            mask_B1LL = torch.stack([row.sees_LL[start:] for row in questions])[:, None]
+            if model.config._attn_implementation != "sdpa":  # only sdpa takes a Boolean mask
+                unseen = torch.finfo(model.dtype).min
+                mask_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill(~mask_B1LL, unseen)
+            position_BL = torch.stack([row.position_L[start:] for row in questions])
+            extras |= {
+                "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
+                "position_ids": position_BL.repeat(groups, 1),
+            }
+        if before is not None:
+            extras["past_key_values"] = before
+        output = model(input_ids=self.ids_BL[:, start:].repeat(groups, 1), use_cache=False, **extras)
+        return output.logits[:, -self.n_read :].unflatten(0, (groups, len(self)))
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
         """Return read_GQ: the numbers that rows are judged by; float64, on the CPU."""
@@ -196,8 +202,14 @@ class ProbeBatch:
 
     def judge(self, read_GQ: Tensor) -> Tensor:
         """Return found_KGB."""
-        by_row = read_GQ.split([row.n_numbers for row in self.rows], dim=1)
-        return torch.stack([row.judge(of_row_GQ) for row, of_row_GQ in zip(self.rows, by_row)], dim=-1)
+        return torch.stack([row.judge(of_row_GQ) for row, of_row_GQ in self._by_row(read_GQ)], dim=-1)
+
+    def outcome(self, read_GQ: Tensor) -> Tensor:
+        """Return outcome_XGB."""
+        return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in self._by_row(read_GQ)], dim=-1)
+
+    def _by_row(self, read_GQ: Tensor) -> Iterable[tuple[Row, Tensor]]:
+        return zip(self.rows, read_GQ.split([row.n_numbers for row in self.rows], dim=1))
 
 
 def batches_of(rows: Iterable[Row]) -> list[ProbeBatch]:
@@ -211,3 +223,14 @@ def batches_of(rows: Iterable[Row]) -> list[ProbeBatch]:
 def own_batches(rows: Iterable[Row]) -> list[ProbeBatch]:
     """Batch this process's share of rows of one kind, longest first."""
     return batches_of(own_share(sorted(rows, key=lambda row: (-len(row.tokens), row.number))))
+
+
+def shared_start(questions: Sequence[Question]) -> int:
+    """Return how many tokens all prompts begin with, if it pays to compute them once for all; else 0."""
+    n_shared, shortest = 0, min(len(row.encoded.prompt) for row in questions) - 1
+    for column in zip(*(row.tokens[:shortest] for row in questions)):
+        if len(set(column)) > 1:
+            break
+        n_shared += 1
+    pays = len(questions) > 1 and n_shared >= max(LEAST_SHARED, LEAST_SHARE * shortest)
+    return n_shared if pays else 0

@@ -5,10 +5,8 @@ order drawn at random, are a sample of it. So the number of right answers that b
 ones that become right, follow hypergeometric distributions. Their exact confidence bounds hold for any model and any
 examples: the only randomness is that of the order. A head leaves when its upper bound is below the k-th largest lower
 bound. All bounds, of all heads after all rounds, hold together with the stated confidence (a union bound), and then the
-first k heads, and their order, are those of exhaustive scoring: heads that might still tie in accuracy stay, so that
-the log-probability, which orders such heads, is compared on all examples.
-
-Racing saves much where k heads stand out, and little where the k-th and the next lose about the same.
+first k heads, and their order, are those of exhaustive scoring: heads that might still tie in accuracy stay. Racing
+saves much where k heads stand out, and little where the k-th and the next lose about the same.
 
 Shapes: H head, E example.
 """
@@ -60,7 +58,7 @@ class Race:
 
         ``right_E`` is the baseline on all examples in order, ``right_HE`` each head's result on the first of them.
         """
-        # Two bounds, lost and gained answers, each from both sides; after the last round everything is known.
+        # Lost and gained answers are bounded from both sides; after the last round everything is known.
         alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1))
         before_E = right_E[: right_HE.shape[1]]
         n_right, n_seen_right = int(right_E.sum()), int(before_E.sum())
@@ -81,8 +79,7 @@ class Race:
 
 def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tuple[int, int]:
     """Bound the count in the population, given ``found`` among ``n_drawn``; each bound fails with chance alpha."""
-    high = _upper(population, n_drawn, found, alpha)
-    return population - _upper(population, n_drawn, n_drawn - found, alpha), high
+    return population - _upper(population, n_drawn, n_drawn - found, alpha), _upper(population, n_drawn, found, alpha)
 
 
 @cache

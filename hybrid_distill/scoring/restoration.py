@@ -1,16 +1,15 @@
 """Rank heads by the gain of putting one attention head at a time into a student that has none.
 
-Single ablation measures what the teacher loses without a head, and so overlooks heads that stand in for one another
-and overrates those that a recurrent head imitates well. Restoration measures what an aligned, fully recurrent student
-gains with the head: the head-level form of replacing one layer of an aligned SSM (arXiv 2504.18574). Heads that work in
-pairs show only together, so `greedy_restoration` continues from the best head found so far.
+Single ablation overlooks heads that stand in for one another and overrates those that a recurrent head imitates well.
+Restoration measures what an aligned, fully recurrent student gains with the head (arXiv 2504.18574, for whole layers).
+Heads that work in pairs show only together, so `greedy_restoration` continues from the best head found so far.
 
 Shapes: H query head, E example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,64 +36,28 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
     """
     by_layer: dict[int, list[int]] = {}
     ours, theirs = attention_sites(student), attention_sites(teacher)
+    every = heads_of(ours)
     for layer, head in heads:
-        if not (0 <= layer < len(ours) and 0 <= head < ours[layer].n_heads):
-            raise ValueError(
-                f"head {HeadId(layer, head)} does not exist: layers 0..{len(ours) - 1}, heads 0..{ours[0].n_heads - 1}."
-            )
+        if (layer, head) not in every:
+            raise ValueError(f"head {HeadId(layer, head)} does not exist: they are {every[0]} to {every[-1]}.")
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
-            hooks.enter_context(_restored(ours[layer], theirs[layer], restored))
+            run, swap = _swapping(ours[layer], theirs[layer], restored)
+            hooks.callback(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True).remove)
+            hooks.callback(ours[layer].o_proj.register_forward_pre_hook(swap).remove)
         yield
 
 
-@contextmanager
-def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
-    """Run the teacher's attention in the place of these layers' mixers, output projection included.
-
-    With a cache too, which then holds the keys and values of all heads of such a layer: make it and use it within.
-    Raises ValueError for a layer that does not exist.
-    """
-    mixers, theirs = student.mixers(), attention_sites(teacher)
-    with ExitStack() as hooks:
-        for layer in set(layers):
-            if not 0 <= layer < len(mixers):
-                raise ValueError(f"layer {layer} does not exist: layers 0..{len(mixers) - 1}.")
-            hooks.enter_context(replaced_forward(mixers[layer], _attention_of(theirs[layer])))
-        yield
-
-
-def _attention_of(teacher: AttentionSite) -> Callable[..., object]:
-    """Return a forward for a mixer that runs the teacher's attention."""
-
-    def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-        output = teacher.module(hidden_states, *args, **_known_to_teachers(kwargs))
-        if (cache := _cache_in(kwargs)) is not None:
-            cache.layer(teacher.layer).advance(hidden_states.shape[1])
-        return output
-
-    return forward
-
-
-def _known_to_teachers(kwargs: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
-
-
-def _cache_in(kwargs: Mapping[str, object]) -> Any:
-    return next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
-
-
-@contextmanager
-def _restored(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> Iterator[None]:
-    """Run the teacher's attention before the student's mixer and swap heads in before its ``o_proj``."""
+def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., Any], ...]:
+    """Return hooks: run the teacher's attention before the student's mixer, and swap heads in before its `o_proj`."""
     found: list[Tensor] = []
 
-    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        def note(o_proj: nn.Module, o_args: tuple[Tensor, ...]) -> None:
-            found[:] = [o_args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
+    def note(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
-        if _cache_in(kwargs) is not None:
+    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        if any(kwargs.get(name) is not None for name in CACHE_NAMES):
             raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
         handle = teacher.o_proj.register_forward_pre_hook(note)
         try:
@@ -107,10 +70,37 @@ def _restored(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
         y_BLHP[:, :, heads] = found[0][:, :, heads]
         return (y_BLHP.flatten(-2), *args[1:])
 
+    return run_teacher, swap
+
+
+@contextmanager
+def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
+    """Run the teacher's attention in the place of these layers' mixers, output projection included.
+
+    With a cache too: make it and use it within. Raises ValueError for a layer that does not exist.
+    """
+    mixers, theirs = student.mixers(), attention_sites(teacher)
+
+    def attention(site: AttentionSite) -> Callable[..., object]:
+        def forward(hidden_states: Tensor, *args: object, **kwargs: Any) -> object:
+            output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
+            cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+            if cache is not None:
+                cache.layer(site.layer).advance(hidden_states.shape[1])
+            return output
+
+        return forward
+
     with ExitStack() as hooks:
-        hooks.callback(student.module.register_forward_pre_hook(run_teacher, with_kwargs=True).remove)
-        hooks.callback(student.o_proj.register_forward_pre_hook(swap).remove)
+        for layer in set(layers):
+            if not 0 <= layer < len(mixers):
+                raise ValueError(f"layer {layer} does not exist: layers 0..{len(mixers) - 1}.")
+            hooks.enter_context(replaced_forward(mixers[layer], attention(theirs[layer])))
         yield
+
+
+def _known_to_teachers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
 
 def score_restoration(
@@ -119,7 +109,7 @@ def score_restoration(
     tokenizer: PreTrainedTokenizerBase,
     probe: Probe,
     *,
-    restored: Iterable[HeadId] = (),
+    restored: Sequence[HeadId] = (),
     n_examples: int = 128,
     batch_size: int = 32,
     progress: bool = True,
@@ -127,19 +117,18 @@ def score_restoration(
     """Score heads by what each adds to an aligned, fully recurrent student that has the ``restored`` heads already.
 
     ``accuracy_drop_LH`` is the accuracy gained with the head (lost without it), ``logprob_drop_LH`` the answer's
-    log-probability, each with paired standard errors; heads already restored get 0. There is no control
-    drop. Values of several tokens, which need a cache, raise ValueError.
+    log-probability, each with paired standard errors; heads already restored get 0. There is no control drop.
     """
-    start, examples, sites = list(restored), probe.examples(n_examples), attention_sites(student)
+    examples, sites = probe.examples(n_examples), attention_sites(student)
 
-    def measure(heads: list[HeadId]) -> ChoiceResult:
+    def measure(heads: Sequence[HeadId]) -> ChoiceResult:
         with restore_heads(student, teacher, heads):
             return answer_choices(student, tokenizer, examples, batch_size=batch_size)
 
-    baseline, heads = measure(start), heads_of(sites)
+    baseline, heads = measure(restored), heads_of(sites)
     results = dict.fromkeys(heads, baseline)
-    for head in tqdm([h for h in heads if h not in start], desc="restoring heads", disable=not progress):
-        results[head] = measure([*start, head])
+    for head in tqdm([h for h in heads if h not in restored], desc="restoring heads", disable=not progress):
+        results[head] = measure([*restored, head])
     right_HE = torch.stack([results[head].correct_E for head in heads]).double()
     logprob_HE = torch.stack([results[head].answer_logprob_E for head in heads])
     return HeadScores.from_differences(
@@ -147,7 +136,7 @@ def score_restoration(
         sites,
         heads,
         {"accuracy": right_HE - baseline.correct_E.double(), "logprob": logprob_HE - baseline.answer_logprob_E},
-        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in start]},
+        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in restored]},
         provenance={
             "method": "single-head restoration",
             "probe": probe.describe(),

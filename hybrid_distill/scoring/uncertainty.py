@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 NUMBERS_AT_ONCE = 2**24
@@ -21,8 +20,7 @@ def bootstrap_interval(
 ) -> Tensor:
     """Return [H, 2]: (low, high) of each head's mean over the examples, by the percentile bootstrap.
 
-    NaN marks an example on which a head was not tried; a head that was tried on none gets NaN. Heads that were tried on
-    equally many examples see the same resamples, so that they can be compared.
+    NaN marks an example on which a head was not tried. Heads that were tried on equally many see the same resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
@@ -57,24 +55,25 @@ def split_half(
 
     Both tensors hold differences on two examples or more, NaN where a head was not tried. Returns
     ``overlap[str(k)]``, the share of common heads among the two first k (for each k of ``ks`` below the number of
-    heads), and ``spearman``, the correlation of all ranks. Half the examples rank worse than all of them: the figures
-    are a lower bound for the whole.
+    heads), and ``spearman``, the correlation of all ranks: lower bounds for all examples, which rank better.
     """
+    from scipy.stats import spearmanr  # slow to import
+
     tried_H = ~accuracy_HE.isnan().all(dim=1)
-    accuracy_HE, logprob_HE = (table.detach().cpu().double()[tried_H.cpu()] for table in (accuracy_HE, logprob_HE))
-    n_heads, n_examples = accuracy_HE.shape
+    tables_KHE = torch.stack([accuracy_HE.double(), logprob_HE.double()])[:, tried_H].cpu()
+    _, n_heads, n_examples = tables_KHE.shape
     half, ks = n_examples // 2, sorted({k for k in ks if 0 < k < n_heads})
     generator = torch.Generator().manual_seed(seed)
     overlap_SK, spearman_S = [], []
     for _ in range(n_splits):
         shuffled = torch.randperm(n_examples, generator=generator)
-        worths = [
-            _worth(accuracy_HE[:, part].nanmean(1), logprob_HE[:, part].nanmean(1))
-            for part in (shuffled[:half], shuffled[half : 2 * half])
-        ]
-        a, b = (np.argsort(-worth_H, kind="stable").tolist() for worth_H in worths)
-        overlap_SK.append([len({*a[:k]} & {*b[:k]}) / k for k in ks])
-        spearman_S.append(_correlation(*worths))
+        # Heads numbered from worst up: by accuracy, equal ones by log-probability; NaN, not tried, is worst.
+        means = [tables_KHE[:, :, part].nanmean(2).T for part in (shuffled[:half], shuffled[half : 2 * half])]
+        a, b = (mean_HK.nan_to_num(nan=-torch.inf).unique(dim=0, return_inverse=True)[1].numpy() for mean_HK in means)
+        first = [np.argsort(-worth_H, kind="stable").tolist() for worth_H in (a, b)]
+        overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
+        # 1 if all heads are equal in both halves, 0 if only one half tells heads apart.
+        spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
     return {
         "n_splits": n_splits,
         "examples_per_half": half,
@@ -87,18 +86,3 @@ def split_half(
 def statistic(result: Any) -> float:
     """Return the figure of a scipy test, whose type its annotations do not tell."""
     return float(result.statistic)
-
-
-def _worth(accuracy_H: Tensor, logprob_H: Tensor) -> NDArray[np.int64]:
-    """Number the heads from worst up: by accuracy, equal ones by log-probability; NaN, not tried, is worst."""
-    scores_H2 = torch.stack([accuracy_H, logprob_H], dim=1).nan_to_num(nan=-torch.inf)
-    return scores_H2.unique(dim=0, return_inverse=True)[1].numpy()
-
-
-def _correlation(a_H: NDArray[np.int64], b_H: NDArray[np.int64]) -> float:
-    """Correlate ranks; 1 if all heads are equal in both, 0 if only one side tells heads apart."""
-    from scipy.stats import spearmanr  # slow to import
-
-    if a_H.max() == 0 or b_H.max() == 0:
-        return float(a_H.max() == b_H.max())
-    return statistic(spearmanr(a_H, b_H))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
 from ..plan import HeadPlan
 from ..teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
-from .init import DEFAULT_INIT, INITS, LayerTrace, init_ssm
+from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 from .self_check import check_rows
 
 Action = Literal["copied", "sliced", "initialized", "dropped"]
@@ -45,7 +46,7 @@ class BuildReport:
     kept_heads: int
     recurrent_heads: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Convert to JSON values."""
         return asdict(self)
 
@@ -57,8 +58,8 @@ def build_student(
     d_state: int,
     conv_width: int = 4,
     recurrence: str = "discrete",
-    init: str = DEFAULT_INIT,
-    calibration: Mapping[str, Any] | None = None,
+    init: Init = DEFAULT_INIT,
+    calibration: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
@@ -105,7 +106,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
 
 
 def checked_student(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: str
+    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: Init
 ) -> HybridForCausalLM:
     """Make the `empty_student` of a teacher, which may be on the meta device too.
 
@@ -138,7 +139,7 @@ def empty_student(
         torch.set_default_dtype(default)
 
 
-def _checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: str) -> list[AttentionSite]:
+def _checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
     """Find the teacher's attention. Raises ValueError for an unknown init, another shape, and unknown parts."""
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
@@ -181,16 +182,18 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
 
 
 @torch.no_grad()
-def _trace(teacher: PreTrainedModel, calibration: Mapping[str, Any] | None, init: str) -> Sequence[LayerTrace | None]:
+def _trace(
+    teacher: PreTrainedModel, calibration: Mapping[str, object] | None, init: Init
+) -> Sequence[LayerTrace | None]:
     """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` is fitted."""
-    if not INITS[init].fitted:
+    if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
     input_ids, seq_idx = (calibration.get(name) for name in ("input_ids", "seq_idx"))
-    if input_ids is None:
+    if not isinstance(input_ids, Tensor):
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
-    seq_idx = (torch.zeros_like(input_ids) if seq_idx is None else seq_idx).to(teacher.device)
+    seq_idx = (seq_idx if isinstance(seq_idx, Tensor) else torch.zeros_like(input_ids)).to(teacher.device)
     packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
@@ -201,13 +204,14 @@ def _tensors(
     student: HybridForCausalLM,
     teacher: PreTrainedModel,
     sites: Sequence[AttentionSite],
-    init: str,
+    init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
     """Yield every tensor of the student with its record."""
     generator = torch.Generator().manual_seed(seed)
-    config: Any = student.config
+    config = student.config
+    assert isinstance(config, HybridConfig)
     source, inside = teacher.state_dict(), list[str]()
 
     def made(name: str, action: Action, tensor: Tensor, *made_from: str) -> tuple[TensorRecord, Tensor]:
@@ -224,7 +228,7 @@ def _tensors(
             yield made(f"{own}.o_proj.{name}", "copied", tensor, f"{site.name}.{site.layout.output}.{name}")
         if mixer.ssm is not None:
             like = mixer.ssm.state_dict()
-            started = init_ssm(INITS[init], site, mixer.recurrent, config, generator, trace)
+            started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
             for name, (tensor, used) in started.items():
                 original = (f"{site.name}.{n}" for n in used)
                 yield made(f"{own}.ssm.{name}", "initialized", tensor.to(like[name].dtype), *original)

@@ -16,8 +16,9 @@ Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,27 +38,11 @@ HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # toke
 RIDGE = 1e-4  # relative; the fit's features may be nearly the same
 
 
-@dataclass(frozen=True)
-class SSMInit:
-    """Recipe for starting recurrent heads."""
-
-    values: bool = True  # x from the teacher's v; else at random
-    factors: bool = True  # B and C from q and k; else at random
-    average: bool = True  # a constant feature, scaled to an average; else B and C as they are
-    content: float = 0.0  # spread of the content part, in standard deviations over white inputs
-    skip: float = 0.0  # D
-    half_lives: tuple[float, float] = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer
-    fitted: bool = False  # per head from calibration data: half-life, average, content, skip and conv taps
-
-
-INITS: dict[str, SSMInit] = {
-    "teacher": SSMInit(content=0.1),
-    "fitted": SSMInit(fitted=True),
-    "values": SSMInit(factors=False),
-    "svd": SSMInit(average=False, skip=1.0),
-    "random": SSMInit(values=False, factors=False, average=False, skip=1.0),
-}
-DEFAULT_INIT = "teacher"  # the best that needs no text to be fitted to
+Init = Literal["fitted", "teacher", "random"]
+INITS: tuple[Init, ...] = get_args(Init)
+DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
+CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
+HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class _Factors(NamedTuple):
 
 
 def init_ssm(
-    init: SSMInit,
+    init: Init,
     site: AttentionSite,
     heads: tuple[int, ...],
     config: HybridConfig,
@@ -100,14 +85,27 @@ def init_ssm(
 
     A fitted init needs a ``trace``, the others ignore it.
     """
-    x_weight, x_bias = _values(init, site, heads, generator)
-    factors = _factors(init, site, heads, config.d_state - init.average, generator, trace)
-    if init.fitted:
-        assert trace is not None
-        chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+    if init == "random":
+        width = _projection(site, "value").in_features
+        x_weight = _normal(generator, len(heads) * site.head_dim, width, like=_projection(site, "value").weight)
+        b_weight, c_weight = (
+            _normal(generator, len(heads), config.d_state, width, like=x_weight).flatten(0, 1) for _ in range(2)
+        )
+        x_bias, b_bias, c_bias = (x_weight.new_zeros(len(rows)) for rows in (x_weight, b_weight, c_weight))
+        chosen = _guess(len(heads), config.conv_width, x_weight.device)._replace(skip_R=x_weight.new_ones(len(heads)))
     else:
-        chosen = _guess(init, len(heads), config.conv_width, x_weight.device)
-    b_weight, b_bias, c_weight, c_bias = _projections(init, factors, chosen)
+        group_size = site.n_heads // site.n_kv_heads
+        per_head = [_rows(site, "value", head // group_size) for head in heads]
+        x_weight, x_bias = (torch.cat(column) for column in zip(*per_head))
+        inputs = _input_statistics(site, trace if init == "fitted" else None)
+        per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
+        factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
+        if init == "fitted":
+            assert trace is not None
+            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+        else:
+            chosen = _guess(len(heads), config.conv_width, x_weight.device)
+        b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen)
     a_bias = raw_decay(chosen.half_life_R)
     if config.recurrence == "mamba2":
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
@@ -119,8 +117,8 @@ def init_ssm(
     conv[: x_bias.numel()] = chosen.taps_RK.repeat_interleave(site.head_dim, dim=0)
     assert site.layout is not None
     layout, norms = site.layout, (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
-    from_v = _names(site, layout.value) if init.values else ()
-    from_qk = _names(site, layout.query, layout.key, *norms) if init.factors else ()
+    from_v = _names(site, layout.value) if init != "random" else ()
+    from_qk = _names(site, layout.query, layout.key, *norms) if init != "random" else ()
     return {
         "x_proj.weight": (x_weight, from_v),
         "x_proj.bias": (x_bias, from_v),
@@ -137,30 +135,29 @@ def init_ssm(
     }
 
 
-def _guess(init: SSMInit, n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
+def _guess(n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
     """Give every head the same coefficients, with half-lives that cover the useful range."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
     ones = torch.ones(n_heads, device=device)
-    half_lives = spread_half_lives(n_heads, *init.half_lives).to(device)
-    return _Coefficients(half_lives, ones, init.content * ones, init.skip * ones, taps)
+    half_lives = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
+    return _Coefficients(half_lives, ones, CONTENT * ones, torch.zeros_like(ones), taps)
 
 
-def _projections(init: SSMInit, factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
+def _projections(factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
     """Return weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
-    b_weight, b_bias = factors.b_weight_RFD, factors.b_bias_RF
-    c_weight, c_bias = factors.c_weight_RFD, factors.c_bias_RF
-    if init.average:
-        new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
-        average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
-        content_R = chosen.content_R * new_R
-        b_scale, c_scale = content_R.abs().sqrt(), content_R.sign() * content_R.abs().sqrt()
-        b_weight, b_bias = b_weight * b_scale[:, None, None], b_bias * b_scale[:, None]
-        c_weight, c_bias = c_weight * c_scale[:, None, None], c_bias * c_scale[:, None]
-        b_weight, c_weight = (nn.functional.pad(weight, (0, 0, 1, 0)) for weight in (b_weight, c_weight))
-        b_bias = torch.cat([average_R.abs().sqrt()[:, None], b_bias], dim=1)
-        c_bias = torch.cat([(average_R.sign() * average_R.abs().sqrt())[:, None], c_bias], dim=1)
-    return b_weight.flatten(0, 1), b_bias.flatten(), c_weight.flatten(0, 1), c_bias.flatten()
+    new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
+    average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
+    content_R = chosen.content_R * new_R
+
+    def scaled(weight_RFD: Tensor, bias_RF: Tensor, sign: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        scale_R, constant_R = (sign(part_R) * part_R.abs().sqrt() for part_R in (content_R, average_R))
+        weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
+        bias_RN = torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], dim=1)
+        return weight_RND.flatten(0, 1), bias_RN.flatten()
+
+    of_b = scaled(factors.b_weight_RFD, factors.b_bias_RF, torch.ones_like)
+    return *of_b, *scaled(factors.c_weight_RFD, factors.c_bias_RF, torch.sign)
 
 
 def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,39 +196,6 @@ def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
     return torch.randn(*shape, generator=generator).to(like.device) * NOISE
 
 
-def _values(
-    init: SSMInit, site: AttentionSite, heads: tuple[int, ...], generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Make x_proj: each head reads the values of its KV group."""
-    weight = _projection(site, "value").weight
-    if not init.values:
-        n_rows = len(heads) * site.head_dim
-        x_weight = _normal(generator, n_rows, weight.shape[1], like=weight)
-        return x_weight, torch.zeros(n_rows, device=weight.device)
-    group_size = site.n_heads // site.n_kv_heads
-    per_head = [_rows(site, "value", head // group_size) for head in heads]
-    return torch.cat([weight for weight, _ in per_head]), torch.cat([bias for _, bias in per_head])
-
-
-def _factors(
-    init: SSMInit,
-    site: AttentionSite,
-    heads: tuple[int, ...],
-    n_factors: int,
-    generator: torch.Generator,
-    trace: LayerTrace | None,
-) -> _Factors:
-    if not init.factors:
-        weight = _projection(site, "query").weight
-        shape = (len(heads), n_factors, weight.shape[1])
-        b, c = (_normal(generator, *shape, like=weight) for _ in range(2))
-        zeros = torch.zeros(shape[:2], device=weight.device)
-        return _Factors(b, zeros, c, zeros)
-    inputs = _input_statistics(site, trace if init.fitted else None)
-    per_head = [_score_factors(site, head, n_factors, inputs, generator, init.average) for head in heads]
-    return _Factors(*(torch.stack(column) for column in zip(*per_head)))
-
-
 def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean [D] of the layer's inputs, and square roots [D, D] of their second moment and covariance.
 
@@ -258,7 +222,6 @@ def _score_factors(
     n_factors: int,
     inputs: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
-    unit_spread: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
 
@@ -273,10 +236,7 @@ def _score_factors(
     rq_PP, rk_PP = (torch.linalg.qr((w @ root).T).R for w, root in ((wq_PD, root_q_DD), (wk_PD, root_k_DD)))
     u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
     rank = min(n_factors, len(s_P))
-    if unit_spread:
-        s_P = s_P / s_P.norm().clamp_min(1e-6)
-    else:
-        s_P = s_P * float(getattr(site.module, "scaling", site.head_dim**-0.5))
+    s_P = s_P / s_P.norm().clamp_min(1e-6)
     root_F1 = s_P[:rank, None].sqrt()
     to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
     to_b_FP = root_F1 * (vh_PP[:rank] @ torch.linalg.pinv(rk_PP).T)

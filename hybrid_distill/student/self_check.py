@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, __version__
 
 from ..model import HybridForCausalLM, packed_inputs
 from ..model.modeling_hybrid import LIMITED
-from ..teacher import SUPPORTED, decoder_blocks, eval_mode, rope_by_length, text_config
+from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5
 """Tokens of another document, or of padding, before the compared document."""
@@ -57,9 +57,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator)
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
     if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
-    rope = rope_by_length(_backbone(model).config)
-    if rope is None or sum(PIECES) <= rope[1]:
-        ways["from a cache"] = lambda: _cached(model, document_1L)
+    ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone"):
         alone_LV = _logits(model, document_1L)
         with _rounded_once_more(model, generator):
@@ -91,7 +89,7 @@ def _backbone(model: PreTrainedModel) -> Any:
     return model.model if isinstance(model, HybridForCausalLM) else model
 
 
-def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: Any) -> Tensor:
+def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
     return model(input_ids=ids_1L, **{"use_cache": False, **inputs}).logits[0].float()
 
 
@@ -142,7 +140,7 @@ def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> It
     """Change every decoder layer's output by about as much as rounding it once does."""
     eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
 
-    def change(module: nn.Module, args: Any, output: Any) -> Any:
+    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
         change_BLD = torch.rand(hidden_BLD.shape, generator=generator).to(hidden_BLD.device)
         changed_BLD = (hidden_BLD * (1 + eps * (2 * change_BLD - 1))).to(hidden_BLD.dtype)
@@ -150,5 +148,5 @@ def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> It
 
     with ExitStack() as hooks:
         for _, block in decoder_blocks(model):
-            hooks.callback(block.register_forward_hook(change).remove)
+            hooks.enter_context(block.register_forward_hook(change))
         yield

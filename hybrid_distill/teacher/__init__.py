@@ -1,9 +1,9 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
-from ..model.configuration_hybrid import rope_by_length
 from .hooks import (
     ablate_heads,
     ablate_heads_by_row,
+    eager_attention,
     eval_mode,
     record_block,
     record_heads,
@@ -16,6 +16,7 @@ from .loading import (
     TINY,
     fingerprint,
     hub_error,
+    imported_from,
     load_config,
     load_teacher,
     longest_context,
@@ -49,12 +50,14 @@ __all__ = [
     "attention_sites",
     "check_exists",
     "decoder_blocks",
+    "eager_attention",
     "eval_mode",
     "fingerprint",
     "head_dim_of",
     "head_kinds",
     "head_sites",
     "hub_error",
+    "imported_from",
     "load_config",
     "load_teacher",
     "longest_context",
@@ -63,7 +66,6 @@ __all__ = [
     "record_heads",
     "replaced_forward",
     "replay_blocks",
-    "rope_by_length",
     "text_config",
     "trace_mixers",
 ]

@@ -6,14 +6,14 @@ Shapes: B batch, L length, H head, P head dim, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
+from ..io import Record
 from ..plan import HeadId
 from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_blocks, head_sites
 
@@ -112,7 +112,7 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
                 "a fused kernel for training did its work; call model.eval() first."
             )
 
-    with _hooked(
+    with (
         site.block.register_forward_pre_hook(enter_layer),
         site.module.register_forward_pre_hook(start),
         site.o_proj.register_forward_pre_hook(edited),
@@ -120,15 +120,6 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
         site.block.register_forward_hook(leave_layer, always_call=True),
     ):
         yield
-
-
-@contextmanager
-def _hooked(*handles: RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
@@ -167,29 +158,31 @@ class MixerCall:
 
     site: HeadSite
     hidden_BLD: Tensor = field(init=False)
-    args: tuple[Any, ...] = field(init=False)
-    kwargs: dict[str, Any] = field(init=False)
+    args: tuple[object, ...] = field(init=False)
+    kwargs: Record = field(init=False)
     heads_BLHP: Tensor = field(init=False)
     out_BLD: Tensor = field(init=False)
 
-    def record(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def record(self) -> Iterator[None]:
         """Fill the fields in every forward while the context is open."""
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: Record) -> None:
             self.args, self.kwargs = args, kwargs
             self.hidden_BLD = args[0] if args else kwargs["hidden_states"]
 
         def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
 
-        def after(module: nn.Module, args: object, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.out_BLD = output[0] if isinstance(output, tuple) else output
 
-        return _hooked(
+        with (
             self.site.module.register_forward_pre_hook(before, with_kwargs=True),
             self.site.o_proj.register_forward_pre_hook(heads),
             self.site.module.register_forward_hook(after),
-        )
+        ):
+            yield
 
 
 @contextmanager
@@ -210,7 +203,7 @@ def record_block(model: nn.Module, layer: int) -> Iterator[list[object]]:
     """Yield a list that receives the output of decoder layer ``layer``, one entry per forward."""
     outputs: list[object] = []
     block = decoder_blocks(model)[layer][1]
-    with _hooked(block.register_forward_hook(lambda module, args, output: outputs.append(output))):
+    with block.register_forward_hook(lambda module, args, output: outputs.append(output)):
         yield outputs
 
 
@@ -251,3 +244,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch to eager attention, the only one that returns its maps; restore the model's own afterwards."""
+    own = model.config._attn_implementation or "eager"
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

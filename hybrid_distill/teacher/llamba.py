@@ -9,15 +9,14 @@ Shapes: H heads, G groups of heads that share B and C, P head dim, N state size,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM
 
 MODEL_TYPE = "llamba"
@@ -61,12 +60,8 @@ def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> Hybri
     biases = [name for name in expected if name.endswith(tuple(f".{part}_proj.bias" for part in "xbca"))]
     if not published["ssm_cfg"]["bias"]:
         state |= {name: torch.zeros(expected[name], dtype=dtype) for name in biases}
-    if config.tie_word_embeddings:
-        del expected["lm_head.weight"]
-    _check(state, expected)
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    model: Any = HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-    return model.eval()
+    return HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
 
 
 def llamba_config(folder: str | Path) -> HybridConfig:
@@ -99,11 +94,11 @@ def llamba_config(folder: str | Path) -> HybridConfig:
     )
 
 
-def _read_json(folder: str | Path) -> dict[str, Any]:
+def _read_json(folder: str | Path) -> Record:
     return json.loads((Path(folder).expanduser() / "config.json").read_text())
 
 
-def _published(folder: str | Path) -> dict[str, Any]:
+def _published(folder: str | Path) -> Record:
     """Read a config.json, with defaults. Raises ValueError for fields that no published Llamba has."""
     given = {**DEFAULTS, **_read_json(folder)}
     ssm = given["ssm_cfg"] = {**SSM_DEFAULTS, **(given.get("ssm_cfg") or {})}
@@ -139,7 +134,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _mixer_tensors(part: str, tensor: Tensor, published: Mapping[str, Any], config: HybridConfig) -> dict[str, Tensor]:
+def _mixer_tensors(part: str, tensor: Tensor, published: Record, config: HybridConfig) -> dict[str, Tensor]:
     """Convert a tensor of a published mixer to those of a `HybridMixer`; an unknown one keeps its name."""
     ssm, inner = published["ssm_cfg"], config.num_attention_heads * config.head_dim
     shared = ssm["n_qk_heads"] * ssm["d_state"]
@@ -165,18 +160,3 @@ def _mixer_tensors(part: str, tensor: Tensor, published: Mapping[str, Any], conf
     if part == "z_bias" and not ssm["bias"]:
         return {"ssm.z_proj.bias": tensor}
     return {part.replace("out_proj", "o_proj"): tensor} if kind != "D" else {"ssm.D": tensor}
-
-
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError, with names, unless the tensors are those of the config."""
-    missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected]
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} instead of {shape}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    found = {"lack": missing, "hold the unknown": unknown, "hold, in another shape,": wrong}
-    faults = [f"{verb} {', '.join(names[:3])}{' ...' if names[3:] else ''}" for verb, names in found.items() if names]
-    if faults:
-        raise ValueError(f"its weights {'; they '.join(faults)} (config.json says which tensors a Llamba has)")

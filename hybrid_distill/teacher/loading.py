@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,11 +24,10 @@ from transformers import (
 
 from ..assets import tiny_teacher_path
 from ..guard import check_checkpoint, check_no_run, is_bin_only
-from ..model.configuration_hybrid import rope_by_length, rope_settings
+from ..io import read_json
+from ..model.configuration_hybrid import rope_settings
 from .llamba import is_llamba, llamba_config, load_llamba
 from .sites import text_config
-
-log = logging.getLogger(__name__)
 
 TINY = "tiny"
 RECIPE_FLAG = "--teacher.path"
@@ -37,6 +35,8 @@ RECIPE_FLAG = "--teacher.path"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLES_PER_TENSOR = 64
 HUB_TIMEOUT_S = 10.0
+IMPORTED = "imported_from.json"
+"""File of a folder that `hybrid-distill import-gguf` made: ``file`` and ``sha256`` of its source."""
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -89,7 +89,7 @@ def load_teacher(
             )
         tokenizer = _tokenizer(path, revision, trust_remote_code)
         if is_llamba(path):
-            model: Any = load_llamba(path, DTYPES[dtype])
+            model: PreTrainedModel = load_llamba(path, DTYPES[dtype])
         else:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -105,13 +105,15 @@ def load_teacher(
             if missing := sorted(loading["missing_keys"]):
                 raise ValueError(f"its weights lack {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
     model.name_or_path = str(name_or_path)
-    if (rope := rope_by_length(model.config)) is not None:
-        log.warning(
-            "%s has RoPE that depends on the length of a row (%s): beyond %s tokens, decoding from a cache and batches "
-            "with longer rows give other logits than a row at once and alone, in the teacher and in its students",
-            name_or_path, rope[0], f"{rope[1]:,}",
-        )  # fmt: skip
     return model.eval(), tokenizer
+
+
+def imported_from(name_or_path: str | Path) -> str | None:
+    """Return name and SHA-256 of the file that a folder was imported from, for reports; None for other folders."""
+    if not (path := Path(name_or_path).expanduser() / IMPORTED).is_file():
+        return None
+    record = read_json(path)
+    return f"{record.get('file')}, sha256 {record.get('sha256')}"
 
 
 def read_teacher(

@@ -275,7 +275,7 @@ class _Training:
     def _save(self) -> Path:
         """Save a checkpoint of this moment; every process takes part and the main one writes."""
         tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
-        processes = gather_object([{"rng": rng_state(), "rows": self.rows.state_dict()}])
+        processes = gather_object([{"rng": rng_state()}])
         state = {
             "identity": self.identity,
             "tokens": self.tokens,
@@ -294,9 +294,7 @@ class _Training:
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.spikes.load_state_dict(state["watch"])
         if self.rank < len(state["processes"]):
-            own = state["processes"][self.rank]
-            self.rows.load_state_dict(own["rows"])
-            set_rng_state(own["rng"])
+            set_rng_state(state["processes"][self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""

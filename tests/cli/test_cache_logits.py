@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,11 @@ from torch import nn
 from training import SMALL, small_config, small_models, small_rows, word_texts, word_tokenizer
 
 from hybrid_distill import pipeline
-from hybrid_distill.cli import cache_logits as command
-from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
+from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
-from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, open_logits, open_rows
-from hybrid_distill.data.logits import pack, record_dtype, row_ids_of, unpack
+from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, caching, open_rows
+from hybrid_distill.data.caching import top_k_of
+from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import fingerprint
@@ -115,7 +114,6 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJ
     line = cache_logits(job)
     run = Run(job.run)
     rows = open_rows(job.run.data, run.tokenizer)
-    assert isinstance(rows, PackedRows)
     batch = CachedLogitsDataset(rows, open_logits(job.folder)).batch(1, 36)
     assert batch["seq_idx"].max() > 0 and not batch["mask"].all()
     for row, seq_idx in enumerate(batch["seq_idx"]):
@@ -129,7 +127,7 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJ
             found = batch["teacher_log_probs_BLK"][row, own]
             torch.testing.assert_close(found, top.gather(-1, order), rtol=2**-10, atol=1e-3)
     header = LogitHeader.load(job.folder / "logits.json")
-    assert header.measured["tokens"] == 4 * SEQ_LEN and header.measured["rounding"] < ROUNDING
+    assert header.measured["tokens"] == 4 * SEQ_LEN
     first = CachedLogitsDataset(rows, open_logits(job.folder)).batch(0, 4)
     covered = first["teacher_log_probs_BLK"].exp().sum(-1).mean().item()
     assert header.measured["covered"] == pytest.approx(covered, abs=1e-4)
@@ -191,7 +189,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     whole = contents(job.folder)
     assert list(whole) == [f"logits-0000{n}.bin" for n in range(5)] + ["rows.bin"]
     killed = changed(job, "distill", teacher_logits=tmp_path / "killed")
-    plain = command.top_k_of
+    plain = caching.top_k_of
 
     def one_with_a_kill(calls_left: int) -> None:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +199,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
                 os.kill(os.getpid(), signal.SIGKILL)
             return plain(*args, **kwargs)
 
-        monkeypatch.setattr(command, "top_k_of", counted)
+        monkeypatch.setattr(caching, "top_k_of", counted)
         cache_logits(killed)
 
     process = multiprocessing.get_context("fork").Process(target=one_with_a_kill, args=(6,))
@@ -209,7 +207,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(list(killed.folder.glob("logits-*.bin"))) == 2 and list(killed.folder.glob("*.tmp"))
-    with pytest.raises(ValueError, match=r"are not finished, 2 of 5 files are written; run the .* once more"):
+    with pytest.raises(ValueError, match=r"are not finished; run the command that began them"):
         open_logits(killed.folder)
 
     n_calls = 0
@@ -219,7 +217,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
         n_calls += 1
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(command, "top_k_of", counted)
+    monkeypatch.setattr(caching, "top_k_of", counted)
     cache_logits(killed)
     assert n_calls == 2 + 2 + 1, "files that were whole are made again, or not all others are"
     assert contents(killed.folder) == whole and not list(killed.folder.glob("*.tmp"))
@@ -286,7 +284,7 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJ
     Run(job.run).prepare()
 
 
-def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="--top-k is 100, but the vocabulary has 99 tokens; pass at most 99"):
         cache_logits(replace(job, top_k=100))
     with pytest.raises(ValueError, match="--check-rows is 0; it must be a whole number of at least 1"):
@@ -299,9 +297,6 @@ def test_bad_jobs_are_refused(job: CacheJob, monkeypatch: pytest.MonkeyPatch, ca
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
     assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
     assert not job.folder.exists()
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"need 0.000 GB more; make room"):
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
-        cache_logits(job)
     cache_logits(job)
     with pytest.raises(ValueError, match="made with another top_k; pass another folder"):
         cache_logits(replace(job, top_k=5))
@@ -359,23 +354,6 @@ def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None
     assert run.teacher is owner.teacher and fingerprint(owner.teacher) == before
 
 
-def test_the_loss_difference_of_a_students_run_is_recorded(job: CacheJob, tmp_path: Path) -> None:
-    """The rows that are checked are read one by one; the loss is that of all of them together."""
-    job = changed(job, "distill", hard_weight=0.3)
-    first = replace(job.run, stages=("align",), distill=replace(job.run.distill, teacher_logits=None))
-    run = Run(first)
-    run.prepare()
-    student = run.train(run.plan())
-    cache_logits(replace(job, student_run=first.out))
-    rows = open_rows(job.config.data_within(job.run.data), run.tokenizer)
-    whole = make_stage(first.distill, student, run.teacher, vocab_size=WORDS)(rows.batch(0, job.check_rows))
-    found = LogitHeader.load(job.folder / "logits.json").measured["student"]
-    assert found["teacher_loss"] == pytest.approx(whole.total.item(), rel=1e-5)
-    assert found["difference"] == pytest.approx(found["top_k_loss"] - found["teacher_loss"])
-    # "Any other token" as one outcome can only hide a difference.
-    assert -found["teacher_loss"] < found["difference"] < 0
-
-
 def test_two_processes_write_the_bytes_of_one(
     job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,13 +362,12 @@ def test_two_processes_write_the_bytes_of_one(
     two = changed(job, "distill", teacher_logits=tmp_path / "two")
     run, header = Run(two.run), LogitHeader.load(job.folder / "logits.json")
     rows = open_rows(job.run.data, run.tokenizer)
-    assert isinstance(rows, PackedRows)
     row_ids = row_ids_of(rows, two.config.rows_read)
     two.folder.mkdir()
-    command._start(two.folder, header, row_ids)
+    caching._start(two.folder, header, row_ids)
     for rank, n_files in ((1, 2), (0, 5)):
         state = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0)
-        monkeypatch.setattr(command, "connect", lambda state=state: state)
-        command._write_shards(two, header, run.teacher, rows, row_ids)
+        monkeypatch.setattr(caching, "connect", lambda state=state: state)
+        caching._write_shards(two.folder, header, run.teacher, rows, row_ids, 4)
         assert len(list(two.folder.glob("logits-*.bin"))) == n_files
     assert contents(two.folder) == contents(job.folder)

@@ -14,7 +14,7 @@ from training import word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
-from hybrid_distill.data import DataConfig, PackedRows, StreamingRows, Tokens, folder, open_rows
+from hybrid_distill.data import DataConfig, PackedRows, Tokens, folder, open_rows
 from hybrid_distill.data.rows import shuffled
 from hybrid_distill.data.tokens import Shard, hash_of
 
@@ -250,83 +250,23 @@ def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
     assert len({before, *map(data.tokenizer_fingerprint, (other_end, more_words))}) == 3
 
 
-# Streams
+# The hub
 
 
-def stream(tmp_path: Path, records: list[str], kind: str = "json") -> datasets.IterableDataset:
-    path = tmp_path / f"{hash_of(records)[:8]}.{'parquet' if kind == 'parquet' else 'jsonl'}"
-    write_source(path, records)
-    return datasets.load_dataset(
-        kind, data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path / "hf")
-    )
+def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
+    """A local folder stands for a repository of the hub."""
+    (tmp_path / "hub").mkdir()
+    write_source(tmp_path / "hub" / "a.jsonl", texts(60))
+    source = f"hf:{tmp_path / 'hub'}"
+    rows = open_rows(DataConfig(sources=(source,), hub_tokens=200, seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
+    read = PackedRows.from_texts(texts(60), tokenizer, seq_len=16).sources[0].shards[0]
+    n_tokens = max(start for start in read.starts if start <= 200)
+    assert rows.sources[0].shards[0].ids.tolist() == read.ids[:n_tokens].tolist()
+    with pytest.raises(ValueError, match=r"pass --data.hub-tokens N, .* prepare-data --sources hf:"):
+        open_rows(DataConfig(sources=(source, "tiny")), tokenizer)
 
 
-def take(rows: StreamingRows, steps: range) -> list[torch.Tensor]:
-    return [rows.batch(step, 2)["input_ids"] for step in steps]
-
-
-def test_a_stream_packs_every_token_and_begins_again_at_its_end(tokenizer, tmp_path):
-    rows = StreamingRows([stream(tmp_path, texts(60))], tokenizer, seq_len=16)
-    expected = data.tokens_of(texts(60), tokenizer).shards[0].ids
-    seen = torch.cat(take(rows, range(40))).flatten()
-    assert len(seen) > len(expected) and seen.tolist() == np.concatenate([expected] * 3)[: len(seen)].tolist()
-
-
-LONG = [" ".join(f"w{(i + j) % 97}" for j in range(50)) for i in range(0, 90, 10)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "sources", "weights"),
-    [("json", (texts(60), texts(60, 60)), (3.0, 1.0)), ("parquet", (LONG,), ())],
-    ids=["two sources", "in the middle of a document"],
-)
-def test_a_stream_resumes_where_its_state_was_taken(tokenizer, tmp_path, kind, sources, weights):
-    def open_stream() -> StreamingRows:
-        return StreamingRows([stream(tmp_path, s, kind) for s in sources], tokenizer, seq_len=16, weights=weights)
-
-    rows = open_stream()
-    read = take(rows, range(45))
-    for done in (1, 2, 17):
-        rows = open_stream()
-        take(rows, range(done))
-        kept = rows.state_dict()
-        state = json.loads(json.dumps(kept))
-        take(rows, range(done, 30))
-        assert json.loads(json.dumps(kept)) == state, "reading on changed a state that was taken"
-        resumed = open_stream()
-        resumed.load_state_dict(state)
-        assert all(torch.equal(a, b) for a, b in zip(read[done:], take(resumed, range(done, 45))))
-        with pytest.raises(ValueError, match="cannot jump to step 0"):
-            resumed.batch(0, 2)
-
-
-def test_blank_documents_do_not_end_a_stream(tokenizer, tmp_path):
-    blanks = StreamingRows([stream(tmp_path, ["w1", *[" "] * 100, "w2"])], tokenizer, seq_len=6)
-    assert blanks.batch(0, 1)["input_ids"].tolist() == [[3, EOS, 4, EOS, 3, EOS]]
-    with pytest.raises(ValueError, match="holds no text in column 'text'"):
-        StreamingRows([stream(tmp_path, [" "] * 3)], tokenizer, seq_len=6).batch(0, 1)
-
-
-def test_a_streams_rows_hold_the_documents_apart_and_the_weights(tokenizer, tmp_path):
-    sources = [stream(tmp_path, texts(60)), stream(tmp_path, texts(60, 60))]
-    rows = StreamingRows(sources, tokenizer, seq_len=16, weights=(3.0, 1.0))
-    batch = rows.batch(0, 16)
-    ends = (batch["input_ids"] == EOS)[:, :-1]
-    assert torch.equal(batch["seq_idx"].diff(dim=1).bool(), ends)
-    assert rows.state_dict()["counts"] == [12, 4]
-
-
-def test_processes_read_different_parts_of_a_stream(tokenizer, tmp_path):
-    source = stream(tmp_path, texts(60))
-    parts = [StreamingRows([source], tokenizer, seq_len=8, rank=r, world=2) for r in range(2)]
-    first, second = (rows.batch(0, 8, rank, 2)["input_ids"] for rank, rows in enumerate(parts))
-    assert first.shape == (4, 8) and not torch.equal(first, second)
-    with pytest.raises(ValueError, match="process 1 of 2"):
-        parts[1].load_state_dict(parts[0].state_dict())
-
-
-def test_a_hub_that_cannot_be_reached_or_mixed_says_what_to_do_in_one_line(tokenizer):
+def test_a_hub_that_cannot_be_reached_says_what_to_do_in_one_line(tokenizer, tmp_path):
+    config = DataConfig(sources=("hf:somebody/nothing:sample:train",), hub_tokens=10)
     with pytest.raises(ValueError, match=r"^[^\n]*--data.sources PATH[^\n]*--data.sources tiny[^\n]*$"):
-        open_rows(DataConfig(sources=("hf:somebody/nothing:sample:train",)), tokenizer)
-    with pytest.raises(ValueError, match="mixes hub and local data"):
-        open_rows(DataConfig(sources=("hf:somebody/nothing", "tiny")), tokenizer)
+        open_rows(config, tokenizer, cache_dir=tmp_path)

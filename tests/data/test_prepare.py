@@ -7,14 +7,12 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -42,12 +40,12 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[str, ...]:
-    """The 120 documents of ``texts(120)`` in order: files, a stream, and what `datasets` saved."""
+    """The 120 documents of ``texts(120)`` in order: files, a stream, and a table."""
     for part in range(3):
         write_jsonl(tmp_path / "files" / f"{part}.jsonl", texts(20, 20 * part))
         write_jsonl(tmp_path / "stream" / f"{part}.jsonl", texts(10, 60 + 10 * part))
-    datasets.Dataset.from_dict({"text": texts(30, 90)}).save_to_disk(tmp_path / "saved")
-    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": texts(30, 90)}).to_parquet(tmp_path / "table.parquet")
+    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "table.parquet")
 
 
 def write_jsonl(path: Path, documents: list[str]) -> None:
@@ -62,9 +60,9 @@ def ids_of(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> list[int
 def contents(path: Path) -> dict[str, Any]:
     """Every file of a token folder, without the date."""
     found: dict[str, Any] = {file.name: file.read_bytes() for file in path.iterdir()}
-    header = json.loads(found[folder.HEADER])
+    header = json.loads(found["tokens.json"])
     assert header.pop("created")
-    return {**found, folder.HEADER: header}
+    return {**found, "tokens.json": header}
 
 
 def test_the_header_says_what_the_files_hold(tokenizer, sources, tmp_path):
@@ -98,13 +96,6 @@ def test_ids_that_need_four_bytes_get_them(tmp_path, dtype):
     assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [3, 4, EOS]
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tokenizer, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
-    for workers in (1, 2):
-        prepare.prepare(PrepareJob("mine", sources, tmp_path / str(workers), workers=workers, shard_tokens=300))
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
-
-
 def killed_at_batch(number: int, job: PrepareJob) -> None:
     """Do a job in a process that is killed when it has written ``number`` batches."""
 
@@ -132,8 +123,9 @@ def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
     job = PrepareJob("mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens)
     killed_at_batch(killed_at, job)
-    kept = {path: path.stat().st_mtime_ns for path in job.out.glob("*.bin") if (job.out / folder.PARTIAL).exists()}
-    assert whole == (len(json.loads((job.out / folder.PARTIAL).read_text())["shards"]) if kept else 0)
+    partial = TokenHeader.file(job.out, partial=True)
+    kept = {path: path.stat().st_mtime_ns for path in job.out.glob("*.bin") if partial.exists()}
+    assert whole == (len(json.loads(partial.read_text())["shards"]) if kept else 0)
     with (job.out / f"ids-{whole:05d}.bin").open("ab") as torn:
         torn.write(b"half a write")
     prepare.prepare(job)
@@ -165,16 +157,6 @@ def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_pat
         assert torch.equal(rows.batch(step, 2)["input_ids"], expected.batch(step, 2)["input_ids"])
         assert torch.equal(rows.batch(step, 2)["seq_idx"], expected.batch(step, 2)["seq_idx"])
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_saved_dataset_is_a_source_of_a_run(tokenizer, sources, tmp_path):
-    rows = open_rows(DataConfig(sources=sources[2:], seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
-    expected = PackedRows.from_texts(texts(30, 90), tokenizer, seq_len=16)
-    assert torch.equal(rows.batch(1, 3)["input_ids"], expected.batch(1, 3)["input_ids"])
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})})
-    splits.save_to_disk(tmp_path / "splits")
-    with pytest.raises(ValueError, match="holds the splits train; pass the folder of one"):
-        check_sources(DataConfig(sources=(str(tmp_path / "splits"),)), tokenizer)
 
 
 def test_another_tokenizers_tokens_are_refused(tokenizer, sources, tmp_path):
@@ -219,7 +201,7 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
 )
 def test_a_header_edited_by_hand_is_refused(tokenizer, sources, tmp_path, change, said):
     folder.write_tokens(tmp_path / "out", sources[:1], tokenizer)
-    path = tmp_path / "out" / folder.HEADER
+    path = tmp_path / "out" / "tokens.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=said):
         check_sources(DataConfig(sources=(str(tmp_path / "out"),)), tokenizer)
@@ -227,7 +209,7 @@ def test_a_header_edited_by_hand_is_refused(tokenizer, sources, tmp_path, change
 
 def test_a_header_of_plain_text_may_lack_the_chat_template(tokenizer, sources, tmp_path):
     folder.write_tokens(tmp_path / "out", sources[:1], tokenizer)
-    path = tmp_path / "out" / folder.HEADER
+    path = tmp_path / "out" / "tokens.json"
     record = json.loads(path.read_text())
     assert record.pop("chat_template") == ""
     path.write_text(json.dumps(record))
@@ -241,7 +223,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_pa
         prepare.prepare(job)
     else:
         killed_at_batch(2, job)
-        with pytest.raises(ValueError, match="is not finished; run the `hybrid-distill prepare-data` that began it"):
+        with pytest.raises(ValueError, match="are not finished; run the command that began them"):
             check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
     before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
     for change in ({"max_tokens": 50}, {"shard_tokens": 50}, {"sources": ("tiny",)}):
@@ -259,36 +241,6 @@ def test_two_preparations_of_one_folder(tokenizer, sources, tmp_path):
         prepare.prepare(PrepareJob("mine", sources, tmp_path / "out"))
 
 
-def test_a_worker_that_fails_or_dies_ends_the_command_in_one_line(tokenizer, sources, tmp_path, monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise ValueError("the chat template is refused")
-
-    monkeypatch.setattr(folder, "encode", refuse)
-    with pytest.raises(ValueError, match=r"^the chat template is refused$"):
-        prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", workers=2))
-    monkeypatch.setattr(folder, "encode", lambda *_: os._exit(1))
-    with pytest.raises(OSError, match=r"one of 2 worker processes died, .* fewer --workers"):
-        prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", workers=2))
-
-
-def test_workers_end_with_a_command_that_is_killed(tokenizer, tmp_path, monkeypatch):
-    """Those too whose results nobody takes: more than a pipe holds."""
-    write_jsonl(tmp_path / "a" / "a.jsonl", ["w1 " * 100_000] * 12)
-    monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 1)
-    begin = folder._start_worker
-    monkeypatch.setattr(folder, "_start_worker", lambda n: (begin(n), (tmp_path / f"{os.getpid()}.pid").touch()))
-    killed_at_batch(1, PrepareJob("mine", (str(tmp_path / "a"),), tmp_path / "out", workers=2))
-    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-
-    def alive() -> list[int]:
-        return [p.pid for p in psutil.process_iter(["pid", "status"]) if p.pid in pids and p.info["status"] != "zombie"]
-
-    deadline = time.monotonic() + 10
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(pids) == 2 and not alive()
-
-
 def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     for number in range(3):
         write_jsonl(tmp_path / "files" / f"{number}.jsonl", texts(10, 10 * number))
@@ -299,7 +251,7 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     for number, (_, place) in enumerate(batches):
         rest = documents.document_batches(str(tmp_path / "files"), "text", json.loads(json.dumps(place)), 100)
         assert [batch for batch, _ in rest] == [batch for batch, _ in batches[number + 1 :]]
-    assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl") == len(batches)
+    assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl") == len(batches) - 1
 
 
 def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(tmp_path, monkeypatch, caplog):
@@ -311,7 +263,7 @@ def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(tmp_path,
     with caplog.at_level("INFO"):
         pieces = list(data.read_documents(str(tmp_path)))
     assert pieces == ["".join(lines[:2]), "".join(lines[2:4]), lines[4], "short"]
-    assert ": b.md, c.csv, d.rst and 1 more left out; only .txt" in caplog.text
+    assert "4 files left out (b.md ...); only .txt" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -326,9 +278,9 @@ def test_a_job_out_of_range(change, said):
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "held out"
     flags = ["--tokenizer", "tiny", "--sources", "tiny:held_out", "--out", str(out)]
-    main(["prepare-data", *flags, "--max-tokens", "5000", "--shard-tokens", "2000", "--workers", "2"])
+    main(["prepare-data", *flags, "--max-tokens", "5000", "--shard-tokens", "2000"])
     line = capsys.readouterr().out.strip()
-    header = TokenHeader.load(out / folder.HEADER)
+    header = TokenHeader.load(out / "tokens.json")
     assert "\n" not in line and f"{header.tokens:,} tokens of {header.documents:,} documents" in line
     assert 4000 < header.tokens <= 5000 and header.tokenizer == "tiny"
     new = ["--out", str(tmp_path / "new")]
@@ -341,6 +293,6 @@ def test_the_command(tmp_path, capsys):
 
 def test_a_folder_of_other_files_is_refused(tmp_path):
     (tmp_path / "notes.md").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.md, which is not of a token folder; pass a new folder"):
+    with pytest.raises(ValueError, match=r"holds notes\.md, which is not a file of tokens; pass a new folder"):
         prepare.prepare(PrepareJob("tiny", ("tiny",), tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["notes.md"]

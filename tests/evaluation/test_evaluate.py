@@ -57,15 +57,6 @@ def test_the_published_table_of_cache_memory() -> None:
     assert megabytes(HeadPlan.from_pairs(nothing, pairs), d_state=8) == [1.2, 11.0, 21.5], "Hybrid-Llamba"
 
 
-def test_kept_heads_of_one_group_share_their_cache() -> None:
-    nothing = HeadPlan(**LLAMA_1B, kept=())
-    shared, apart = (HeadPlan.from_pairs(nothing, [(0, 0), (0, head)]) for head in (1, 4))
-    options = {"length": 100, "head_dim": 64, "d_state": 16}
-    assert 2 * cache_bytes(shared, **options).kv == cache_bytes(apart, **options).kv
-    doubled = cache_bytes(shared, **options, batch=2)
-    assert doubled.total == 2 * cache_bytes(shared, **options).total
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("length", [1, 6, 40])
@@ -200,18 +191,13 @@ def test_the_probe_reads_students_as_it_reads_teachers(planted) -> None:
     """Digits and left padding through a hybrid's cache give the same with every batch size."""
     teacher, _ = planted
     tokenizer = word_tokenizer([" ".join(KEYS), "0 1 2 3 4 5 6 7 8 9"], r"\n|:|'|\p{N}")
-    plan = HeadPlan.from_pairs(teacher, [AGGREGATE, HeadId(1, 0)])
-    student, _ = build_student(teacher, plan, d_state=8)
-    student.eval()
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, [AGGREGATE, HeadId(1, 0)]), d_state=8)
     examples = [KVRetrieval(n, seed=n, keys=KEYS).examples(1)[0] for n in (2, 12, 5)]
-    alone, together = (answer_choices(student, tokenizer, examples, batch_size=b) for b in (1, 3))
-    for one, other in zip(alone.logprob_EC, together.logprob_EC, strict=True):
+    alone, together = (answer_choices(student, tokenizer, examples, batch_size=b).logprob_EC for b in (1, 3))
+    for one, other in zip(alone, together, strict=True):
         assert one == pytest.approx(other, abs=1e-3)
     one, other = (answer_generation(student, tokenizer, examples, batch_size=b).tolist() for b in (1, 3))
     assert one == other
-    with ablate_heads(student, [HeadId(0, 0)]):
-        ablated = answer_choices(student, tokenizer, examples)
-    assert ablated.answer_logprob_E.tolist() != together.answer_logprob_E.tolist()
 
 
 @pytest.mark.parametrize("change", [{"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}])
@@ -224,3 +210,27 @@ def test_a_record_that_is_not_an_evaluation_is_refused(planted, tmp_path, change
     (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
     with pytest.raises(ValueError, match="cannot be read as an evaluation"):
         EvalResult.load(tmp_path / "torn.json")
+
+
+def test_what_is_left_without_the_recurrence_is_measured(planted, tmp_path) -> None:
+    """A student with the circuit in recurrent heads loses it with them; one whose recurrent heads write nothing is
+    flagged."""
+    teacher, tokenizer = planted
+    options = {"n_pairs": (8,), "n_examples": 4, "keys": KEYS, "held_out_texts": [" ".join(KEYS[:6])]}
+    kept = [HeadId(layer, head) for layer, head in HeadPlan.all(teacher).kept if layer]
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=8)
+    found = evaluate(student, tokenizer, teacher=teacher, **options)
+    zeroed = found.recurrent_heads_zeroed
+    assert zeroed is not None and zeroed["n_examples"] == 4
+    assert list(zeroed["figures"]) == ["kv_choice_8", "kv_generation_8", "perplexity", "top1_agreement"]
+    assert zeroed["figures"]["perplexity"]["whole"] == pytest.approx(found.perplexity, rel=1e-6)
+    with ablate_heads(student, [HeadId(0, head) for head in range(attention_sites(student)[0].n_heads)]):
+        alone = evaluate(student, tokenizer, teacher=teacher, **options)
+    assert zeroed["figures"]["perplexity"]["zeroed"] == pytest.approx(alone.perplexity, rel=1e-6)
+    assert [row["layer"] for row in zeroed["by_layer"]] == [None, 0]
+    assert zeroed["by_layer"][1]["perplexity"] == pytest.approx(alone.perplexity, rel=1e-6)
+    assert not found.recurrence_unused and alone.recurrence_unused
+    found.save(tmp_path / "evaluation.json")
+    assert EvalResult.load(tmp_path / "evaluation.json") == found
+    for model in (teacher, build_student(teacher, HeadPlan.all(teacher), d_state=8)[0]):
+        assert evaluate(model, tokenizer, n_pairs=()).recurrent_heads_zeroed is None

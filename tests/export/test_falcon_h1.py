@@ -158,9 +158,7 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> Non
 
 
 @pytest.mark.launched
-def test_the_exit_status_says_whether_every_check_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_status_says_whether_every_check_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     student, plan = tiny_student("llama", recurrence="mamba2")
     export_checkpoint(student, None, tmp_path / "stock", plan=plan, form="falcon-h1", gate=False)
     weights = load_file(tmp_path / "stock/model.safetensors")

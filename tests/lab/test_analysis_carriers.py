@@ -45,9 +45,7 @@ def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothi
 FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2"]
 
 
-@pytest.mark.parametrize(
-    ("family", "n_attention", "n_ssm"), [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)]
-)
+@pytest.mark.parametrize(("family", "n_attention", "n_ssm"), [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)])
 def test_the_two_kinds_of_a_hybrid_are_ranked_together(
     family: str, n_attention: int, n_ssm: int, random_models: Path, tmp_path: Path, capsys
 ) -> None:

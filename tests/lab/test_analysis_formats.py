@@ -8,8 +8,8 @@ from pathlib import Path
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.formats import Formats, in_chat
 from hybrid_distill.probes import Example
+from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
-from hybrid_distill.probes.letter_choice import Form, LetterChoice
 from hybrid_distill.teacher import load_teacher
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

@@ -19,8 +19,8 @@ from hybrid_distill.lab.analysis.mixing import heads_in, mix_heads, mixing_bytes
 from hybrid_distill.lab.analysis.patterns import MarkedPrompt, Segment, mark_example, mark_prompt, row_shares, sharpness
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
+from hybrid_distill.probes.knowledge import LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.letter_choice import LetterChoice
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import load_teacher
 

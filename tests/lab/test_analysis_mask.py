@@ -31,8 +31,7 @@ from hybrid_distill.lab.analysis.patterns import aggregate_mask, gather_mask
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.answering import Tokens, answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring.attention import eager_attention
-from hybrid_distill.teacher import HeadKind, ablate_heads
+from hybrid_distill.teacher import HeadKind, ablate_heads, eager_attention
 
 ROW = IDS[:1]  # 10 tokens
 ALL, NONE = torch.ones(10, 10, dtype=torch.bool), torch.zeros(10, 10, dtype=torch.bool)

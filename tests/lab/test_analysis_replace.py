@@ -136,8 +136,6 @@ def test_a_run_is_read_where_it_is_now(aligned: Path, tmp_path: Path) -> None:
         ReplaceLayer(student=tmp_path / "moved").load()
 
 
-
-
 def test_a_student_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> None:
     make_model("student").save_pretrained(tmp_path / "other")
     load_teacher("tiny")[1].save_pretrained(tmp_path / "other")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
-from hybrid_distill.lab.reporting.run import Model, read_record, with_means, write_report
+from hybrid_distill.lab.reporting.run import read_record, with_means, write_report
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
@@ -131,9 +131,10 @@ def test_report_of_a_comparison(comparison: Path) -> None:
         "| top 4 heads (with probe) | 4 of 48 |",
         "| 1.583 | 6.0 |",  # 64 x 6 bytes a token x 4096 + 10000 = 1,582,864 bytes
         "| 0 heads | +0.0 % | −79.8 % | −79.8 % |",
-        "Chance level: 6.2 % for KV retrieval with 16 pairs, 25.0 % for knowledge. Questions: 400 for each",
+        "| guessing | – | 25.0 | 6.2 | 6.2 |",
+        "Questions: 400 for each dictionary size, 100 on knowledge.",
         "| 1 | L1H3 | yes | 62.0 ± 1.0 |",
-        "| chance (1 / pairs) | 25.0 | 12.5 | 6.2 | 3.1 |",
+        "| guessing | 25.0 | 12.5 | 6.2 | 3.1 |",
     ):
         assert line in text
     assert "## Missing" not in text
@@ -155,7 +156,7 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     text = write_report(tmp_path / "run").read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
     assert "- head scores (`run/scores.json`: not there)" in text and "- the figures: matplotlib" in text
-    assert "| student, 4 heads kept | 4 of 48 |" in text and not list((tmp_path / "run").glob("*.png"))
+    assert "| student | 4 of 48 |" in text and not list((tmp_path / "run").glob("*.png"))
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
@@ -174,15 +175,18 @@ def test_refuses_a_directory_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is neither a run nor a comparison"):
         write_report(tmp_path)
     (tmp_path / "compare.json").write_text('{"students": 3}')
-    with pytest.raises(ValueError, match=r"compare\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"compare\.json has no students"):
         write_report(tmp_path)
 
 
+SHARES = ((0.2, 4), (0.4, 4), (0.9, 8))
+
+
 def test_mean_of_random_draws_has_their_standard_error() -> None:
-    draws = [Model(str(share), "random", k, {"knowledge": share}) for share, k in ((0.2, 4), (0.4, 4), (0.9, 8))]
-    mean = with_means(draws)[2]
-    assert mean.draws == 2 and len(with_means(draws)) == 4
-    assert (mean.values["knowledge"], mean.errors["knowledge"]) == pytest.approx((0.3, 0.1))
+    rows = [{"label": "", "selection": "random", "data": "", "k": k, "knowledge": x} for x, k in SHARES]
+    models, errors = with_means(pd.DataFrame(rows), pd.DataFrame(index=range(3)))
+    assert list(models.label) == ["", "", "4 random heads (mean of 2)", ""]
+    assert (models.knowledge.iloc[2], errors.knowledge.iloc[2]) == pytest.approx((0.3, 0.1))
 
 
 def test_dictionary_size_of_the_results(comparison: Path, tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ from students import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel
 
 from hybrid_distill.export.check import TOLERANCE
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import TINY, load_teacher
 
 NEW = 9
@@ -193,14 +192,6 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student.generate(ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2, **GREEDY)
 
 
-def test_text_is_streamed_as_it_is_decoded(capsys: pytest.CaptureFixture[str]) -> None:
-    teacher, tokenizer = load_teacher(TINY)
-    student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
-    ids = tokenizer("the", return_tensors="pt").input_ids
-    new = generated(student, ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)[0]
-    assert capsys.readouterr().out.strip() == tokenizer.decode(new).strip() != ""
-
-
 @pytest.mark.parametrize("kind", ["static", "offloaded", "quantized", "paged"])
 def test_another_kind_of_cache_is_refused(llama_student: HybridForCausalLM, kind: str) -> None:
     with pytest.raises(ValueError, match="cache_implementation.*'" + kind):
@@ -264,16 +255,6 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
     assert full.nbytes()["ssm"] == cache.nbytes()["ssm"]
     cache.reset()
     assert cache.layers[0].kv_dtype == kv_dtype
-
-
-def test_generation_from_a_half_precision_cache(llama_student: HybridForCausalLM) -> None:
-    cache = llama_student.new_cache(torch.bfloat16)
-    out = llama_student.generate(tokens(2, 8), past_key_values=cache, **GREEDY)
-    assert out.shape == (2, 8 + NEW)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
-    assert cache.get_seq_length() == 8 + NEW - 1
-    with pytest.raises(ValueError, match=r"kv_dtype is torch\.int8; keys are stored in one of torch\.float32"):
-        llama_student.new_cache(torch.int8)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -11,7 +11,6 @@ import torch
 import transformers
 from students import (
     ALL_BUT_ONE,
-    BF16_RELATIVE_ERROR,
     THREE,
     close,
     keep,
@@ -349,18 +348,6 @@ def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> 
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@ONE
-@torch.no_grad()
-def test_a_student_without_attention_counts_its_tokens(teacher: PreTrainedModel) -> None:
-    student = student_of(teacher, HeadPlan.none(teacher))
-    ids = tokens(2, 20)
-    cache = student.new_cache()
-    student(ids[:, :12], past_key_values=cache, attention_mask=torch.ones(2, 12))
-    assert cache.get_seq_length() == 12
-    assert cache.nbytes()["kv"] == 0
-    close(logits(student, ids[:, 12:], past_key_values=cache), logits(student, ids)[:, 12:])
-
-
 @FEW
 def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> None:
     student = mixed_student(teacher).train()
@@ -370,20 +357,6 @@ def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> 
     output.loss.backward()
     missing = [name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0]
     assert missing == []
-
-
-@FEW
-@torch.no_grad()
-def test_half_precision_keeps_states_in_fp32(teacher: PreTrainedModel) -> None:
-    student = mixed_student(teacher)
-    ids = tokens(2, 19)
-    expected = logits(student, ids)
-    student.bfloat16()
-    cache = student.new_cache()
-    actual = logits(student, ids, past_key_values=cache)
-    assert all(layer.ssm_state.dtype == torch.float32 for layer in cache.layers)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
-    assert (actual.float() - expected).norm() < BF16_RELATIVE_ERROR * expected.norm()
 
 
 @FEW
@@ -406,12 +379,6 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrain
     reordered.reorder_cache(torch.tensor([1, 0]))
     expected = logits(student, torch.cat([prompt.flip(0), more[:2]], dim=1))[:, 9:]
     close(logits(student, more[:2], past_key_values=reordered), expected)
-
-
-def test_a_recurrent_state_cannot_be_rolled_back(family_model: FamilyModel) -> None:
-    cache = mixed_student(family_model("llama")).new_cache()
-    with pytest.raises(ValueError, match="cannot be rolled back"):
-        cache.crop(-1)
 
 
 def test_wrong_caches_are_refused(family_model: FamilyModel) -> None:

@@ -23,12 +23,6 @@ from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.teacher import eval_mode
 
 WHOLE, DIGITS = r"\n|:|'|\p{N}+", r"\n|:|'|\p{N}"
-TOKENIZERS = {
-    "whole numbers": (WHOLE, "removed"),
-    "space, then the number": (WHOLE, "isolated"),
-    "digits": (DIGITS, "removed"),
-    "space, then digits": (DIGITS, "isolated"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +53,9 @@ def brute_force(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, exam
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [*((family, "space, then digits") for family in FAMILIES), *(("llama", kind) for kind in list(TOKENIZERS)[:3])],
-)
-def test_choices_equal_brute_force(family: str, kind: str) -> None:
-    tokenizer = word_tokenizer(probe_texts(), *TOKENIZERS[kind])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_equal_brute_force(family: str) -> None:
+    tokenizer = word_tokenizer(probe_texts(), DIGITS, "isolated")
     model = sharp(make_family_model(family, vocab_size=len(tokenizer), num_hidden_layers=2))
     examples = KVRetrieval((1, 12), keys=KEYS).examples(6)
     result = answer_choices(model, tokenizer, examples, batch_size=4)
@@ -76,19 +67,6 @@ def test_choices_equal_brute_force(family: str, kind: str) -> None:
         right = example.choices.index(example.answer)
         assert float(answer) == pytest.approx(expected[right], abs=2e-4)
         assert bool(correct) == (max(range(len(expected)), key=expected.__getitem__) == right)
-
-
-@torch.no_grad()
-def test_choices_of_words_of_any_length(family_model) -> None:
-    tokenizer = word_tokenizer(["the town lies in north south east west by of sea"])
-    model = sharp(family_model("llama", vocab_size=len(tokenizer)))
-    examples = [
-        Example("the town lies", " in", (" in", " in north", " in north by west", " south of sea", " east")),
-        Example("the", " sea", (" sea", " town")),
-    ]
-    result = answer_choices(model, tokenizer, examples)
-    for row, example in zip(result.logprob_EC, examples, strict=True):
-        assert row == pytest.approx(brute_force(model, tokenizer, example), abs=2e-4)
 
 
 def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
@@ -144,9 +122,8 @@ def test_models_that_compute_all_logits_give_the_same(planted) -> None:
 def test_batches_and_padding_change_nothing(planted) -> None:
     model, tokenizer = planted
     examples = [KVRetrieval(n, seed=n, keys=KEYS).examples(1)[0] for n in (2, 20, 5, 11, 1)]
-    alone = answer_choices(model, tokenizer, examples, batch_size=1)
-    together = answer_choices(model, tokenizer, examples, batch_size=8)
-    for one, other in zip(alone.logprob_EC, together.logprob_EC, strict=True):
+    alone, together = (answer_choices(model, tokenizer, examples, batch_size=b).logprob_EC for b in (1, 8))
+    for one, other in zip(alone, together, strict=True):
         assert one == pytest.approx(other, abs=1e-3)
     one, other = (answer_generation(model, tokenizer, examples, batch_size=b).tolist() for b in (1, 8))
     assert one == other
@@ -212,11 +189,7 @@ def test_choices_that_a_tokenizer_cannot_tell_apart_are_refused() -> None:
         encode_example(tokenizer, Example("these words", " 1", (" 1", " 2")))
 
 
-@pytest.mark.parametrize("text", [" 84", "84\nThe", " 84.", " 84 and"])
-def test_an_answer_may_be_followed_by_anything_but_its_own_kind(text: str) -> None:
-    assert begins_with(text, " 84") and begins_with(" blue, they say", " blue")
-
-
-@pytest.mark.parametrize("text", [" 845", " 8", " 8 4", " 184", ""])
-def test_another_number_or_word_is_another_answer(text: str) -> None:
-    assert not begins_with(text, " 84") and not begins_with(" bluebird", " blue")
+def test_an_answer_may_be_followed_by_anything_but_its_own_kind() -> None:
+    assert all(begins_with(text, " 84") for text in (" 84", "84\nThe", " 84.", " 84 and"))
+    assert not any(begins_with(text, " 84") for text in (" 845", " 8", " 8 4", " 184", ""))
+    assert begins_with(" blue, they say", " blue") and not begins_with(" bluebird", " blue")

@@ -4,9 +4,11 @@ import hashlib
 import json
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from families import family_tokenizer
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,13 +18,13 @@ from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.probes import Example, Probe
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.checks import check_answerable, missing_words
-from hybrid_distill.probes.copying import Copying
-from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
-from hybrid_distill.probes.letter_choice import Fact, LetterChoice
-from hybrid_distill.probes.needle import Needle, default_filler
+from hybrid_distill.probes.needle import Needle, default_filler, filler_sentences
 from hybrid_distill.probes.registry import PROBES, make_probe, options_of
-from hybrid_distill.probes.two_hop import TwoHop
+from hybrid_distill.probes.ruler import TASKS as RULER_TASKS
+from hybrid_distill.probes.ruler import ruler_questions
+from hybrid_distill.probes.words import MQAR, Copying, TwoHop
 
 COLORS = [(f"The color of {thing} is", color, (), "color") for thing, color in (
     ("snow", "white"), ("coal", "black"), ("grass", "green"), ("blood", "red"), ("the sky", "blue"))]  # fmt: skip
@@ -36,6 +38,7 @@ def small_probes(seed: int = 0) -> dict[str, Probe]:
         "needle": Needle(lengths=(20, 60), depths=(0, 0.5, 1), seed=seed),
         "copy": Copying(6, seed),
         "two_hop": TwoHop(7, seed),
+        "mqar": MQAR(6, 3, seed),
     }
 
 
@@ -51,6 +54,7 @@ def small_probes(seed: int = 0) -> dict[str, Probe]:
         ("needle", {}, "e9c7174795bd92a6"),
         ("copy", {"length": 5}, "f751e1c2a7243bc1"),
         ("two_hop", {"pairs": 9}, "0c81efb6aeb18657"),
+        ("mqar", {"pairs": 5}, "12f5cd3d4b95fa95"),
     ],
 )
 def test_a_seed_goes_on_meaning_the_same_prompts(name: str, options: dict, expected: str) -> None:
@@ -92,7 +96,6 @@ def test_probes_are_made_by_name() -> None:
     assert make_probe("kv", pairs=10, seed=3) == make_probe("kv", pairs=(10,), seed=3) == KVRetrieval(10, 3)
     assert make_probe("kv", pairs=[10, 25, 50]) == KVRetrieval((10, 25, 50))
     assert make_probe("letters") == LetterChoice.from_file()
-    assert make_probe("letters", facts=COLORS, n_options=2, seed=1) == LetterChoice(tuple(COLORS), 2, 1)
     assert make_probe("needle", lengths=50, depths=(0, 1)) == Needle(lengths=(50,), depths=(0, 1))
     assert set(PROBES) == set(small_probes()) and all("seed" in options_of(name) for name in PROBES)
 
@@ -100,34 +103,44 @@ def test_probes_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop"),
+        (
+            "growing",
+            {},
+            "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar,",
+        ),
         ("copy", {"pairs": 3, "depths": 1}, "'copy' has no option depths, pairs; it has length, seed, words"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
-        ("kv", {"pairs": (5, 5)}, "5 is there twice"),
-        ("kv", {"pairs": 2, "keys": ("dog", "cat", "dog")}, "named twice: dog"),
-        ("kv", {"pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys cannot fill a dictionary of 3 pairs"),
+        ("kv", {"pairs": (5, 5)}, "n_pairs: '5' is there twice"),
+        ("kv", {"pairs": 2, "keys": ("dog", "cat", "dog")}, "'dog' is there twice"),
+        ("kv", {"pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys are too few, 3"),
         ("copy", {"length": 1}, "length is 1"),
-        ("copy", {"length": 3, "words": ("dog", "cat")}, "2 words are too few, 3"),
         ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
-        ("needle", {"filler": " \n"}, "filler holds no words"),
-        ("needle", {"filler": " ".join(map(str, range(95)))}, "leaves 5 of the numbers"),
-        ("needle", {"filler": "the dog", "keys": ("dog",)}, "0 keys that the filler does not hold"),
-        ("needle", {"lengths": (5, 5)}, "lengths names 5 twice"),
+        ("mqar", {"pairs": 3}, "n_queries is 4, but a row has 3 keys"),
+        ("needle", {"lengths": (5, 0)}, "lengths: 0 is 0; it must be"),
         ("needle", {"depths": (0.5, 1.5)}, "depth 1.5"),
-        ("letters", {"facts": COLORS, "n_options": 27}, "n_options is 27"),
-        ("letters", {"facts": COLORS, "n_options": 6}, "has 4 wrong answers, 6 options need 5"),
-        ("letters", {"facts": [*COLORS, *CITIES], "n_options": 3}, "'Rome lies in' has 1 wrong answers"),
-        ("letters", {"facts": ["only a question"]}, "'only a question' is malformed"),
-        ("letters", {"facts": [("a question", "b", ("b", "c"))]}, "answers must differ"),
+        ("needle", {"n_choices": 101}, "n_choices is 101"),
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_probe(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("facts", "n_options", "message"),
+    [
+        (COLORS, 27, "n_options is 27"),
+        (COLORS, 6, "has 4 wrong answers, 6 options need 5"),
+        ([*COLORS, *CITIES], 3, "'Rome lies in' has 1 wrong answers"),
+    ],
+)
+def test_facts_without_enough_options_are_refused(facts: list, n_options: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LetterChoice(tuple(facts), n_options)
 
 
 # Retrieval
@@ -194,41 +207,61 @@ def test_copying_asks_for_the_next_word_of_the_list() -> None:
 FACT = re.compile(r"The number of the (\w+) is (\d+)\. ?")
 
 
-@pytest.mark.parametrize("filler", [None, ("All is well. " * 3, "One\nlong   line, 42 words it has not! Why?")])
-def test_the_needle_stands_where_it_should(filler: tuple[str, ...] | None) -> None:
+def test_the_needle_stands_where_it_should() -> None:
     lengths, depths = (10, 90, 300), (0, 0.3, 1)
-    probe = Needle(filler, lengths, depths, seed=2)
-    source = " ".join((default_filler() if filler is None else " ".join(filler)).split())
-    longest = max(len(sentence.split()) for sentence in re.split(r"(?<=[.!?]) ", source))
-    for index, example in enumerate(probe.examples(18)):
+    source, longest = default_filler(), max(len(sentence.split()) for sentence in filler_sentences())
+    for index, example in enumerate(Needle(lengths, depths, seed=2).examples(18)):
         text, question = example.prompt.split("\n")
         (match,) = FACT.finditer(text)
         assert question == f"The number of the {match[1]} is" and example.answer == f" {match[2]}"
         rest = text.replace(match[0], "").strip()
-        assert rest in f"{source} " * (300 // len(source.split()) + 3)
+        assert rest in f"{source} {source}"
         length, depth = lengths[index % 3], depths[index // 3 % 3]
         n_words, n_before = len(rest.split()), len(text[: match.start()].split())
         assert length <= n_words < length + longest
         assert abs(n_before - depth * n_words) <= longest / 2
-        used = set(re.findall(r"\w+", rest.lower()))
-        assert match[1] not in used and not {choice.strip() for choice in example.choices} & used
         assert len(example.choices) == 10
+
+
+def test_rows_of_recall_ask_for_several_of_their_keys() -> None:
+    for row in range(5):
+        examples = MQAR(6, 3, seed=2).examples(15)[3 * row : 3 * row + 3]
+        words = examples[-1].prompt.split() + [examples[-1].answer.strip()]
+        values = dict(zip(words[:12:2], words[1:12:2], strict=True))
+        assert len({*values, *values.values()}) == 12, "no word means two things"
+        asked = dict(zip(words[12::2], words[13::2], strict=True))
+        assert len(asked) == 3 and asked.items() <= values.items()
+        assert [example.answer.strip() for example in examples] == list(asked.values())
+        assert all(after.prompt.startswith(f"{e.prompt}{e.answer} ") for e, after in pairwise(examples))
+
+
+@pytest.mark.parametrize("task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *RULER_TASKS[-3:]])
+def test_a_question_of_ruler_asks_for_one_answer(task: str) -> None:
+    pytest.importorskip("lm_eval")
+    tokenizer = family_tokenizer("smollm2")
+    probe = make_probe(task, n_tokens=1500, tokenizer=tokenizer)
+    examples, plain = probe.examples(3), ruler_questions(task, 1500, tokenizer, 0, 3)
+    assert examples[:2] == probe.examples(2)
+    for example, question in zip(examples, plain, strict=True):
+        assert example.prompt == " ".join([question.prompt, *question.answers[:-1]])
+        assert example.answer == f" {question.answers[-1]}" and len(example.choices) == 10 == 1 / probe.chance
+        wrong = {choice.strip() for choice in example.choices} - {*question.answers}
+        assert len(wrong) == 9
+        assert task not in ("niah_multikey_2", "ruler_cwe") or all(word in example.prompt for word in wrong)
+    assert json.loads(json.dumps(probe.describe()))["length"] == 1500
 
 
 def test_the_default_words() -> None:
     assert len(set(NOUNS)) == len(NOUNS) >= 300, "enough for the largest dictionary"
     assert all(noun.isascii() and noun.isalpha() and noun.islower() for noun in NOUNS)
     words = re.findall(r"\w+", default_filler().lower())
-    assert len(words) > 4000 and default_filler() == default_filler()
-    assert not set(words) & {*NOUNS, *map(str, range(100))}
+    assert len(words) > 4000 and not set(words) & {*NOUNS, *map(str, range(100))}
 
 
 def test_words_may_be_given() -> None:
     words = ("do", "re", "mi", "fa", "so")
     assert {w for e in Copying(4, words=words).examples(20) for w in e.prompt.split()} == set(words)
     assert {w for e in TwoHop(5, keys=words).examples(20) for w in entries(e)[0]} == set(words)
-    needles = Needle(lengths=(10,), depths=0.5, keys=words).examples(20)  # type: ignore[arg-type]
-    assert all(FACT.search(e.prompt)[1] in words for e in needles)  # type: ignore[index]
     assert Copying(4, words=words).describe() != Copying(4).describe()
 
 
@@ -258,12 +291,11 @@ def test_the_letter_is_that_of_the_facts_answer() -> None:
     assert len({e.prompt for e in probe.examples(28)}) > 14, "and then with other options"
 
 
-@pytest.mark.parametrize("own", [("yellow", "grey"), ("black", "green")])
-def test_a_facts_own_distractors_come_first_and_once(own: tuple[str, str]) -> None:
-    facts = (Fact("The color of milk is", "white", own, "color"), *COLORS[1:])
+def test_a_facts_own_distractors_come_first_and_once() -> None:
+    facts = (Fact("The color of milk is", "white", ("black", "green"), "color"), *COLORS[1:])
     milk = [options(e)[1].values() for e in LetterChoice(facts, 4).examples(50) if "milk" in e.prompt]
-    assert all({"white", *own} < set(shown) and len(set(shown)) == 4 for shown in milk)
-    assert {option for shown in milk for option in shown} == {"white", "black", "green", "red", "blue", *own}
+    assert all({"white", "black", "green"} < set(shown) and len(set(shown)) == 4 for shown in milk)
+    assert {option for shown in milk for option in shown} == {"white", "black", "green", "red", "blue"}
 
 
 def test_facts_are_read_from_the_file_of_knowledge_questions(tmp_path: Path) -> None:
@@ -323,14 +355,7 @@ def test_words_without_a_token_are_named() -> None:
     split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     whole = PreTrainedTokenizerFast(tokenizer_object=split, unk_token="<unk>")
     assert missing_words(whole, ["lamp : 42"]) == []
-    assert missing_words(whole, ["lamp:42 lamp"]) == ["lamp", ":", "42"]
-
-
-def test_words_without_a_token_are_named_by_slow_tokenizers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a tokenizer does not say where in the text its tokens stand."""
-    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
-    tokenizer = word_tokenizer(["the dog"])
-    assert missing_words(tokenizer, ["the dog", "the cat and the dog"]) == ["cat", "and"]
+    assert missing_words(whole, ["lamp:42 lamp"]) == ["lamp:42"]
 
 
 def test_letters_that_vanish_are_named() -> None:

@@ -84,13 +84,6 @@ def test_a_file_that_is_not_scores_is_refused(tmp_path: Path, change: dict[str, 
         HeadScores.load(path)
 
 
-def test_old_combined_rankings_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scores = some_scores([[1.0, 0.0]], provenance={"method": "combined by mean_rank"})
-    scores.save(tmp_path / "scores.json")
-    assert HeadScores.load(tmp_path / "scores.json").ranking() == scores.ranking()
-    assert "mean ranks" in caplog.text
-
-
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     """A thousand heads are a thousand experiments of 100 examples with a known mean."""
     generator = torch.Generator().manual_seed(1)

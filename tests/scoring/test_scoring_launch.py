@@ -30,7 +30,7 @@ PROBE = KVRetrieval(6, keys=KEYS)
 def race(resume_path: Path | None = None) -> HeadScores:
     """A race with all that can be measured; 33 examples and one text are not shared evenly."""
     return score_heads(
-        *planted_teacher(0.008), PROBE, n_examples=33, control_texts=TEXTS, race_k=3, replacement="mean",
+        *planted_teacher(0.008), PROBE, n_examples=33, control_texts=TEXTS, race_k=3,
         resume_path=resume_path, progress=False,
     )  # fmt: skip
 

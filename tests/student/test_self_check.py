@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from students import close, keep, left_padded, logits, mixed_student, rope_that_depends_on_the_length, tokens
+from students import close, keep, left_padded, logits, mixed_student, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_distill.model import HybridForCausalLM, modeling_hybrid, packed_inputs
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.scoring.restoration import restore_heads, restore_layers
 from hybrid_distill.student import self_check
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.self_check import check_rows
@@ -81,16 +80,6 @@ def test_a_window_that_the_attention_does_not_have(family_model: FamilyModel) ->
         build_student(family_model("llama", sliding_window=6), HeadPlan.none(teacher), d_state=4)
 
 
-@torch.no_grad()
-def test_a_window_of_one_token_is_held_by_no_cache(family_model: FamilyModel) -> None:
-    student, ids = mixed_student(family_model("mistral", sliding_window=6)), tokens(2, 19)
-    student.model.config.sliding_window = 1
-    cache = student.new_cache()
-    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([7, 1, 1, 10], dim=1)]
-    close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
-    assert cache.nbytes()["kv"] == 0
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -125,16 +114,6 @@ def test_a_teacher_whose_documents_leak_is_found(dtype: Any, family_model: Famil
     monkeypatch.setattr(self_check, "_checked", {})
     with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a document packed"):
         check_rows(teacher)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_length_is_not_refused(kind: str, family_model: FamilyModel) -> None:
-    """The check's document is longer than these were trained for; cached decoding is another function there."""
-    teacher = family_model("llama", **rope_that_depends_on_the_length(kind, beyond=8))
-    ids = tokens(1, 11)
-    with torch.no_grad():
-        assert (self_check._cached(teacher, ids) - logits(teacher, ids)[0]).abs().max() > 1e-4
-    build_student(teacher, HeadPlan.none(teacher), d_state=4)
 
 
 def test_a_deep_model_in_bfloat16_is_not_refused(family_model: FamilyModel) -> None:
@@ -203,15 +182,3 @@ def test_alignment_of_packed_rows_is_that_of_documents(target: Any, family: str,
     for actual, expected in zip(packed, run(ids, torch.zeros_like(ids)), strict=True):
         scale = max(1.0, expected.abs().max().item())
         close(actual / scale, expected / scale)
-
-
-@torch.no_grad()
-def test_restored_heads_of_a_layer_that_drops_arguments(family_model: FamilyModel) -> None:
-    teacher = family_model("nemotron")
-    student, ids, seq_idx = mixed_student(teacher), tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
-    expected = packed_logits(teacher, ids, seq_idx)
-    with restore_heads(student, teacher, HeadPlan.all(teacher).kept):
-        close(packed_logits(student, ids, seq_idx), expected)
-    with restore_layers(student, teacher, range(3)):
-        close(packed_logits(student, ids, seq_idx), expected)
-    close(packed_logits(student, ids, seq_idx)[:, 5:], logits(student, ids[:, 5:]))

@@ -180,14 +180,6 @@ def test_the_model_is_put_back_also_after_an_exception() -> None:
     assert model.training
 
 
-def test_gradients_pass_an_ablated_model_by_the_head() -> None:
-    model = make_model("llama")
-    with ablate_heads(model, [HeadId(1, 2)]):
-        model(IDS).logits.square().sum().backward()
-    rows = head_sites(model)[1].linear("q_proj").weight.grad.unflatten(0, (4, 8))
-    assert [bool(head.any()) for head in rows] == [True, True, False, True]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "student"])
 def test_traces_hold_what_flows_through_each_mixer(family: str) -> None:

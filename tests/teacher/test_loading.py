@@ -10,7 +10,6 @@ import pytest
 import torch
 from planted import word_tokenizer
 from safetensors.torch import load_file, save_file
-from students import rope_that_depends_on_the_length
 from transformers import LlamaConfig, PreTrainedModel
 
 from hybrid_distill.teacher import fingerprint, hub_error, load_config, load_teacher, longest_context, read_teacher
@@ -42,19 +41,6 @@ def folder(tmp_path: Path, family_model: FamilyModel) -> Path:
 def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
-def test_rope_that_depends_on_the_length_is_logged_at_loading(kind, tmp_path, family_model, caplog) -> None:
-    settings = rope_that_depends_on_the_length(kind, beyond=64)
-    if kind == "yarn":  # it does not
-        settings["rope_parameters"] = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
-    word_tokenizer(["a few words"]).save_pretrained(tmp_path)
-    family_model("llama", **settings).save_pretrained(tmp_path)
-    load_teacher(tmp_path)
-    warned = [record.getMessage() for record in caplog.records if record.name.startswith("hybrid_distill.teacher")]
-    assert len(warned) == (kind != "yarn")
-    assert all(f"({kind}): beyond 64 tokens" in text for text in warned)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str],
         ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "pass --data.chat."]),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
-            ["cannot be streamed", "prepare-data --chat"],
+            ["pass --data.hub-tokens N", "prepare-data --sources hf:somebody/chat"],
         ),
         ("--stages long --long.seq-len 4096", ["long.seq_len is 4096", "'tiny' reach over 1024", "at most 1024"]),
         ("--data.seq-len 2048", ["data.seq_len is 2048", "at most 1024"]),

@@ -111,15 +111,6 @@ def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
     assert torch.equal(batch["seq_idx"].diff(dim=1) == 1, torch.logical_or(begins, padding))
 
 
-def test_any_number_of_workers_and_a_limit_write_the_same_masks(tmp_path):
-    tokenizer, source = chat_tokenizer(), conversations(tmp_path / "chat.jsonl", 30)
-    options = {"text_column": None, "shard_tokens": 40, "max_tokens": 150}
-    for workers in (1, 2):
-        write_tokens(tmp_path / str(workers), [str(source)], tokenizer, workers=workers, **options)
-    written = [{p.name: p.read_bytes() for p in (tmp_path / n).glob("*.bin")} for n in ("1", "2")]
-    assert written[0] == written[1] and {"learned-00000.bin", "learned-00001.bin"} <= written[0].keys()
-
-
 def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_path):
     write_tokens(tmp_path / "tokens", [str(conversations(tmp_path / "chat.jsonl"))], chat_tokenizer(), text_column=None)
     base = chat_tokenizer(None)

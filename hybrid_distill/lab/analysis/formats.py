@@ -18,8 +18,8 @@ from ...data.chat import check_template
 from ...limits import words
 from ...probes import Example
 from ...probes.answering import tokenize
+from ...probes.knowledge import Form, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...probes.letter_choice import Form, LetterChoice
 from ...scoring import HeadScores
 from ...teacher import HeadKind
 from .experiment import Bench, Experiment

@@ -15,12 +15,12 @@ from ...plan import HeadId
 from ...probes import Example, check_counts
 from ...probes.registry import probe_with
 from ...scoring import HeadScores
-from ...scoring.comparison import comparison_table
 from ...teacher import HeadKind
 from .experiment import Experiment, parse_head
 from .figures import draw_maps
 from .mixing import MAX_BYTES, HeadMix, heads_in, mix_heads, mixing_bytes, mixing_sites
 from .patterns import MarkedPrompt, Sharpness, mark_example, mark_prompt, sharpness
+from .rankings import comparison_table
 from .tables import Column, Row, Table
 from .tasks import Subject
 

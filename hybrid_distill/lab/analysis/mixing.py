@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from ...model.ssd import mixing_matrix
 from ...plan import HeadId
 from ...probes.answering import forward
-from ...scoring.attention import eager_attention
 from ...teacher import (
     HeadKind,
     HeadSite,
     asked_for,
     check_exists,
+    eager_attention,
     eval_mode,
     head_sites,
     longest_context,

@@ -2,15 +2,8 @@
 
 `StageShape` reads off models on the meta device what a stage trains and keeps. `memory_plan` adds up, for one way to
 share the work among processes, what is in memory when it is fullest: about the end of a forward pass, of a micro-batch
-that is not the first of its step, so that gradients are there already.
-
-    always there     trained and frozen parameters, gradients, AdamW's two moments, the teacher
-    a micro-batch    activations kept for the backward, bf16 copies that autocast makes of float32 weights
-    for a moment     the loss over the vocabulary; where that needs less, one layer's forward or backward
-    to communicate   buckets, and parameters gathered for use
-
-Not counted: the CUDA context (about 0.5 GB), NCCL, and fragmentation. `_Run` lists what a layer keeps, in bytes per
-token, for dense decoders; benchmarks/memory_plan.py compares all of it with measurements.
+that is not the first of its step, so that gradients are there already. Not counted: the CUDA context (about 0.5 GB),
+NCCL, and fragmentation. benchmarks/memory_plan.py compares every part with measurements.
 """
 
 from __future__ import annotations
@@ -36,6 +29,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 micro-batch, ZeRO-3 and FSDP2 the parameters of every pass as well."""
 
 FP32, BF16 = 4, 2
+NEVER = 2**62  # longer than any row
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default; the launch files leave it
 LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps as many elements gathered that it will soon use again: its default
 KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
@@ -52,16 +46,15 @@ class StageShape:
 
     def __init__(self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
         stage = make_stage(config, student, teacher)
-        end_to_end = isinstance(stage, EndToEnd)
-        self.stage = "distill" if end_to_end else "matrix" if isinstance(stage, MatrixAlignment) else "align"
+        self.end_to_end, self.matrix = isinstance(stage, EndToEnd), isinstance(stage, MatrixAlignment)
         self.target: str = getattr(config, "target", "mixer")
-        self.train: str = getattr(config, "train", "ssm")
+        train = getattr(config, "train", "ssm")
+        self.trains_all, self.trains_attention = train == "all", train != "ssm"
         self.kind: str = getattr(config, "kind", "forward_kl")
         # Tokens that recurrent heads run over at a time; the backward computes them again.
-        self.segment_len: int | None = getattr(config, "segment_len", None)
-        self.bf16 = config.precision == "bf16"
+        self.segment_len: int = getattr(config, "segment_len", NEVER)
+        self.bf16, self.gradient_checkpointing = config.precision == "bf16", config.gradient_checkpointing
         self.itemsize = BF16 if self.bf16 else FP32
-        self.gradient_checkpointing = config.gradient_checkpointing
         self.shardable = stage.shardable
 
         backbone: Any = text_config(student.model)  # a stage of its own may have a larger teacher
@@ -74,18 +67,17 @@ class StageShape:
         self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
         self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
         self.teacher_layer_bytes = max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher))
-        self.largest_layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if end_to_end else mixers))
+        self.layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers))
         # Under bf16, autocast copies trained matrices once in a forward, and float32 frozen ones at every use.
-        computed = blocks if end_to_end or self.target == "layer" else nn.ModuleList(mixers)
+        computed = blocks if self.end_to_end or self.target == "layer" else nn.ModuleList(mixers)
         matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
         self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
         self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
 
-        self.n_heads, self.head_dim = mixers[0].n_heads, mixers[0].head_dim
-        self.kept = tuple(len(mixer.kept) for mixer in mixers)
-        both = [(kept, self.n_heads - kept) for kept in self.kept]
+        self.n_layers, self.n_heads, self.head_dim = len(mixers), mixers[0].n_heads, mixers[0].head_dim
+        both = [(len(mixer.kept), self.n_heads - len(mixer.kept)) for mixer in mixers]
         # (kept, recurrent) heads of the layers that the stage computes for the student.
-        self.layers = both if end_to_end else [layer for layer in both if layer[1]]
+        self.layers = both if self.end_to_end else [layer for layer in both if layer[1]]
         self.width: int = backbone.hidden_size
         self.mlp_width: int = backbone.intermediate_size
         mlp_inputs = [m for m in _linears(getattr(blocks[0], "mlp", nn.Module())) if m.in_features == self.width]
@@ -94,7 +86,7 @@ class StageShape:
         self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
         self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())  # over a layer's whole width
         self.eager = backbone._attn_implementation == "eager"  # attention that holds its maps
-        embedding: Any = (student if end_to_end else teacher).get_input_embeddings()
+        embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
         self.hidden_itemsize: int = embedding.weight.element_size()  # of hidden states between the student's layers
 
@@ -116,12 +108,12 @@ class MemoryPlan:
     frozen_parameters: int
     gradients: int
     optimizer: int
+    communication: int  # buckets, and parameters gathered for use
     teacher: int
-    activations: int
-    bf16_copies: int
+    activations: int  # kept for the backward
+    bf16_copies: int  # of float32 weights, by autocast
     loss_chunk: int  # logits of a chunk of tokens, and the gradients that are computed with the loss
     layer_workspace: int  # of one layer's forward or backward, beyond the loss chunk in whose place it comes
-    communication: int
 
     @property
     def parts(self) -> dict[str, int]:
@@ -153,212 +145,151 @@ def memory_plan(
     ``cpu``, with plain torch.
     """
     recompute = shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-    run = _Run(shape, micro_batch, seq_len, kernels=device == "cuda", fused=shape.fused and strategy != "zero3")
-    loss = run.loss() if shape.stage == "distill" else 0
+    tokens, kernels, fused = micro_batch * seq_len, device == "cuda", shape.fused and strategy != "zero3"
+    layers = [_layer(shape, *heads, seq_len, kernels) for heads in shape.layers]
+    activations = _inputs_of_layers(shape, seq_len) if recompute else sum(layers)
+    if shape.end_to_end:  # around the last norm, and what an output embedding reads
+        trained = FP32 + (0 if fused else shape.itemsize) if shape.trains_all else 0
+        activations += shape.width * (FP32 + trained)
+    copied = shape.trained_matrices + (0 if recompute else shape.frozen_matrices)
+    work = int(tokens * _workspace(shape, seq_len, kernels, max(layers) if recompute else 0))
+    loss = _loss(shape, tokens, kernels, fused) if shape.end_to_end else 0
+    teacher = shape.teacher_bytes
+    if teacher_sharding == "sharded":  # a share of the layers, the layer that runs, and the next one
+        in_layers = shape.n_layers * shape.teacher_layer_bytes
+        teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
     return MemoryPlan(
         strategy,
-        **_shares(shape, strategy, world, micro_batches, reduce_bucket * FP32),
-        teacher=_teacher(shape, world if teacher_sharding == "sharded" else 1),
-        activations=run.kept_for_recompute() if recompute else run.kept(),
-        bf16_copies=run.copies(recompute),
+        *_shares(shape, strategy, world, micro_batches, reduce_bucket * FP32),
+        teacher=teacher,
+        activations=int(tokens * activations),
+        bf16_copies=BF16 * copied if shape.bf16 else 0,
         loss_chunk=loss,
-        layer_workspace=max(0, run.work(recompute) - loss),
+        layer_workspace=max(0, work - loss),
     )
 
 
-def _teacher(shape: StageShape, parts: int) -> int:
-    """Return a process's bytes of the teacher; of a sharded one also the layer that runs, and the next one."""
-    if parts == 1:
-        return shape.teacher_bytes
-    layers = len(shape.kept) * shape.teacher_layer_bytes
-    return shape.teacher_bytes - layers + -(-layers // parts) + 2 * shape.teacher_layer_bytes
-
-
-def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int) -> dict[str, int]:
-    """Return a process's bytes of parameters, gradients, optimizer and communication.
+def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int) -> tuple[int, ...]:
+    """Return a process's bytes of trained and frozen parameters, gradients, optimizer and communication.
 
     As in DeepSpeed 0.19, whose optimizer works on a copy of the float32 weights of its own share.
     """
     whole, frozen = shape.trained * FP32, shape.frozen_bytes
     held, share = whole + frozen, -(-whole // world)
     if strategy == "ddp":
-        trained, gradients, optimizer = whole, whole, 2 * whole
         # Gradients are views of the buckets, until zero_grad drops them and accumulation makes new ones.
-        communication = whole if world > 1 and micro_batches > 1 else 0
-    elif strategy in ("zero1", "zero2"):
-        trained, gradients, optimizer = whole + share, whole if strategy == "zero1" else share, 2 * share
-        communication = bucket
-    else:
-        trained, gradients, optimizer, frozen = share, share, 2 * share, -(-frozen // world)
-        if strategy == "zero3":
-            elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
-            trained, communication = 2 * share, bucket + int(held * min(1.0, LIVE_PARAMETERS / elements))
-        elif shape.stage != "distill":
-            # Nothing flows back into a layer's input, so FSDP2 reshards when the backward ends.
-            communication = held + whole
-        else:
-            # What is in no layer stays gathered; besides a layer, the next one, and one layer's gradients.
-            outside = max(0, held - len(shape.layers) * shape.largest_layer_bytes)
-            communication = min(2 * held, outside + 3 * shape.largest_layer_bytes)
-    return {
-        "trained_parameters": trained, "frozen_parameters": frozen, "gradients": gradients, "optimizer": optimizer,
-        "communication": communication,
-    }  # fmt: skip
+        return whole, frozen, whole, 2 * whole, whole if world > 1 and micro_batches > 1 else 0
+    if strategy in ("zero1", "zero2"):
+        return whole + share, frozen, whole if strategy == "zero1" else share, 2 * share, bucket
+    frozen = -(-frozen // world)
+    if strategy == "zero3":
+        elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
+        return 2 * share, frozen, share, 2 * share, bucket + int(held * min(1.0, LIVE_PARAMETERS / elements))
+    if not shape.end_to_end:  # nothing flows back into a layer's input, so FSDP2 reshards when the backward ends
+        return share, frozen, share, 2 * share, held + whole
+    # What is in no layer stays gathered; besides a layer, the next one, and one layer's gradients.
+    outside = max(0, held - len(shape.layers) * shape.layer_bytes)
+    return share, frozen, share, 2 * share, min(2 * held, outside + 3 * shape.layer_bytes)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A micro-batch of a stage: bytes that its forward keeps, and that it needs for a moment."""
+# From here to the loss: bytes of a token.
 
-    shape: StageShape
-    micro_batch: int
-    seq_len: int
-    kernels: bool
-    fused: bool
 
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.seq_len
+def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: bool) -> float:
+    """Kept for the backward by a layer with so many heads of each kind."""
+    item = shape.itemsize
+    if shape.matrix:  # for every pair of tokens the scores, the decays and the error, in float32
+        channels = recurrent * (shape.head_dim + 2 * shape.d_state)
+        convolution = channels * item * (1 if kernels else shape.conv_width)
+        return _inputs(shape, 3) + convolution + recurrent * FP32 * (2 * (shape.d_state + 1) + 3 * seq_len)
+    in_segments = shape.segment_len < seq_len
+    n_linears = (3 if kept and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
+    total: float = _inputs(shape, n_linears)
+    if recurrent and in_segments:  # hidden states that segments begin from, and the states between
+        is_kept = shape.trains_attention and shape.hidden_itemsize == item
+        total += 0 if is_kept else shape.width * shape.hidden_itemsize
+        total += recurrent * shape.head_dim * shape.d_state * FP32 / shape.segment_len
+    elif recurrent:
+        total += _recurrence(shape, recurrent, seq_len, kernels)
+    if kept and (shape.trains_attention or shape.end_to_end):
+        # q, k, v (as many as query heads) and the output; the mask, and a float32 normalizer, or the map itself.
+        maps = kept * seq_len * (FP32 + item) if shape.eager else seq_len * item + kept * FP32
+        total += 4 * kept * shape.head_dim * item + maps
+    if shape.trains_attention:
+        total += shape.n_heads * shape.head_dim * item  # input of the output projection
+    if not shape.end_to_end:
+        total += (recurrent * shape.head_dim if shape.target == "head" else shape.width) * FP32  # the error
+    if shape.end_to_end or shape.target == "layer":
+        # RMSNorm in float32: its input, and, for the weight's gradient, its normalized input.
+        n_norms = shape.n_norms - (not shape.end_to_end)
+        total += n_norms * shape.width * FP32 * (2 if shape.trains_all else 1)
+        # Gate, activation and up (without a gate: up); for the weights' gradients their product and the input too.
+        n_kept, n_inputs = (3, 2) if shape.gated else (1, 1)
+        total += (n_kept + shape.trains_all) * shape.mlp_width * item
+        total += _inputs(shape, n_inputs) if shape.trains_all else 0
+    return total
 
-    def kept(self) -> int:
-        """Bytes that wait for the backward."""
-        return int(self.tokens * (sum(self._layer(*heads) for heads in self.shape.layers) + self._around()))
 
-    def kept_for_recompute(self) -> int:
-        """The same with every layer recomputed: a layer's input, and in alignment what it is compared with."""
-        shape, n_layers = self.shape, len(self.shape.layers)
-        inputs = self.seq_len + 2 * shape.head_dim * shape.hidden_itemsize  # the packing mask, cosines and sines
-        inputs += n_layers * shape.width * shape.hidden_itemsize
-        if shape.stage != "distill":
-            inputs += n_layers * shape.n_heads * shape.head_dim * shape.itemsize
-            inputs += n_layers * shape.n_heads * self.seq_len * shape.teacher_itemsize if shape.eager else 0
-            # A decoder layer's output is the next one's input.
-            inputs += shape.width * (shape.hidden_itemsize if shape.target == "layer" else n_layers * shape.itemsize)
-        return self.tokens * (inputs + self._around())
+def _inputs(shape: StageShape, n_linears: int) -> int:
+    """Input of trained linear layers that read the same hidden states: the same tensor, or a cast one each."""
+    is_same = shape.hidden_itemsize == shape.itemsize
+    return shape.width * shape.itemsize * (min(1, n_linears) if is_same else n_linears)
 
-    def copies(self, recompute: bool) -> int:
-        """Bytes of autocast's copies of weights; recomputed layers make those of frozen ones again."""
-        matrices = self.shape.trained_matrices + (0 if recompute else self.shape.frozen_matrices)
-        return BF16 * matrices if self.shape.bf16 else 0
 
-    def work(self, recompute: bool) -> int:
-        """Bytes that one layer needs for a moment, at the end of the forward or in the backward."""
-        return int(self.tokens * max(self._forward_work(), self._backward_work(recompute)))
+def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
+    """Convolution, scan, skip and gate of the recurrent heads."""
+    item = shape.itemsize
+    x, bc, state = (recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state))
+    channels = x + 2 * bc
+    if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
+        # Into and out of the convolution, z, the raw decay, and the state before every chunk.
+        return 2 * channels * item + x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
+    chunk = min(CHUNK_SIZE, seq_len)
+    filled = -(-seq_len // chunk) * chunk / seq_len  # to whole chunks
+    scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
+    return (shape.conv_width + 1) * channels * item + filled * scan + 3 * x * item + (x * FP32 if item != FP32 else 0)
 
-    # From here on bytes of a token.
 
-    def _around(self) -> int:
-        """Kept outside the layers: around the last norm, and what an output embedding reads."""
-        shape = self.shape
-        trained = FP32 + (0 if self.fused else shape.itemsize) if shape.train == "all" else 0
-        return shape.width * (FP32 + trained) if shape.stage == "distill" else 0
+def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
+    """Kept where every layer is recomputed: its input, and in alignment what it is compared with."""
+    n_layers = len(shape.layers)
+    total = seq_len + 2 * shape.head_dim * shape.hidden_itemsize  # the packing mask, cosines and sines
+    total += n_layers * shape.width * shape.hidden_itemsize
+    if not shape.end_to_end:
+        maps = seq_len * shape.teacher_itemsize if shape.eager else 0
+        total += n_layers * shape.n_heads * (shape.head_dim * shape.itemsize + maps)
+        # A decoder layer's output is the next one's input.
+        total += shape.width * (shape.hidden_itemsize if shape.target == "layer" else n_layers * shape.itemsize)
+    return total
 
-    def _layer(self, kept: int, recurrent: int) -> float:
-        """Kept by one layer with so many heads of each kind."""
-        shape, item = self.shape, self.shape.itemsize
-        if shape.stage == "matrix":  # for every pair of tokens the scores, the decays and the error, in float32
-            channels = recurrent * (shape.head_dim + 2 * shape.d_state)
-            convolution = channels * item * (1 if self.kernels else shape.conv_width)
-            maps = recurrent * self.seq_len * 3 * FP32
-            return self._inputs(3) + convolution + 2 * recurrent * (shape.d_state + 1) * FP32 + maps
-        total = self._mixer(kept, recurrent)
-        if shape.stage == "distill":
-            return total + self._norms(shape.n_norms) + self._mlp()
-        if shape.target == "layer":
-            total += self._norms(shape.n_norms - 1) + self._mlp()
-        return total + (recurrent * shape.head_dim if shape.target == "head" else shape.width) * FP32  # the error
 
-    def _norms(self, n_norms: int) -> int:
-        """RMSNorm in float32: its input, and, for the weight's gradient, its normalized input."""
-        return n_norms * self.shape.width * FP32 * (2 if self.shape.train == "all" else 1)
+def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float) -> float:
+    """Of one layer: the teacher's while the student's activations are there, or the student's in the backward."""
+    residuals = 2 * shape.width * FP32
+    mlp = 3 * shape.mlp_width * shape.itemsize if shape.end_to_end or shape.target == "layer" else 0
+    most = max(recurrent for _, recurrent in shape.layers)
+    backward = residuals + mlp + recomputed + (3 * most * seq_len * FP32 if shape.matrix else 0)
+    if shape.segment_len < seq_len:  # a segment is computed again
+        again = _inputs(shape, 5) + _recurrence(shape, most, seq_len, kernels)
+        backward += again * shape.segment_len / seq_len
+    teacher = residuals + 3 * shape.mlp_width * shape.itemsize
+    if not shape.end_to_end:  # the hooks hold every layer's heads until the teacher is through
+        teacher += shape.n_layers * shape.n_heads * shape.head_dim * shape.itemsize
+        teacher += shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize) if shape.eager else 0
+    return max(teacher, backward)
 
-    def _mlp(self) -> int:
-        """Gate, activation and up (without a gate: up); for the weights' gradients their product and the input too."""
-        trains = self.shape.train == "all"
-        n_kept, n_inputs = (3 + trains, 2) if self.shape.gated else (1 + trains, 1)
-        return n_kept * self.shape.mlp_width * self.shape.itemsize + (self._inputs(n_inputs) if trains else 0)
 
-    def _inputs(self, n_linears: int) -> int:
-        """Input of trained linear layers that read the same hidden states: the same tensor, or a cast one each."""
-        same = self.shape.hidden_itemsize == self.shape.itemsize
-        return self.shape.width * self.shape.itemsize * (min(1, n_linears) if same else n_linears)
-
-    def _mixer(self, kept: int, recurrent: int) -> float:
-        shape, item = self.shape, self.shape.itemsize
-        trains_attention = shape.train != "ssm"
-        total: float = self._inputs(
-            (3 if kept and trains_attention else 0) + (5 if recurrent and not self._in_segments else 0)
-        )
-        if recurrent:
-            total += self._between_segments(recurrent) if self._in_segments else self._recurrence(recurrent)
-        if kept and (trains_attention or shape.stage == "distill"):
-            # q, k, v (as many as query heads) and the output; the mask, and a float32 normalizer, or the map itself.
-            maps = kept * self.seq_len * (FP32 + item) if shape.eager else self.seq_len * item + kept * FP32
-            total += 4 * kept * shape.head_dim * item + maps
-        return total + (shape.n_heads * shape.head_dim * item if trains_attention else 0)  # of the output projection
-
-    def _recurrence(self, recurrent: int) -> float:
-        """Convolution, scan, skip and gate of the recurrent heads."""
-        shape, item = self.shape, self.shape.itemsize
-        x, bc, state = (recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state))
-        channels = x + 2 * bc
-        if self.kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
-            # Into and out of the convolution, z, the raw decay, and the state before every chunk.
-            return 2 * channels * item + x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
-        chunk = min(CHUNK_SIZE, self.seq_len)
-        filled = -(-self.seq_len // chunk) * chunk / self.seq_len  # to whole chunks
-        convolution = (shape.conv_width + 1) * channels * item
-        scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
-        return convolution + filled * scan + 3 * x * item + (x * FP32 if item != FP32 else 0)
-
-    @property
-    def _in_segments(self) -> bool:
-        return self.shape.segment_len is not None and self.shape.segment_len < self.seq_len
-
-    def _between_segments(self, recurrent: int) -> float:
-        """Hidden states that segments begin from, where nothing else keeps them, and the states between."""
-        shape = self.shape
-        state = recurrent * shape.head_dim * shape.d_state * FP32
-        shared = shape.train != "ssm" and shape.hidden_itemsize == shape.itemsize
-        return (0 if shared else shape.width * shape.hidden_itemsize) + state / (shape.segment_len or 1)
-
-    def _forward_work(self) -> float:
-        """A teacher's layer while the student's activations are there: its MLP, its residuals, the packing mask."""
-        shape, item = self.shape, self.shape.itemsize
-        held = (3 if shape.gated else 2) * shape.mlp_width * item
-        held += 2 * shape.width * shape.teacher_itemsize + self.seq_len
-        if shape.stage == "distill":
-            return held
-        if shape.eager:  # scores, their softmax and what a layer's comparison picks from it
-            held += shape.n_heads * self.seq_len * (2 * FP32 + shape.teacher_itemsize)
-        # The hooks hold every layer's heads until the teacher is through.
-        return held + len(shape.kept) * shape.n_heads * shape.head_dim * item
-
-    def _backward_work(self, recompute: bool) -> float:
-        """Gradients of a layer's input, a recomputed layer, and a segment that is computed again."""
-        shape, most = self.shape, max(recurrent for _, recurrent in self.shape.layers)
-        work: float = 3 * most * self.seq_len * FP32 if shape.stage == "matrix" else 2 * shape.width * FP32
-        if shape.stage == "distill" or shape.target == "layer":
-            work += 2 * shape.mlp_width * shape.itemsize
-        if recompute:
-            work += max(self._layer(*layer) for layer in shape.layers)
-        if self._in_segments and most:
-            work += (self._inputs(5) + self._recurrence(most)) * (shape.segment_len or 1) / self.seq_len
-        return work
-
-    def loss(self) -> int:
-        """Bytes of the loss over the vocabulary: in its forward, or where its gradients are scaled."""
-        shape, item = self.shape, self.shape.itemsize
-        if not self.fused:  # logits of all tokens, the student's with their gradient once there are several chunks
-            logits = self.tokens * shape.vocabulary
-            chunk = min(logits, UNFUSED_CHUNK_LOGITS)
-            return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[shape.kind] * FP32
-        head = shape.vocabulary * shape.width
-        largest = (KERNEL_LOGITS if self.kernels else TORCH_LOGITS) // shape.vocabulary
-        chunk = min(self.tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
-        logits = 2 * chunk * item
-        if not self.kernels:
-            logits = chunk * (LOGIT_BUFFERS[shape.kind] * FP32 + (item if item < FP32 else 0))
-        copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
-        gradients = (head * FP32 if shape.train == "all" else 0) + self.tokens * shape.width * shape.hidden_itemsize
-        return max(gradients + copies + logits, 2 * gradients)
+def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
+    """Bytes of the loss over the vocabulary: in its forward, or where its gradients are scaled."""
+    item = shape.itemsize
+    if not fused:  # logits of all tokens, the student's with their gradient once there are several chunks
+        logits = tokens * shape.vocabulary
+        chunk = min(logits, UNFUSED_CHUNK_LOGITS)
+        return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[shape.kind] * FP32
+    head = shape.vocabulary * shape.width
+    largest = (KERNEL_LOGITS if kernels else TORCH_LOGITS) // shape.vocabulary
+    chunk = min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
+    buffers = 2 * item if kernels else LOGIT_BUFFERS[shape.kind] * FP32 + (item if item < FP32 else 0)
+    copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
+    gradients = (head * FP32 if shape.trains_all else 0) + tokens * shape.width * shape.hidden_itemsize
+    return max(gradients + copies + chunk * buffers, 2 * gradients)

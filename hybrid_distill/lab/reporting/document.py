@@ -1,19 +1,25 @@
-"""A report as sections, rendered by the templates beside this file: Markdown, or one self-contained HTML page."""
+"""Tables from data frames, and reports as sections, rendered by the templates beside this file."""
 
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jinja2
 import pandas as pd
 from markupsafe import Markup, escape
 
-from .tables import html_table, markdown_table
+ABSENT = "–"
+MINUS = "\N{MINUS SIGN}"
+ZEROED = "zeroed_"
+"""Prefix of the columns with what is left of a figure when all recurrent heads are zeroed."""
+UNCHANGED = 0.01
+"""Relative change of a figure, beyond two standard errors, up to which the recurrence does nothing for it."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,38 @@ class Section:
     """Columns of its tables that hold words, from the left."""
 
 
+class Column(NamedTuple):
+    """A measured figure by its name in a frame, and how a table shows it."""
+
+    name: str
+    header: str
+    scale: float = 100.0
+    digits: int = 1
+    group: str = ""
+
+
+def value_table(
+    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, errors: pd.DataFrame
+) -> pd.DataFrame:
+    """Return a row a model: its ``names`` and its figures, as far as they were measured, grouped."""
+    table, errors = names.copy(), errors.reindex(index=values.index, columns=values.columns)
+    for column in columns:
+        if column.name in values and values[column.name].notna().any():
+            pairs = zip(values[column.name], errors[column.name])
+            table[column.group, column.header] = [with_error(*p, column.digits, scale=column.scale) for p in pairs]
+    return table
+
+
+def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return a row a model: its ``names`` and its figures relative to the teacher's, as changes."""
+    table = names.copy()
+    for column in columns:
+        if column.name in ratios:
+            group = f"{column.group}, change" if column.group else ""
+            table[group, column.header.rsplit(",", 1)[0]] = [percent_change(ratio) for ratio in ratios[column.name]]
+    return table
+
+
 def render(
     title: str, sections: Sequence[Section], form: Literal["md", "html"] = "md", *, folder: Path = Path()
 ) -> str:
@@ -49,8 +87,9 @@ def render(
         loader=jinja2.PackageLoader(__package__ or "", "."), autoescape=form == "html", trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+    kinds = {str: "text", pd.DataFrame: "table", Figure: "figure"}
     environment.filters |= {
-        "kind": _kind,
+        "kind": lambda block: kinds.get(type(block), "list"),
         "inline": _inline,
         "anchor": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-"),
         "markdown_table": markdown_table,
@@ -61,11 +100,78 @@ def render(
     return environment.get_template(f"report.{form}.jinja").render(title=title, sections=shown)
 
 
-def _kind(block: Block) -> str:
-    kinds = {str: "text", pd.DataFrame: "table", Figure: "figure"}
-    return kinds.get(type(block), "list")
-
-
 def _inline(text: str) -> Markup:
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text))
+
+
+def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
+    """Render a frame without its index; the first ``text_columns`` are aligned left, the others right.
+
+    A group of columns (the upper of two levels) goes before the header: "group: column".
+    """
+    headers = [": ".join(filter(None, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
+    rule = ["---" if place < text_columns else "---:" for place in range(len(headers))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headers, rule, *_cells(frame)])
+
+
+def html_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
+    """Render a frame without its index; groups of columns span what they head."""
+    shown = pd.DataFrame(_cells(frame), columns=frame.columns)
+    return shown.to_html(index=False, border=0, classes=f"text-{text_columns}")
+
+
+def text_table(frame: pd.DataFrame) -> str:
+    """Render a frame without its index for a terminal, the first column aligned left."""
+    lines = [[str(name) for name in frame.columns], *_cells(frame)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    padded = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def _cells(frame: pd.DataFrame) -> list[list[str]]:
+    rows = frame.itertuples(index=False, name=None)
+    return [[ABSENT if pd.isna(cell) else str(cell) for cell in row] for row in rows]
+
+
+def with_error(value: float | None, error: float | None = None, digits: int = 1, *, scale: float = 1.0) -> str:
+    """Format ``value ± error`` ("97.3 ± 1.4"); None or NaN is absent."""
+    if value is None or math.isnan(value):
+        return ABSENT
+    text = f"{scale * value:.{digits}f}"
+    return text if error is None or math.isnan(error) else f"{text} ± {scale * error:.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Format with a sign: +1.2, −1.2, and +0.0 for what rounds to zero."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", MINUS)
+
+
+def percent_change(ratio: float | None) -> str:
+    """Format a ratio as a change: 0.9 as "−10.0 %"; None or NaN is absent."""
+    return ABSENT if ratio is None or math.isnan(ratio) else f"{signed(100 * (ratio - 1))} %"
+
+
+def sizes(frame: pd.DataFrame, name: str) -> list[int]:
+    """List the sizes at which something was measured: 4 and 8 for columns ``kv_choice_4`` and ``kv_choice_8``."""
+    found = (re.fullmatch(rf"{name}_(\d+)", str(column)) for column in frame)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def zeroed_section(
+    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, errors: pd.DataFrame
+) -> Section:
+    """Show what is left of the figures of models, rows of ``names``, when all recurrent heads are zeroed.
+
+    Empty where that was not measured. A model is flagged when no figure changes beyond two of its errors and 1 %.
+    """
+    left = values.filter(regex=f"^{ZEROED}").rename(columns=lambda name: name.removeprefix(ZEROED)).dropna(how="all")
+    if left.empty:
+        return Section("", [])
+    before = values.reindex(index=left.index, columns=left.columns)
+    margin = 2 * errors.reindex(index=left.index, columns=left.columns).fillna(0)
+    changes = ((left - before).abs() > margin.clip(lower=UNCHANGED * before.abs())).any(axis=1)
+    table = value_table(names.loc[left.index], columns, left, pd.DataFrame())
+    table["", "recurrence"] = ["used" if change else "NOT USED: no figure changes" for change in changes]
+    note = "What is left of each figure when the outputs of all recurrent heads are set to zero."
+    return Section("Without the recurrence", [table, note], names.shape[1])

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import pandas as pd
 
 from ...io import replacing
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILION, PURPLE = "#D55E00", "#CC79A7"
+DODGE = 0.04
+"""Distance between the error bars of lines, in ticks."""
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
 
 STYLE: dict[Any, Any] = {
@@ -77,15 +83,25 @@ _LOOK_OF = {
     "teacher": Look(BLACK, "s"),
     "all": Look(GREY, "s"),
     "none": Look(PURPLE, "v"),
+    "guessing": Look(GREY, "", DOTTED),
     "random": Look(ORANGE, "D", DASHED),
     "layers": Look(GREEN, "P", DASH_DOT),
     "restoration": Look(VERMILION, "^", DOTTED),
 }
 
 
-def look(selection: str) -> Look:
-    """Return the look of a way of choosing heads; rankings share one."""
-    return _LOOK_OF.get(selection, LOOKS[0])
+def look(selection: str, *, hollow: bool = False) -> Look:
+    """Return the look of a way of choosing heads; rankings share one, and a control is dashed."""
+    found = _LOOK_OF.get(selection, LOOKS[0])
+    return found._replace(dash=DASHED) if hollow else found
+
+
+def layer_looks(n_layers: int) -> dict[int, Look]:
+    """Return a shade for every layer; the legend names the first and the last."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return {layer: Look(to_hex(colormaps["copper"](layer / n_layers)), "") for layer in range(n_layers)}
 
 
 def can_draw() -> bool:
@@ -120,15 +136,62 @@ def figure(
             drawing.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
-def log_ticks(axes: Axes) -> None:
-    """Make the height logarithmic, with plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+@dataclass(frozen=True)
+class Row:
+    """A row of panels: points with columns ``panel``, ``line``, ``x``, ``y`` and perhaps ``error``.
 
-    axes.set_yscale("log")
-    bottom, top = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0,) if top / bottom > 100 else (1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    ``percent`` lets the height run from 0 to 100 %. ``levels`` are horizontal lines.
+    """
+
+    points: pd.DataFrame
+    label: str = ""
+    percent: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+def draw_lines(
+    path: Path, rows: Sequence[Row], looks: Mapping[str, Look], xlabel: str, *, even: bool = True, log: bool = False
+) -> None:
+    """Draw panels of lines that are named by ``looks``, with error bars; a name that begins with _ has no legend.
+
+    ``even`` puts the places of x side by side, lines a little apart; ``log`` makes the height logarithmic.
+    """
+    panels = [list(row.points.panel.unique()) for row in rows]
+    n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
+    size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
+    with figure(path, len(rows), n, size=size, sharex=True, sharey="row") as grid:
+        for row, names, axes_row in zip(rows, panels, grid):
+            for name, axes in zip_longest(names, axes_row):
+                axes.set(title=name or "", frame_on=name is not None)
+                for number, (line, style) in enumerate(looks.items()):
+                    found = row.points[(row.points.panel == name) & (row.points.line == line)]
+                    if found.empty:
+                        continue
+                    x = [ticks.index(x) + DODGE * number for x in found.x] if even else list(found.x)
+                    axes.errorbar(
+                        x, found.y.astype(float), yerr=found["error"].astype(float) if "error" in found else None,
+                        color=style.color, marker=style.marker, linestyle=style.dash, elinewidth=1.0, label=line,
+                    )  # fmt: skip
+                for level, height in row.levels.items():
+                    color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
+                    axes.axhline(height, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level)
+                if even:
+                    axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
+            axes_row[0].set_ylabel(row.label, fontsize=9)
+            if row.percent:
+                percent_axis(axes_row[0], row.label)
+            if log:
+                axes_row[0].set_yscale("log")
+        legend(grid)
+        grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
+
+
+def legend(grid: np.ndarray) -> None:
+    """Name the lines of all panels, each once, above them."""
+    found = [axes.get_legend_handles_labels() for axes in grid.flat]
+    entries = {label: handle for handles, labels in found for handle, label in zip(handles, labels)}
+    ncols = max(1, min(len(entries), 7, 110 // (6 + max(map(len, entries)))))
+    grid[0, 0].figure.legend(entries.values(), entries, loc="outside upper left", ncols=ncols)
 
 
 def percent_axis(axes: Axes, label: str = "") -> None:

@@ -1,13 +1,19 @@
-"""Options of `hybrid-distill evaluate-suite`: a model, and its teacher, on tasks of lm-evaluation-harness."""
+"""Options of `hybrid-distill evaluate-suite`, and the tasks and suites that it knows."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ...limits import Count, CountOrZero, Limits, check_options, numbers
+import tyro
+
+from ...limits import Count, CountOrZero, Limits, check_options, numbers, words
+from ...probes.registry import PROBES as OWN_PROBES
+from ...probes.ruler import NEEDLES
+from ...probes.ruler import TASKS as RULER_TASKS
 from ...teacher import TINY
 
 
@@ -18,8 +24,8 @@ class SuiteJob:
     model: str | None = None
     """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     suite: str = "paper"
-    """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``probes``, or tasks by name, such as
-    ``arc_easy,kv,kv_generate``; docs/evaluation.md lists them."""
+    """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or tasks by name, such
+    as ``arc_easy,kv,kv_generate``; docs/evaluation.md lists them."""
     teacher: str | None = None
     """Teacher, for coverage: a model like ``--model``, or the results.json of one that was measured before."""
     data_dir: Path | None = None
@@ -27,15 +33,15 @@ class SuiteJob:
     fewshot: CountOrZero | None = None
     """Examples in each prompt, instead of each task's own number."""
     limit: Count | None = None
-    """Questions of each task, and of each part of mmlu, bbh and niah: only the first so many."""
-    seed: int = 1
+    """Questions of each task, of each part of mmlu, bbh and niah, and of each length: only the first so many."""
+    seed: CountOrZero = 1
     """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
     pairs: str = "16"
     """Dictionary sizes of kv, in turn for several (``10,25,50``); two_hop takes one."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle."""
-    niah_lengths: str = "4096"
-    """Tokens of the haystacks that RULER's generators make, where --data-dir holds none."""
+    ruler_lengths: Annotated[str, tyro.conf.arg(aliases=("--niah-lengths",))] = "4096"
+    """Tokens of the prompts of ruler and niah, in turn for several (``256,512``)."""
     facts: Path | None = None
     """JSON lines of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
@@ -64,11 +70,87 @@ class SuiteJob:
         """Folder of the model's results."""
         return self.out or Path("runs/evaluation") / re.sub(r"[^\w.-]+", "-", str(self.model)).strip("-.")
 
-    @property
-    def sizes(self) -> dict[str, list[int]]:
-        """Sizes of the probes, by option."""
-        return {name: self.numbers(name) for name in ("pairs", "lengths")}
-
-    def numbers(self, name: Literal["pairs", "lengths", "niah_lengths"]) -> list[int]:
+    def numbers(self, name: Literal["pairs", "lengths", "ruler_lengths"]) -> list[int]:
         """Parse one of the options that hold several numbers."""
-        return numbers(name.replace("_", "-"), getattr(self, name))
+        return numbers(name.replace("_", "-"), getattr(self, name), least=1)
+
+
+Group = Literal["knowledge", "retrieval", "text"]
+Reading = Literal["likelihood", "generation"]
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """A task of a suite: a task of lm-eval, a group of them, or a probe of this package."""
+
+    name: str
+    group: Group
+    reading: Reading
+    metric: str
+    """lm-eval's key of the figure that counts: a metric and a filter."""
+    folder: str = ""
+    """Folder below lm_eval/tasks that defines the task; empty for questions of our own generators."""
+    fields: str = "prompt answer choices gold"
+    """Fields that a row of its questions has."""
+    probe: str = ""
+    ruler: tuple[str, ...] = ()
+    """RULER's tasks that it consists of."""
+
+
+def _probe(name: str, group: Group) -> list[SuiteTask]:
+    return [
+        SuiteTask(name, group, "likelihood", "acc,none", probe=name),
+        SuiteTask(f"{name}_generate", group, "generation", "acc,none", probe=name),
+    ]
+
+
+def _ruler(name: str, *tasks: str) -> SuiteTask:
+    return SuiteTask(name, "retrieval", "generation", "acc,none", fields="prompt answers", ruler=tasks)
+
+
+STOCK = (
+    SuiteTask("arc_challenge", "knowledge", "likelihood", "acc_norm,none", "arc", "question choices answerKey"),
+    SuiteTask("arc_easy", "knowledge", "likelihood", "acc,none", "arc", "question choices answerKey"),
+    SuiteTask("piqa", "knowledge", "likelihood", "acc,none", "piqa", "goal sol1 sol2 label"),
+    SuiteTask("winogrande", "knowledge", "likelihood", "acc,none", "winogrande", "sentence option1 option2 answer"),
+    SuiteTask(
+        "hellaswag", "knowledge", "likelihood", "acc_norm,none", "hellaswag", "activity_label ctx_a ctx_b endings label"
+    ),
+    SuiteTask(
+        "openbookqa", "knowledge", "likelihood", "acc_norm,none", "openbookqa", "question_stem choices answerKey"
+    ),
+    SuiteTask("lambada_openai", "retrieval", "likelihood", "acc,none", "lambada", "text"),
+    SuiteTask("mmlu", "retrieval", "likelihood", "acc,none", "mmlu/default", "question choices answer"),
+    SuiteTask("gsm8k", "retrieval", "generation", "exact_match,strict-match", "gsm8k", "question answer"),
+    SuiteTask("swde", "retrieval", "generation", "contains,none", "swde", "text value"),
+    SuiteTask("bbh", "retrieval", "generation", "exact_match,get-answer", "bbh/cot_fewshot", "input target"),
+)
+PROBES = (
+    *(task for name in OWN_PROBES for task in _probe(name, "retrieval")),
+    *_probe("knowledge", "knowledge"),
+    SuiteTask("text", "text", "likelihood", "byte_perplexity,none", fields="text", probe="text"),
+)
+RULER = [_ruler(name, name) for name in RULER_TASKS]
+PAPER = (*STOCK, _ruler("niah", *NEEDLES), *_probe("kv", "retrieval"))
+TASKS = {task.name: task for task in (*PAPER, *PROBES, *RULER)}
+SUITES = {
+    "paper": [task.name for task in PAPER],
+    "paper-knowledge": [task.name for task in PAPER if task.group == "knowledge"],
+    "paper-retrieval": [task.name for task in PAPER if task.group == "retrieval"],
+    "ruler": [task.name for task in RULER],
+    "probes": [task.name for task in PROBES],
+}
+
+
+def tasks_of(names: str) -> list[SuiteTask]:
+    """List the tasks of suites and tasks separated by commas, each once. Raises ValueError for an unknown name."""
+    wanted = words(names)
+    if not wanted:
+        raise ValueError(f"--suite is {names!r}; name a suite ({', '.join(SUITES)}) or tasks, such as arc_easy,kv.")
+    known = [*SUITES, *TASKS]
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}."
+            raise ValueError(f"there is no suite and no task {name!r}; {advice}")
+    return [TASKS[name] for name in dict.fromkeys(task for name in wanted for task in SUITES.get(name, [name]))]

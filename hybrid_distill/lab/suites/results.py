@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pandas as pd
 
-from ...io import write_json
+from ...io import Record, write_json
 from ..reporting import markdown_table, percent_change, with_error
-from .suites import TASKS
+from .job import TASKS
 
-Row = dict[str, Any]
-"""A JSON object."""
 FORMAT = "hybrid-distill/suite/1"
 FILE = "results.json"
 
@@ -60,12 +57,12 @@ class SuiteResult:
     Figures depend on ``settings``: a result is resumed only with the same. ``failed`` gives a part's reason.
     """
 
-    model: Row
-    settings: Row
-    parts: dict[str, Row] = field(default_factory=dict)
+    model: Record
+    settings: Record
+    parts: dict[str, Record] = field(default_factory=dict)
     tasks: dict[str, TaskScore] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    comparison: Row | None = None
+    comparison: Record | None = None
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -83,7 +80,7 @@ class SuiteResult:
             return cls(**record)
         except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} cannot be read as a suite's results ({error}); hybrid-distill evaluate --model writes one."
+                f"{path} cannot be read as a suite's results ({error}); pass what evaluate-suite has written."
             ) from error
 
 
@@ -101,12 +98,12 @@ class Comparison:
 
 def compare(result: SuiteResult, teacher: SuiteResult) -> Comparison:
     """Return how much of its teacher's scores a model reaches."""
-    shared = [name for name in result.tasks if name in teacher.tasks]
-    other = tuple(name for name in shared if result.tasks[name].asked != teacher.tasks[name].asked)
+    pairs = {name: (score, teacher.tasks[name]) for name, score in result.tasks.items() if name in teacher.tasks}
+    other = tuple(name for name, (ours, theirs) in pairs.items() if ours.asked != theirs.asked)
     ratios = {
-        name: result.tasks[name].value / teacher.tasks[name].value
-        for name in shared
-        if name not in other and result.tasks[name].higher_is_better and teacher.tasks[name].value > 0
+        name: ours.value / theirs.value
+        for name, (ours, theirs) in pairs.items()
+        if name not in other and ours.higher_is_better and theirs.value > 0
     }
     groups: dict[str, list[float]] = {}
     for name, ratio in ratios.items():
@@ -115,7 +112,7 @@ def compare(result: SuiteResult, teacher: SuiteResult) -> Comparison:
 
 
 def tables(result: SuiteResult, teacher: SuiteResult | None = None) -> str:
-    """Render Markdown: a row per task, coverage of the teacher by group, and what is missing."""
+    """Render Markdown: a row per task, RULER by length, coverage of the teacher by group, and what is missing."""
     return "\n\n".join(_blocks(result, teacher))
 
 
@@ -134,6 +131,8 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
         rows.append(row)
     if rows:
         yield markdown_table(pd.DataFrame(rows))
+    if by_length := _by_length(result):
+        yield markdown_table(pd.DataFrame(by_length))
     if compared and compared.groups:
         shares = [{"group": name, "coverage of the teacher": f"{100 * c:.1f} %"} for name, c in compared.groups.items()]
         yield markdown_table(pd.DataFrame(shares))
@@ -143,3 +142,13 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
         yield f"Prompts cut on the left because the context could not hold them: {', '.join(cut)}."
     if result.failed:
         yield "\n".join(["Without a figure:", *(f"- {part}: {reason}" for part, reason in result.failed.items())])
+
+
+def _by_length(result: SuiteResult) -> list[Record]:
+    """Tabulate RULER's parts, one row a task, where there are several lengths."""
+    rows: dict[str, Record] = {}
+    for part in result.parts.values():
+        if "length" in part:
+            row = rows.setdefault(part["ruler"], {"by length": part["ruler"]})
+            row[str(part["length"])] = with_error(part["value"], part["stderr"], scale=100)
+    return list(rows.values())

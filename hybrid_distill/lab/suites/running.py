@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -12,7 +11,6 @@ from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +18,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ...distributed import alone_in, connect, make_accelerator, on_main_process
-from ...io import write_text
+from ...io import Record, write_text
 from ...probes import digest
 from ...scoring import describe_run
 from ...teacher import load_teacher, longest_context, read_teacher
-from .job import SuiteJob
-from .results import FILE, Row, SuiteResult, TaskScore, compare, tables
-from .suites import SuiteTask, tasks_of
+from .job import SuiteJob, SuiteTask, tasks_of
+from .results import FILE, SuiteResult, TaskScore, compare, tables
 from .tasks import Part, check_job, load_part, parts_of, write_part
 
 Untyped = Any
@@ -67,12 +64,16 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
     """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
     check_job(job)
     tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
-    written, failed = write_files(folder, job, tokenizer)
-    # Names with one reason together, whatever data set it names: without a network there is one for all.
-    named: dict[str, list[str]] = {}
-    for name, reason in failed.items():
-        named.setdefault(re.sub(r"(?<=\s)'[^']+'", "...", reason), []).append(name)
-    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+    written: list[str] = []
+    failed: dict[str, list[str]] = {}
+    for task in tasks_of(job.suite):
+        try:
+            for part in parts_of(task, job):
+                written += write_part(folder, part, job, tokenizer)
+        except Exception as error:  # the hub and its libraries raise many kinds
+            # Without a network there is one reason for all data sets; names it in quotes.
+            failed.setdefault(_reason(error), []).append(task.name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
     return "\n".join(written) or f"{folder}: nothing new", reasons
 
 
@@ -80,17 +81,8 @@ def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
     device = torch.device(connect().device or "cpu")
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    try:
-        model, tokenizer = load_teacher(
-            name, dtype=dtype, trust_remote_code=job.trust_remote_code, allow_bin=job.allow_bin, flag=flag
-        )
-    except ValueError as error:
-        if "custom code" not in str(error):
-            raise
-        raise ValueError(
-            f"{flag} {name!r} comes with Python code of its own, which is not run unasked; read it, and if you "
-            "trust it, add --trust-remote-code."
-        ) from error
+    options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
+    model, tokenizer = load_teacher(name, dtype=dtype, **options)
     nn.Module.to(model, device)
     return run_suite(model, tokenizer, job, out)
 
@@ -126,35 +118,34 @@ def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: S
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
     max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
-    fresh = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
-    result = fresh if job.again else _earlier(fresh, out / FILE)
+    result = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
+    if not job.again and (out / FILE).exists():
+        result = _resumed(result, out / FILE)
     lm = make_lm(model, tokenizer, job.batch_size, max_length)
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
     for task in tasks_of(job.suite):
-        parts = parts_of(task, job.fewshot)
+        parts = parts_of(task, job)
         for part in parts:
             if part.name not in result.parts:
                 _run_part(result, part, lm, tokenizer, job)
-            if len(parts) == sum(part.name in result.parts for part in parts):
+            if all(part.name in result.parts for part in parts):
                 result.tasks[task.name] = _score(task, [result.parts[part.name] for part in parts])
             on_main_process(lambda: result.save(out / FILE))
     return result
 
 
-def _settings(job: SuiteJob, max_length: int) -> Row:
+def _settings(job: SuiteJob, max_length: int) -> Record:
     """Everything that the figures depend on."""
     return {
         "limit": job.limit, "fewshot": job.fewshot, "seed": job.seed, "max_length": max_length,
-        "truncate": job.truncate, **job.sizes, "niah_lengths": job.numbers("niah_lengths"),
-        "facts": str(job.facts or ""), "texts": job.texts,
+        "truncate": job.truncate, "pairs": job.numbers("pairs"), "lengths": job.numbers("lengths"),
+        "ruler_lengths": job.numbers("ruler_lengths"), "facts": str(job.facts or ""), "texts": job.texts,
         "versions": {name: version(name) for name in ("lm_eval", "datasets")},
     }  # fmt: skip
 
 
-def _earlier(fresh: SuiteResult, path: Path) -> SuiteResult:
+def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
     """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
-    if not path.exists():
-        return fresh
     found = SuiteResult.load(path)
     differences = [
         f"{name} {found.settings.get(name)} there, {value} here"
@@ -182,7 +173,7 @@ def _run_part(result: SuiteResult, part: Part, lm: Untyped, tokenizer: PreTraine
         if lm.world_size > 1 and not isinstance(error, ValueError):
             raise
         reason = _reason(error)
-        if not part.task.probe and job.data_dir is None:
+        if part.task.folder and job.data_dir is None:
             reason += "; without a network, give its questions with --data-dir"
         result.failed[part.name] = reason
         log.warning("%s failed: %s", part.name, reason)
@@ -193,7 +184,7 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines and isinstance(error, ValueError) else ": ".join([type(error).__name__, *lines])
 
 
-def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Row | None:
+def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Record | None:
     """Measure one of lm-eval's tasks; None in processes that are not the main one."""
     import lm_eval
 
@@ -206,7 +197,7 @@ def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, jo
     if n_cut and not job.truncate:
         raise ValueError(
             f"{n_cut} of {len(lengths)} prompts do not fit into the context of {lm.max_length} tokens; the longest "
-            f"needs {max(lengths)}. Make them shorter (--fewshot, --pairs, --lengths, --niah-lengths), or pass "
+            f"needs {max(lengths)}. Make them shorter (--fewshot, --pairs, --lengths, --ruler-lengths), or pass "
             "--truncate to cut them on the left, as lm-eval does."
         )
     # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
@@ -217,15 +208,12 @@ def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, jo
     if found is None:
         return None
     figures, samples = found["results"][part.name], found["samples"][part.name]
-    is_niah = part.task.name == "niah"  # its figures are lengths, -1 for those that no question has
-    metrics = {
-        key: float(value)
-        for key, value in figures.items()
-        if "," in key and isinstance(value, int | float) and not (is_niah and value == -1)
-    }
+    metrics = {key: float(value) for key, value in figures.items() if "," in key and isinstance(value, int | float)}
+    asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
     return {
         "task": part.task.name,
-        "value": fmean(metrics.values()) if is_niah else metrics[part.task.metric],
+        **({"ruler": part.ruler[0], "length": part.ruler[1]} if part.ruler else {}),
+        "value": metrics[part.task.metric],
         "stderr": _stderr(task, part.task.metric, samples),
         "metrics": metrics,
         "n_examples": found["n-samples"][part.name]["effective"],
@@ -233,7 +221,7 @@ def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, jo
         "n_shots": part.n_shots,
         "version": str(found["versions"][part.name]),
         "source": source,
-        "prompts_sha256": _prompts_hash(samples),
+        "prompts_sha256": digest([json.dumps(asked)]),
         "n_requests": len(lengths),
         "n_cut": n_cut,
         "seconds": round(time.monotonic() - began, 1),
@@ -256,7 +244,7 @@ def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
     return lengths
 
 
-def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Row]) -> float | None:
+def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Record]) -> float | None:
     """Return the standard error of a mean over questions; None for other figures."""
     from lm_eval.api.metrics import mean, mean_stderr
 
@@ -266,13 +254,7 @@ def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Row]) -> fl
     return mean_stderr(values) if len(values) > 1 and is_mean else None
 
 
-def _prompts_hash(samples: Sequence[Row]) -> str:
-    """Hash everything the model was asked, in the order of the questions."""
-    asked = sorted({(sample["doc_id"], json.dumps(sample["arguments"], default=str)) for sample in samples})
-    return digest([json.dumps(asked)])
-
-
-def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
+def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
 
@@ -287,7 +269,7 @@ def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
-        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=task.name != "niah"),
+        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=not task.ruler),
         stderr=stderr,
         n_examples=sum(sizes),
         n_shots=parts[0]["n_shots"],
@@ -295,25 +277,3 @@ def _score(task: SuiteTask, parts: Sequence[Row]) -> TaskScore:
         version=parts[0]["version"],
         prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )
-
-
-def write_files(
-    folder: Path, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[list[str], dict[str, str]]:
-    """Write the questions of a suite, and a README; return (a line for each new file, failures by task)."""
-    written: list[str] = []
-    failed: dict[str, str] = {}
-    readme = ["# Questions for `hybrid-distill evaluate --data-dir`\n", "JSON lines; each row has these fields:\n"]
-    for task in tasks_of(job.suite):
-        parts = parts_of(task, job.fewshot)
-        files = ", ".join(f"`{parts[0].folder}/{split}.jsonl`" for split in parts[0].splits)
-        others = f" and {len(parts) - 1} folders like it" if len(parts) > 1 else ""
-        readme.append(f"- {task.name}: {files}{others}: {', '.join(task.fields.split())}")
-        try:
-            for part in parts:
-                written += write_part(folder, part, job, tokenizer)
-        except Exception as error:  # the hub and its libraries raise many kinds
-            failed[task.name] = _reason(error)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "README.md", "\n".join(readme) + "\n")
-    return written, failed

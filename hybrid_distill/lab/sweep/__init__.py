@@ -7,13 +7,7 @@ A sweep is a folder of ordinary runs and of what they share::
     shared/n<d_state>-s<seed>/       an alignment of all heads, which serves every plan
     cells/<selection><heads>-n<d_state>-s<seed>/
 
-`grid` lists the cells, `record` keeps sweep.json, `cells` carries out one task and `running` all of them, `results`
-writes the table and the status, `job` is the command.
+`grid` lists the cells, `folder` keeps sweep.json and the tasks, `cells` carries out one task and `jobs` all of them,
+`job` is the command, `results` writes the table and the status, `measured` reads the table and recommends a student,
+`report` shows it. `compare` is a sweep over the kept heads alone. Imports nothing: jobs load `jobs` from here.
 """
-
-from .grid import Cell, Grid
-from .job import SweepFailed, SweepJob, sweep
-from .record import Sweep
-from .results import status
-
-__all__ = ["Cell", "Grid", "Sweep", "SweepFailed", "SweepJob", "status", "sweep"]

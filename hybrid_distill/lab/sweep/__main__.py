@@ -8,7 +8,7 @@ from pathlib import Path
 from ...distributed import disconnect, is_launched_main
 from ...train.loop import Interrupted
 from .cells import perform
-from .record import Sweep
+from .folder import Sweep
 
 
 def main(out: str, task: str) -> None:

@@ -19,11 +19,9 @@ from ...distributed import alone_in, connect, on_main_process
 from ...pipeline import Run, run_beside
 from ...scoring import HeadScores
 from ...train.loop import Interrupted
-from .grid import ALL, Cell
-from .record import Sweep, Task
-
-PATIENCE = 120.0
-"""Seconds to wait for a process that still saves the same task, left over by a sweep that was stopped."""
+from .folder import Sweep, Task
+from .grid import ALL, NONE, Cell
+from .jobs import PATIENCE
 
 
 def perform(sweep: Sweep, task: Task) -> None:
@@ -33,56 +31,30 @@ def perform(sweep: Sweep, task: Task) -> None:
     """
     begun, error = time.monotonic(), ""
     try:
-        with alone_in(sweep.folder(task), patience=PATIENCE):
+        with alone_in(task.folder, patience=PATIENCE):
             _work(sweep, task)
     except Interrupted:
         raise
     except Exception as raised:
         if connect().is_main_process:
-            with sweep.log_path(task).open("a") as file:
+            with task.log_path.open("a") as file:
                 file.write(traceback.format_exc())
         text = " ".join(str(raised).split())
         error = text if isinstance(raised, ValueError) else f"{type(raised).__name__}: {text}"
-    on_main_process(lambda: sweep.end(task, error, time.monotonic() - begun))
+    on_main_process(lambda: task.end(error, time.monotonic() - begun))
 
 
 def _work(sweep: Sweep, task: Task) -> None:
+    shared = Run(_seeded(sweep, task.seed), sweep.teacher)
     if task.cell is not None:
-        run_beside(seed_run(sweep, task.seed), cell_config(sweep, task.cell))
+        run_beside(shared, cell_config(sweep, task.cell))
     elif task.d_state is not None:
-        alignment_run(sweep, task.seed, task.d_state).aligned  # noqa: B018  trains it
+        _alignment_run(sweep, task.seed, task.d_state).aligned  # noqa: B018  trains it
     else:
-        run = seed_run(sweep, task.seed)
-        run.prepare()
-        if sweep.needs_scores(task.seed):
-            run.scores()
-        run.evaluate_teacher()
-
-
-def seed_run(sweep: Sweep, seed: int) -> Run:
-    """Return the run that holds what depends on the seed alone: scores.json and teacher/evaluation.json."""
-    return Run(_seeded(sweep, seed), sweep.teacher)
-
-
-def alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
-    """Return the run below which ``aligned`` is trained, and plans by restoration are made."""
-    config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
-    student = replace(config.student, d_state=d_state)
-    config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
-    return Run(replace(config, student=student), sweep.teacher)
-
-
-def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
-    """Return the config of a run that takes its scores from another run and keeps other heads."""
-    return replace(
-        shared, name=name, out=out, plan=plan, scoring=replace(shared.scoring, file=shared.out / "scores.json")
-    )
-
-
-def restored_plan(aligned: Run, k: int) -> PlanConfig:
-    """Choose heads by what they restore to the aligned student without attention, once."""
-    aligned.restoration_plan(k)
-    return PlanConfig("file", k=k, file=aligned.restoration_path(k))
+        shared.prepare()
+        if any(path.name == "scores.json" for path in task.leaves):
+            shared.scores()
+        shared.evaluate_teacher()
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
@@ -92,9 +64,29 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
         return base
     if not sweep.share:
         return replace(base, student=replace(base.student, d_state=cell.d_state))
-    config = alignment_run(sweep, cell.seed, cell.d_state).config
+    config = _alignment_run(sweep, cell.seed, cell.d_state).config
     aligned = Run(replace(config, out=config.out / "aligned")).last_stage()
     return replace(base, student=replace(config.student, aligned=aligned), stages=sweep.own_stages)
+
+
+def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
+    """Return the config of a run that takes its scores from another run and keeps other heads."""
+    scoring = replace(shared.scoring, file=shared.out / "scores.json")
+    return replace(shared, name=name, out=out, plan=plan, scoring=scoring)
+
+
+def restored_plan(aligned: Run, k: int) -> PlanConfig:
+    """Choose heads by what they restore to the aligned student without attention, once."""
+    aligned.restoration_plan(k)
+    return PlanConfig("file", k=k, file=aligned.restoration_path(k))
+
+
+def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
+    """Return the run below which ``aligned`` is trained, and plans by restoration are made."""
+    config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
+    student = replace(config.student, d_state=d_state)
+    config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
+    return Run(replace(config, student=student), sweep.teacher)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
@@ -117,17 +109,15 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
 
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
-    if cell.selection in ("none", ALL):
-        return PlanConfig("none" if cell.heads == 0 else "all", k=cell.heads)
     if cell.selection == "random":
         return PlanConfig("random", k=cell.heads, seed=cell.seed)
     if cell.selection == "layers":
         scores = HeadScores.load(_seeded(sweep, cell.seed).out / "scores.json")
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
-    if cell.selection == "restoration" and sweep.share:
-        assert cell.d_state is not None
-        return restored_plan(alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
-    return PlanConfig("top" if cell.selection == "top" else "restoration", k=cell.heads)
+    if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
+        return restored_plan(_alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
+    selections = {NONE: "none", ALL: "all", "top": "top"}
+    return PlanConfig(selections.get(cell.selection, "restoration"), k=cell.heads)
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:

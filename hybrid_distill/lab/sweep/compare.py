@@ -26,13 +26,12 @@ EXPORTED = "top"
 
 @dataclass(frozen=True)
 class Variant:
-    """One student of a comparison."""
+    """One student of a comparison; ``probe_like`` distills on the probe's own questions too, which is a control."""
 
     name: str
     label: str
     plan: PlanConfig
     probe_like: bool = False
-    """Distil on the probe's own questions too: a control, not the method."""
 
 
 def variants(
@@ -42,14 +41,11 @@ def variants(
 
     With ``probe_like`` each of them once more, on other data.
     """
-    plain = [
-        Variant("none", "0 heads", PlanConfig("none", k=0)),
-        *(
-            Variant(f"random-{seed}", f"{k} random heads (seed {seed})", PlanConfig("random", k=k, seed=seed))
-            for seed in random_seeds
-        ),
-        Variant("top", f"top {k} by ablation", PlanConfig("top", k=k)),
-    ]
+    plain = [Variant("none", "0 heads", PlanConfig("none", k=0))]
+    for seed in random_seeds:
+        plan = PlanConfig("random", k=k, seed=seed)
+        plain.append(Variant(f"random-{seed}", f"{k} random heads (seed {seed})", plan))
+    plain.append(Variant("top", f"top {k} by ablation", PlanConfig("top", k=k)))
     if restoration:
         plain.append(Variant("restoration", f"top {k} by restoration", PlanConfig("restoration", k=k)))
     mixed = [replace(variant, name=f"{variant.name}-probe", probe_like=True) for variant in plain]
@@ -62,33 +58,21 @@ def compare(base: RunConfig, students: Sequence[Variant]) -> Path:
     Raises what `pipeline.run` raises.
     """
     shared = Run(base)
-    out = shared.out
-    with alone_in(out):
+    with alone_in(shared.out):
         for student in students:
             shared.check_student(student.plan)
         shared.prepare()
         shared.scores()
         shared.evaluate_teacher()
-        aligned = shared.aligned.last_stage()
+        aligned, entries = shared.aligned.last_stage(), []
         for student in students:
             _run_student(shared, student, aligned)
-        record = {
-            "students": [
-                {
-                    "name": student.name,
-                    "label": student.label,
-                    "dir": student.name,
-                    "selection": student.plan.selection,
-                    "k": student.plan.k,
-                    **({"data": "probe questions mixed in"} if student.probe_like else {}),
-                }
-                for student in students
-            ],
-            "teacher": "teacher/evaluation.json",
-            "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs,
-        }
-        on_main_process(lambda: (write_json(out / "compare.json", record), write_report(out)))
-    return out
+            entry = {"name": student.name, "label": student.label, "dir": student.name}
+            entry |= {"selection": student.plan.selection, "k": student.plan.k}
+            entries.append(entry | ({"data": "probe questions mixed in"} if student.probe_like else {}))
+        record = {"students": entries, "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs}
+        on_main_process(lambda: (write_json(shared.out / "compare.json", record), write_report(shared.out)))
+    return shared.out
 
 
 def _run_student(shared: Run, student: Variant, aligned: Path) -> None:
@@ -97,12 +81,9 @@ def _run_student(shared: Run, student: Variant, aligned: Path) -> None:
         plan = restored_plan(shared, plan.k)
     if student.probe_like:
         data = replace(data, sources=(*data.sources, PROBE_LIKE))
-    config = replace(
-        variant_config(base, student.name, shared.out / student.name, plan),
-        student=replace(base.student, aligned=aligned),
-        stages=("distill",),
-        data=data,
-    )
+    config = variant_config(base, student.name, shared.out / student.name, plan)
+    started = replace(base.student, aligned=aligned)
+    config = replace(config, student=started, stages=("distill",), data=data)
     with alone_in(config.out):
         run, trained, kept = run_beside(shared, config)
         if config.export and student.name == EXPORTED:

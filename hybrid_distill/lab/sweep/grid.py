@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -10,6 +10,7 @@ from ...limits import COUNT, numbers, words
 from ...plan import HeadPlan
 
 ALL: Literal["all"] = "all"
+NONE = "none"
 SELECTIONS = ("top", "random", "layers", "restoration")
 
 
@@ -26,7 +27,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's folder: ``top4-n16-s0``, ``none-n16-s0``, ``all-s0``."""
-        how = self.selection if self.selection in ("none", ALL) else f"{self.selection}{self.heads}"
+        how = self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
         return "-".join([how, *([] if self.d_state is None else [f"n{self.d_state}"]), f"s{self.seed}"])
 
 
@@ -56,40 +57,22 @@ class Grid:
             seeds=tuple(range(first_seed, first_seed + seeds)),
         )
 
-    def axes(self) -> dict[str, list[int | str]]:
-        """Return the values by axis."""
-        return {name: list(values) for name, values in asdict(self).items()}
-
     def cells(self, shape: HeadPlan) -> list[Cell]:
         """Return the students for a teacher of this shape, each once, one seed after the other.
 
-        Raises ValueError for more heads than the teacher has, and when no cell is left.
+        ``layers`` are only placed for numbers of heads that fill whole layers. Raises ValueError for more heads than
+        the teacher has, and when no cell is left.
         """
-        for heads in self.heads:
-            HeadPlan.check_k(shape, shape.n_layers * shape.n_heads if heads == ALL else heads)
-        combined = product(self.seeds, self.d_state, self.selection, self.heads)
-        found = dict.fromkeys(_cell(shape, *values) for values in combined)
-        found.pop(None, None)
+        every = shape.n_layers * shape.n_heads
+        counts = [every if heads == ALL else heads for heads in self.heads]
+        found: dict[Cell, None] = {}
+        for k in counts:
+            HeadPlan.check_k(shape, k)
+        for seed, d_state, selection, k in product(self.seeds, self.d_state, self.selection, counts):
+            if k in (0, every):
+                found[Cell(NONE, 0, d_state, seed) if k == 0 else Cell(ALL, k, None, seed)] = None
+            elif selection != "layers" or k % shape.n_heads == 0:
+                found[Cell(selection, k, d_state, seed)] = None
         if not found:
-            raise ValueError(f"the grid has no cell: {self.left_out(shape)}")
-        return [cell for cell in found if cell is not None]
-
-    def left_out(self, shape: HeadPlan) -> str:
-        """Name the numbers of heads that do not fill whole layers, in one line; empty where that matters to none."""
-        if "layers" not in self.selection:
-            return ""
-        odd = [str(heads) for heads in self.heads if _cell(shape, 0, 1, "layers", heads) is None]
-        rule = f"whole layers have {shape.n_heads} heads each"
-        return f"{rule}, so layers are not placed for {', '.join(odd)} heads; add multiples of it." if odd else ""
-
-
-def _cell(shape: HeadPlan, seed: int, d_state: int, selection: str, heads: int | str) -> Cell | None:
-    every = shape.n_layers * shape.n_heads
-    k = every if heads == ALL else int(heads)
-    if k == every:
-        return Cell(ALL, k, None, seed)
-    if k == 0:
-        return Cell("none", 0, d_state, seed)
-    if selection == "layers" and k % shape.n_heads:
-        return None
-    return Cell(selection, k, d_state, seed)
+            raise ValueError(f"the grid has no cell: whole layers have {shape.n_heads} heads; pass multiples of it.")
+        return list(found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType, SimpleNamespace
+from typing import Literal
 
 import tyro
 
@@ -18,15 +18,14 @@ from ...locking import locked
 from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
+from ...train.loop import Interrupted
+from .folder import Sweep, Task
 from .grid import Grid
-from .jobs import executor
-from .record import Sweep, Task
+from .jobs import Here, Jobs, executor, run_tasks
 from .results import progress, status, write_results
-from .running import Here, Jobs, run_tasks
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """The grid where neither the command nor the recipe says otherwise."""
-EXAMPLES = {"set": "distill.steps=100", "options": "timeout_min=1440"}
 
 
 class SweepFailed(Exception):
@@ -66,54 +65,58 @@ class SweepJob:
     recipe's."""
 
 
-def sweep(job: SweepJob, recipe: Any) -> Sweep:
+def sweep(job: SweepJob, recipe: ModuleType | SimpleNamespace) -> Sweep:
     """Run the sweep that a job describes, or what is left of it, and print how it stands.
 
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for what cannot be asked for, before anything runs;
     SweepFailed when cells have failed, at the end; Interrupted when stopped.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(
-            "a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...', and start the "
-            "sweep without it."
-        )
-    base = _base(job, recipe)
+        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
+    base = base_config(job, recipe)
     check_trackers(base.trackers)
     of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
     asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
     grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
     run = Run(base)
-    for check in (run.check_data, run.check_evaluation, partial(run.check_student, PlanConfig("none", k=0))):
-        check()
-    shape = HeadPlan.none(shape_of_teacher(base.teacher))
-    cells, workers = grid.cells(shape), _workers(job)
+    run.check_data()
+    run.check_evaluation()
+    run.check_student(PlanConfig("none", k=0))
+    cells, workers = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher))), _workers(job)
+    command = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
-        this = Sweep.open(base, grid, cells, share=job.share)
-        this.record["command"] = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
-        if left_out := grid.left_out(shape):
-            print(left_out)
+        this = Sweep.open(base, grid, cells, share=job.share, command=command)
 
         def changed(task: Task) -> None:
-            this.save()
             write_results(this)
-            outcome = this.outcome(task)
+            outcome = task.outcome()
             print(f"{task.name}: {outcome.error or outcome.state}")
             print(f"  {progress(this, at_once=workers.slots)}", flush=True)
 
         try:
             run_tasks(this, workers, changed)
+        except (KeyboardInterrupt, Interrupted):
+            raise Interrupted("the sweep stopped and has saved what ran; the same command continues it.") from None
         finally:
-            this.record["saving"] = this.saving()
-            this.save()
             print(f"results: {write_results(this)}")
     print(status(job.out))
-    _raise_for_failures(this)
+    errors = Counter(this.tasks[cell.name].outcome().error for cell in this.cells)
+    del errors[""]
+    for cause, n_times in errors.most_common(1):
+        failed = f"{errors.total()} of {len(cells)} cells failed, {n_times} of them: {cause}"
+        raise SweepFailed(f"{failed} (tracebacks: {this.out}/tasks/*.log)")
     return this
 
 
-def _base(job: SweepJob, recipe: Any) -> RunConfig:
+def base_config(job: SweepJob, recipe: ModuleType | SimpleNamespace) -> RunConfig:
     """Return the recipe's config, with the fields that the command changes."""
-    flags = [word for name, value in _pairs("set", job.set) for word in _as_flag(name, value)]
+    flags = []
+    for name, value in _pairs("set", job.set, "distill.steps=100"):
+        section, dot, field = name.rpartition(".")
+        if value.lower() in ("true", "false"):
+            flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
+        else:
+            flags += [f"--{name}", *value.split(",")]
     base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
@@ -124,7 +127,8 @@ def _base(job: SweepJob, recipe: Any) -> RunConfig:
 
 def _workers(job: SweepJob) -> Here | Jobs:
     COUNT.check("--jobs", job.jobs)
-    options = {name: int(value) if value.isdigit() else value for name, value in _pairs("options", job.options)}
+    pairs = _pairs("options", job.options, "timeout_min=1440")
+    options = {name: int(value) if value.isdigit() else value for name, value in pairs}
     if options and job.cluster is None:
         raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
     if job.jobs == 1 and not job.launcher and job.cluster is None:
@@ -132,24 +136,8 @@ def _workers(job: SweepJob) -> Here | Jobs:
     return Jobs(executor(job.out / "jobs", job.cluster or "local", options), job.jobs, job.launcher)
 
 
-def _as_flag(name: str, value: str) -> list[str]:
-    """Turn ``export=False`` and ``evaluation.n-pairs=4,8`` into words of the command line."""
-    section, dot, field = name.rpartition(".")
-    if value.lower() in ("true", "false"):
-        return [f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}"]
-    return [f"--{name}", *value.split(",")]
-
-
-def _pairs(flag: str, pairs: tuple[str, ...]) -> list[tuple[str, str]]:
+def _pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
     split = [pair.partition("=") for pair in pairs]
     if odd := [pair for pair, (name, equals, value) in zip(pairs, split) if not (name and equals and value)]:
-        raise ValueError(f"--{flag} has {odd[0]!r}; write NAME=VALUE, for example --{flag} {EXAMPLES[flag]}.")
+        raise ValueError(f"--{flag} has {odd[0]!r}; write NAME=VALUE, for example --{flag} {example}.")
     return [(name, value) for name, _, value in split]
-
-
-def _raise_for_failures(this: Sweep) -> None:
-    errors = Counter(this.outcome(this.tasks[cell.name]).error for cell in this.cells)
-    del errors[""]
-    if errors:
-        (cause, n_times), which = errors.most_common(1)[0], f"{errors.total()} of {len(this.cells)} cells failed"
-        raise SweepFailed(f"{which}, {n_times} of them: {cause} (tracebacks: {this.out}/tasks/*.log)")

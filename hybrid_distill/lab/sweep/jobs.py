@@ -1,24 +1,80 @@
-"""Commands as jobs of submitit, on this machine or on SLURM.
+"""Carry out the tasks of a sweep: in this process, or as jobs of submitit, on this machine or on SLURM.
 
-Imports nothing heavy: each job loads a `Command` from here, and starts a process of its own.
+Imports nothing heavy: each job of submitit loads a `Command` from here, and starts a process of its own.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ...locking import is_locked
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor
+    from submitit import AutoExecutor, Job
     from submitit.helpers import DelayedSubmission
+
+    from .folder import Sweep, Task
 
 NO_LIMIT = 60 * 24 * 365
 """Minutes that a job on this machine may take; submitit's default is 5."""
+POLL = 0.2
+"""Seconds between looks at what runs elsewhere."""
+PATIENCE = 120.0
+"""Seconds to wait for a process that still saves a task, left over by a sweep that was stopped."""
+
+
+class Workers(Protocol):
+    """A place for ``slots`` tasks at a time."""
+
+    slots: int
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Here | Job[int]: ...
+
+
+@dataclass
+class Here:
+    """This process, which loads the teacher once. It is its own job, done when it has started."""
+
+    slots: int = 1
+    state: str = "FINISHED"
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Here:
+        from .cells import perform
+
+        perform(sweep, task)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> None: ...
+
+
+@dataclass
+class Jobs:
+    """Jobs of submitit, each a process of its own; those on this machine share its threads and GPUs.
+
+    ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
+    """
+
+    executor: AutoExecutor
+    slots: int
+    launcher: str = ""
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
+        launcher = shlex.split(self.launcher) or [sys.executable]
+        argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
+        here = share_of_machine(slot, self.slots) if self.executor.cluster == "local" else {}
+        return self.executor.submit(Command(argv, task.log_path, here))
 
 
 @dataclass
@@ -31,13 +87,9 @@ class Command:
 
     def __call__(self) -> int:
         environment = {**os.environ, **self.environment}
-        with self.log.open("a") as log:
+        with self.log.open("a") as log:  # in a session of its own: Ctrl-C must not reach it too
             process = subprocess.Popen(
-                self.argv,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must not reach it too: it is asked to save once
+                self.argv, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
         def save_once(number: int, frame: object) -> None:
@@ -74,3 +126,53 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
         reason = " ".join(str(error).split())
         raise ValueError(f"submitit cannot use --cluster {cluster} with these options: {reason}") from error
     return found
+
+
+def share_of_machine(slot: int, slots: int) -> dict[str, str]:
+    """Return the environment of one of several jobs: its threads and its GPUs, which submitit would hide."""
+    import torch
+
+    threads = max(1, len(os.sched_getaffinity(0)) // slots)
+    share = {"OMP_NUM_THREADS": str(min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus := visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]:
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot::slots]) or gpus[slot % len(gpus)]
+    return share
+
+
+def run_tasks(sweep: Sweep, workers: Workers, changed: Callable[[Task], None]) -> None:
+    """Carry out every task that is not done, failed ones too; call ``changed`` after each.
+
+    Raises KeyboardInterrupt when asked to stop, after everything that runs has saved.
+    """
+    pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
+    running: dict[str, tuple[Here | Job[int], int]] = {}
+    for task in pending.values():
+        task.outcome_path.unlink(missing_ok=True)
+    try:
+        while pending or running:
+            ended = [sweep.tasks[name] for name, (job, _) in running.items() if job.done()]
+            for task in ended:
+                job, _ = running.pop(task.name)
+                if task.outcome().state not in ("done", "failed"):  # also where somebody else has stopped it
+                    task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
+                changed(task)
+            task = next((task for task in pending.values() if not {*pending, *running}.intersection(task.after)), None)
+            if task is None or len(running) == workers.slots:
+                time.sleep(0 if ended else POLL)
+                continue
+            del pending[task.name]
+            if error := next(filter(None, (sweep.tasks[name].outcome().error for name in task.after)), ""):
+                task.end(error)
+                changed(task)
+                continue
+            slot = min(set(range(workers.slots)) - {taken for _, taken in running.values()})
+            running[task.name] = (workers.start(sweep, task, slot), slot)
+    except KeyboardInterrupt:
+        for job, _ in running.values():
+            job.cancel()
+        limit = time.monotonic() + PATIENCE  # a job of submitit ends before the process that it started
+        saving = [(job, sweep.tasks[name].folder) for name, (job, _) in running.items()]
+        while any(not job.done() or is_locked(place) for job, place in saving) and time.monotonic() < limit:
+            time.sleep(POLL)
+        raise

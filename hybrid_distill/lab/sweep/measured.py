@@ -1,4 +1,4 @@
-"""results.csv of a sweep as data frames (docs/sweeps.md has its columns).
+"""results.csv of a sweep as data frames (docs/sweeps.md has its columns), and the student that it recommends.
 
 A setting is a way to make a student: a selection, a number of heads and a state size. Its cells differ in the seed.
 """
@@ -9,39 +9,35 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from ...io import Record, read_json
-from ...limits import COUNT
-from ..reporting.tables import with_error
-from .grid import ALL
-from .record import FILE as SWEEP
+from ...limits import COUNT, Count, check_options
+from ..reporting.document import Column, sizes, text_table, with_error
+from .folder import FILE as SWEEP
+from .grid import ALL, NONE
 from .results import FILE, TEACHER
 
 CONTEXT = 4096
 DEFAULT_PAIRS = 16
-NONE = "none"
+FEW_QUESTIONS = 64
+"""Questions assumed where no file tells how many were asked."""
 SETTING = ["selection", "heads", "d_state"]
+NO_SHARES = ["perplexity", "kl_to_teacher"]
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Quality(NamedTuple):
-    """A number that students are compared by."""
+class Estimate(NamedTuple):
+    """Means over seeds, and halves of their 95 % intervals: a row a setting, a column a figure."""
 
-    column: str
-    label: str
-    scale: float = 100.0
-    unit: str = " %"
-    digits: int = 1
-    higher_is_better: bool = True
-
-    def text(self, value: float, margin: float | None = None) -> str:
-        """Format a value: 97.3 %, 97.3 ± 1.2 %, 4.830."""
-        return with_error(value, margin, self.digits, scale=self.scale) + self.unit
+    mean: pd.DataFrame
+    margin: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,22 @@ class SweepResults:
         """
         COUNT.check("the context", context)
         table, record = Path(out) / FILE, Path(out) / SWEEP
+        if not table.is_file():
+            raise ValueError(f"{out} is not the folder of a sweep: it has no {FILE}. Pass the --out of a sweep.")
         try:
             # "none" is a selection, not a missing value.
             rows = pd.read_csv(table, keep_default_na=False, na_values=[""]).replace([np.inf, -np.inf], np.nan)
             rows[["heads", "d_state"]] = rows[["heads", "d_state"]].fillna(0).astype(int)
             rows = rows.sort_values("selection", key=lambda names: names != TEACHER, kind="stable")
             is_done = rows["state"] == "done"
-        except OSError as error:
-            raise ValueError(f"{table} cannot be read ({error.strerror}); pass the folder of a sweep.") from error
         except (KeyError, ValueError) as error:
             raise ValueError(f"{table} is not a table of a sweep ({error}); docs/sweeps.md has its columns.") from error
         try:
             found = read_json(record) if record.exists() else {}
         except ValueError as error:
             raise ValueError(f"{error} Delete it, and the report does without.") from error
-        return cls(Path(out).resolve().name, rows.assign(bytes=_bytes(rows, context, is_done.any())), context, found)
+        held = _bytes(rows, context) if is_done.any() else math.nan
+        return cls(Path(out).resolve().name, rows.assign(bytes=held), context, found)
 
     @property
     def done(self) -> pd.DataFrame:
@@ -88,20 +85,31 @@ class SweepResults:
         """Rows of finished cells."""
         return self.done.loc[self.done.selection != TEACHER]
 
-    @property
+    @cached_property
     def settings(self) -> pd.DataFrame:
-        """Teacher and finished settings: finished seeds and all of them, most bytes of a seed, seconds, a label."""
+        """Teacher and finished settings: finished seeds and all of them, most bytes of a seed, a label."""
         grouped = self.rows.groupby(SETTING, sort=False)
         table = grouped.agg(n_done=("state", lambda states: (states == "done").sum()), n=("seed", "size"))
-        table["bytes"] = grouped["bytes"].max()
-        table["label"] = [setting_label(*setting) for setting in table.index]
+        table = table.assign(bytes=grouped["bytes"].max(), label=[_label(*setting) for setting in table.index])
         return table.loc[table.n_done > 0]
+
+    @cached_property
+    def figures(self) -> Estimate:
+        """Every figure of every setting."""
+        return _estimate(self.done, [name for name in self.done.select_dtypes("number") if name not in SETTING])
+
+    def against_teacher(self, columns: Sequence[str]) -> Estimate:
+        """Compare students with the teacher of their seed: the ratio of every figure, and as ``all`` their mean."""
+        students, columns = self.students, list(columns)
+        teachers = self.done[self.done.selection == TEACHER].set_index("seed")[columns].replace(0, math.nan)
+        ratio = students[columns] / teachers.reindex(students.seed).set_axis(students.index)
+        ratio["all"] = ratio.mean(axis=1, skipna=False)
+        return _estimate(students[SETTING].join(ratio), [*columns, "all"])
 
     @property
     def pair_sizes(self) -> list[int]:
         """Dictionary sizes measured by generation."""
-        prefix = "kv_generation_"
-        return sorted(int(name.removeprefix(prefix)) for name in self.rows if name.startswith(prefix))
+        return sizes(self.rows, "kv_generation")
 
     @property
     def n_pairs(self) -> int:
@@ -128,39 +136,68 @@ class SweepResults:
         """Return a number that is the same for all who were measured."""
         return self.done[name].max() if name in self.rows else math.nan
 
-    def quality(self, name: str) -> Quality | None:
-        """Return a quality: retrieval, knowledge or perplexity; None where no finished cell has it."""
-        retrieval = f"kv_generation_{self.n_pairs}"
+    def quality(self, name: str) -> Column | None:
+        """Return what students are compared by: retrieval, knowledge or perplexity; None where no cell has it."""
         found = {
-            "retrieval": Quality(retrieval, f"KV retrieval by generation, {self.n_pairs} pairs"),
-            "knowledge": Quality("knowledge", "knowledge by choice"),
-            "perplexity": Quality("perplexity", "perplexity", 1.0, "", 3, higher_is_better=False),
+            "retrieval": Column(
+                f"kv_generation_{self.n_pairs}", f"KV retrieval by generation, {self.n_pairs} pairs, %"
+            ),
+            "knowledge": Column("knowledge", "knowledge by choice, %"),
+            "perplexity": Column("perplexity", "perplexity", 1.0, 3),
         }[name]
-        return found if found.column in self.rows and self.students[found.column].notna().any() else None
+        return found if found.name in self.rows and self.students[found.name].notna().any() else None
 
-    def estimate(self, column: str, *, is_share: bool = True) -> pd.DataFrame:
-        """Return the mean over seeds of every setting, and its margin (`_estimate`)."""
-        return _estimate(self.done, column, is_share=is_share)
+    def compared(self, quality: Column) -> pd.DataFrame:
+        """Return the settings with ``mean``, ``margin`` and whether they exceed guessing.
 
-    def against_teacher(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Compare students with the teacher of their seed: a ratio, its mean over columns, an estimate over seeds."""
-        students, columns = self.students, list(columns)
-        teachers = self.done[self.done.selection == TEACHER].set_index("seed")[columns].replace(0, math.nan)
-        ratio = (students.set_index("seed")[columns] / teachers.reindex(students.seed)).mean(axis=1, skipna=False)
-        return _estimate(students.assign(ratio=ratio.to_numpy()), "ratio")
+        They do by the interval over their seeds and by that of as many questions; where guessing gives nothing that is
+        known, all do.
+        """
+        mean, margin = (frame[quality.name] for frame in self.figures)
+        found = self.settings.assign(mean=mean, margin=margin).dropna(subset=["mean"])
+        chance, asked = self.chance(quality.name), self.n_questions(quality.name)
+        if math.isnan(chance):
+            return found.assign(exceeds=True)
+        questions = found.n_done * (FEW_QUESTIONS if math.isnan(asked) else int(asked))
+        low = np.array([stats.binomtest(round(x * n), n).proportion_ci().low for x, n in zip(found["mean"], questions)])
+        return found.assign(exceeds=(low > chance) & (found["mean"] - found.margin.fillna(0) > chance))
+
+    def front(self, quality: Column) -> pd.DataFrame:
+        """Return settings that no other one beats, in quality or bytes, without being worse in the other.
+
+        The smallest first. The teacher is among them unless a student is the same.
+        """
+        found = self.compared(quality)
+        found = without(found, TEACHER) if ALL in found.index else found
+        better = -found["mean"] if quality.name in NO_SHARES else found["mean"]
+        found = found.assign(better=better).sort_values(["bytes", "better"], ascending=[True, False], kind="stable")
+        return found.loc[found.better > found.better.cummax().shift(fill_value=-math.inf)]
+
+    def front_table(self, quality: Column, found: pd.DataFrame) -> pd.DataFrame:
+        """Show settings of a front."""
+        shown = [with_error(x, m, quality.digits, scale=quality.scale) for x, m in zip(found["mean"], found.margin)]
+        table = {
+            "student": found.label,
+            quality.header: shown,
+            f"memory at {self.context:,}": map(size_text, found.bytes),
+        }
+        chance = self.chance(quality.name)
+        if not math.isnan(chance):
+            table[f"above guessing ({100 * chance:.1f} %)"] = found.exceeds.map({True: "yes", False: "no"})
+        return pd.DataFrame(table)
 
 
-def _estimate(rows: pd.DataFrame, column: str, *, is_share: bool = True) -> pd.DataFrame:
-    """Return mean and margin by setting: half of the 95 % interval by Student's t, NaN with one seed.
+def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
+    """Return means, and half of the 95 % interval by Student's t, NaN with one seed, by setting.
 
     The margin of a share never reaches beyond 0 and 1: what two or three seeds leave open may be all.
     """
-    found = rows.groupby(SETTING, sort=False)[column].agg(["mean", "sem", "count"])
-    mean, n = found.loc[:, "mean"], found.loc[:, "count"]
-    margin = found.loc[:, "sem"] * stats.t.ppf(0.975, n.where(n > 1) - 1)
-    if is_share:
-        margin = margin.clip(upper=(mean - 0.5).abs() + 0.5)
-    return pd.DataFrame({"mean": mean, "margin": margin})
+    grouped = rows.groupby(SETTING, sort=False)[columns]
+    mean, n = grouped.mean(), grouped.count()
+    margin = grouped.sem() * stats.t.ppf(0.975, n.where(n > 1) - 1)
+    most = (mean - 0.5).abs() + 0.5
+    most[[name for name in NO_SHARES if name in most]] = math.inf
+    return Estimate(mean, margin.clip(upper=most))
 
 
 def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
@@ -168,7 +205,7 @@ def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
     return settings.loc[~settings.index.isin(selections, level=0)]
 
 
-def setting_label(selection: str, heads: int, d_state: int) -> str:
+def _label(selection: str, heads: int, d_state: int) -> str:
     """Describe a setting: ``top 4 heads, state 16``."""
     if selection in (TEACHER, ALL):
         return "the teacher" if selection == TEACHER else f"all {heads} heads"
@@ -176,21 +213,83 @@ def setting_label(selection: str, heads: int, d_state: int) -> str:
     return f"{chosen}{heads} head{'s' * (heads != 1)}, state {d_state}"
 
 
-def _bytes(rows: pd.DataFrame, length: int, is_measured: bool) -> pd.Series | float:
+def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
     """Return what one sequence holds after ``length`` tokens: the line through the measured sizes, and convolutions."""
-    if not is_measured:
-        return math.nan
-    sizes = {int(name.rpartition("_")[2]): rows[name] for name in rows if name.startswith("cache_bytes_")}
+    found = {n: rows[f"cache_bytes_{n}"] for n in sizes(rows, "cache_bytes")}
     conv = rows.get("conv_state_bytes", 0.0)
-    if length in sizes:
-        return sizes[length] + conv
-    if len(sizes) < 2:
-        known = ", ".join(map(str, sizes)) or "no length"
+    if length in found:
+        return found[length] + conv
+    if len(found) < 2:
+        known = ", ".join(map(str, found)) or "no length"
         raise ValueError(f"the context is {length} tokens, and the cache was measured at {known}; pass that.")
-    short, long = min(sizes), max(sizes)
-    return sizes[short] + (sizes[long] - sizes[short]) / (long - short) * (length - short) + conv
+    short, long = min(found), max(found)
+    return found[short] + (found[long] - found[short]) / (long - short) * (length - short) + conv
 
 
-def is_sweep(path: str | Path) -> bool:
-    """Return whether a folder holds a sweep's table."""
-    return (Path(path) / FILE).is_file()
+@dataclass(frozen=True)
+class RecommendJob:
+    """A budget of memory for the student of a sweep."""
+
+    memory: str
+    """Memory for the caches of all sequences: ``2MB``, ``1.5GiB``, or a number of bytes."""
+    context: Count = 4096
+    """Tokens of a sequence."""
+    batch: Count = 1
+    """Sequences at the same time."""
+    quality: Literal["retrieval", "knowledge", "perplexity"] = "retrieval"
+    """Measure of the best: KV retrieval by generation, knowledge by choice, or perplexity."""
+
+
+def recommend(out: Path, job: RecommendJob) -> str:
+    """Name the best student under a budget, above a table of what else fits.
+
+    Raises ValueError for a budget that nothing fits into, for a sweep without results, and where nothing that fits is
+    better than guessing.
+    """
+    check_options(job, "--")
+    budget, results = n_bytes(job.memory) / job.batch, SweepResults.read(out, job.context)
+    if results.students.empty:
+        raise ValueError(f"no cell of {out} is finished; see hybrid-distill sweep-status {out}.")
+    quality = results.quality(job.quality)
+    if quality is None:
+        raise ValueError(f"no finished cell has a figure for {job.quality}; pass another --quality.")
+    found = results.front(quality)
+    least, fits = found.iloc[0], found[found.bytes <= budget]
+    if fits.empty:
+        raise ValueError(
+            f"nothing fits into {size_text(budget)} a sequence: the smallest, {least.label}, holds "
+            f"{size_text(least.bytes)} ({least.bytes:,.0f} bytes) after {job.context:,} tokens; raise --memory, or "
+            "lower --context or --batch."
+        )
+    table = results.front_table(quality, fits)
+    if not fits.exceeds.any():
+        best = table.iloc[-1]
+        raise ValueError(
+            f"no student of {out} within {size_text(budget)} a sequence is better than guessing: the best in "
+            f"{job.quality}, {best.iloc[0]}, has {best.iloc[1]} % where guessing gives "
+            f"{100 * results.chance(quality.name):.1f} %. Raise --memory, or extend the sweep by more heads or seeds."
+        )
+    table.insert(1, "seeds", fits.n_done)
+    best, batch = fits[fits.exceeds].iloc[-1], f" for each of {job.batch} sequences" if job.batch > 1 else ""
+    lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens: {best.label}", text_table(table.iloc[::-1])]
+    retrieval = results.quality("retrieval")
+    if retrieval is not None and not results.compared(retrieval).exceeds[best.name]:
+        lines.append("Its retrieval is no better than guessing.")
+    return "\n\n".join(lines)
+
+
+def n_bytes(text: str) -> int:
+    """Read ``2MB`` as bytes; MB is 1e6 bytes and MiB 2^20. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = {name.lower(): size for name, size in UNITS.items()}.get((match[2] or "B").lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"--memory is {text!r}; write a number and one of {', '.join(UNITS)}, such as 2MB.")
+    return round(float(match[1]) * unit)
+
+
+def size_text(size: float) -> str:
+    """Format bytes: 1.28 MB, 25.1 kB, 804 B."""
+    for unit in ("GB", "MB", "kB"):
+        if (number := size / UNITS[unit]) >= 1:
+            return f"{number:,.{max(0, 2 - int(math.log10(number)))}f} {unit}"
+    return f"{size:.0f} B"

@@ -4,53 +4,67 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
-from scipy import stats
 
 from ...io import replacing, write_text
-from ..reporting.document import Block, Figure, Section, render
-from ..reporting.figures import can_draw
-from ..reporting.tables import ABSENT, percent_change, with_error
-from .figures import draw
-from .grid import ALL
-from .measured import CONTEXT, NONE, SETTING, SweepResults, without
-from .recommend import best_under, front, measured_text, size_text
+from ..reporting.document import (
+    ABSENT,
+    Block,
+    Column,
+    Figure,
+    Section,
+    change_table,
+    render,
+    value_table,
+    zeroed_section,
+)
+from ..reporting.figures import GREY, LOOKS, Row, can_draw, draw_lines, figure, legend, look, percent_axis
+from .folder import FILE as SWEEP
+from .grid import ALL, NONE
+from .measured import CONTEXT, NO_SHARES, SETTING, SweepResults, size_text, without
 from .results import FILE, TEACHER, duration
 
 NEEDED = 0.90
 """Share of the teacher's retrieval by which selections are compared."""
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the teacher's memory for which the report names a student."""
-
-
-class Column(NamedTuple):
-    """A figure of results.csv, and how it is shown."""
-
-    name: str
-    header: str
-    group: str
-    scale: float = 100.0
-    digits: int = 1
+NAMES = {"top": "top, by score", "restoration": "restoration", "layers": "whole layers", "random": "random"}
+KNOWLEDGE, RETRIEVAL, TEXT = "knowledge-focused", "retrieval-heavy", "plain text"
+BARS = "bars: 95 % intervals of the mean over seeds"
+NOTE = (
+    "± is half of the 95 % interval of the mean over seeds, by Student's t, and of a share no more than reaches 0 and "
+    "100 %; a single seed has none. Guessing: of a dictionary, naming one of its values; of the facts, one of the "
+    "choices. Perplexity is per token of held-out text; agreement is the share of its tokens where student and teacher "
+    "expect the same next one. Memory: all that one sequence holds, that is keys and values in bfloat16, states, and "
+    "the convolutions' inputs (`cache_bytes_L + conv_state_bytes` of results.csv), the largest of the seeds; 1 MB = "
+    "1e6 bytes."
+)
+CHANGE = (
+    "Relative change of each number, student against teacher seed by seed. Coverage: student over teacher, the "
+    "mean over a group's tasks; for retrieval-heavy these are the dictionaries of all sizes, by generation."
+)
 
 
 def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Path | None = None) -> Path:
-    """Write report.md with its PNG figures, report.html and results.csv into ``to`` (by default the sweep's folder).
+    """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the sweep's folder).
 
     Returns the path of report.md. Raises what `SweepResults.read` raises.
     """
     results, folder = SweepResults.read(out, context), Path(to or out)
     folder.mkdir(parents=True, exist_ok=True)
-    captions = draw(results, folder) if len(results.students) and can_draw() else {}
+    captions = _draw(results, folder) if len(results.students) and can_draw() else {}
     sections = _sections(results, captions)
     for form in ("md", "html"):
-        text = render(f"Sweep: {results.name}", sections, form, folder=folder)
-        write_text(folder / f"report.{form}", text)
+        write_text(folder / f"report.{form}", render(f"Sweep: {results.name}", sections, form, folder=folder))
     if folder.resolve() != Path(out).resolve():
-        with replacing(folder / FILE) as temporary:
-            shutil.copyfile(Path(out) / FILE, temporary)
+        for source in (Path(out) / name for name in (FILE, SWEEP)):
+            if source.exists():
+                with replacing(folder / source.name) as temporary:
+                    shutil.copyfile(source, temporary)
     return folder / "report.md"
 
 
@@ -58,15 +72,23 @@ def _sections(results: SweepResults, captions: dict[str, str]) -> list[Section]:
     def drawn(name: str) -> list[Block]:
         return [Figure(f"{name}.png", captions[name])] if name in captions else []
 
+    students = results.students
+    n_settings, n_seeds = len(students[SETTING].drop_duplicates()), students.seed.nunique()
+    n_cells = (results.rows.selection != TEACHER).sum()
+    extent = f"{len(students)} of {n_cells} cells are finished, in {n_settings} settings, with "
+    extent += "1 seed." if n_seeds == 1 else f"{n_seeds} seeds."
     unfinished = results.rows[results.rows.state != "done"]
     missing = [f"{row.cell}: {row.state if pd.isna(row.error) else row.error}" for row in unfinished.itertuples()]
     missing += [] if TEACHER in results.settings.index else ["the teacher's evaluation, and with it all comparisons"]
     missing += [] if can_draw() else ["the figures: matplotlib is not installed (`pip install matplotlib`)"]
-    sections = [Section("", [_extent(results)])]
-    if len(results.students):
+    sections = [Section("", [extent])]
+    if len(students):
+        columns = _columns(results)
+        names = _names(results.settings)
         sections += [
-            Section("Results", [_means(results), _notes(results)], 2),
-            Section("Against the teacher", [*drawn("coverage"), *_changes(results)], 2),
+            Section("Results", [_means(results, names, columns), NOTE], 2),
+            zeroed_section(names, columns, *results.figures),
+            Section("Against the teacher", [*drawn("coverage"), *_changes(results, names, columns)], 2),
             Section("Heads kept", drawn("heads")),
             Section("State size", drawn("states")),
             Section("How heads are chosen", [*drawn("selection"), *_needed(results)]),
@@ -75,23 +97,14 @@ def _sections(results: SweepResults, captions: dict[str, str]) -> list[Section]:
     return [*sections, Section("Missing", [missing] if missing else []), Section("How it was made", _made(results))]
 
 
-def _extent(results: SweepResults) -> str:
-    students, cells = results.students, (results.rows.selection != TEACHER).sum()
-    text = f"{len(students)} of {cells} cells are finished, in {len(students[SETTING].drop_duplicates())} settings"
-    if students.seed.nunique() == 1:
-        return f"{text}, with **one seed**: nothing here has an interval, and small differences mean nothing."
-    return f"{text}, with {students.seed.nunique()} seeds."
-
-
 def _columns(results: SweepResults) -> list[Column]:
-    every = [
-        Column("knowledge", "knowledge, %", "knowledge-focused"),
-        *(Column(f"kv_generation_{n}", f"KV {n} pairs, %", "retrieval-heavy") for n in results.pair_sizes),
-        Column(f"kv_choice_{results.n_pairs}", f"by choice, {results.n_pairs} pairs, %", "retrieval-heavy"),
-        Column("perplexity", "perplexity", "plain text", 1.0, 3),
-        Column("top1_agreement", "agreement, %", "plain text"),
+    return [
+        Column("knowledge", "knowledge, %", group=KNOWLEDGE),
+        *(Column(f"kv_generation_{n}", f"KV {n} pairs, %", group=RETRIEVAL) for n in results.pair_sizes),
+        Column(f"kv_choice_{results.n_pairs}", f"by choice, {results.n_pairs} pairs, %", group=RETRIEVAL),
+        Column("perplexity", "perplexity", 1.0, 3, TEXT),
+        Column("top1_agreement", "agreement, %", group=TEXT),
     ]
-    return [column for column in every if column.name in results.rows and results.done[column.name].notna().any()]
 
 
 def _names(settings: pd.DataFrame) -> pd.DataFrame:
@@ -105,73 +118,35 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, settings.index, names, dtype=object)
 
 
-def _means(results: SweepResults) -> pd.DataFrame:
+def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) -> pd.DataFrame:
     """Return the means over seeds, below the number of questions and what guessing gives."""
-    settings = results.settings
-    table = _names(settings)
-    head = pd.DataFrame([["", "questions a seed", "", ""], ["", "guessing", "", ""]], columns=table.columns)
-    for column in _columns(results):
-        found = results.estimate(column.name, is_share=column.scale == 100).loc[settings.index]
+    table = value_table(names, columns, *results.figures)
+    table["", f"MB at {results.context:,}"] = [f"{size / 1e6:.3f}" for size in results.settings.bytes]
+    head = pd.DataFrame("", [0, 1], table.columns)
+    head["", "chosen"] = ["questions a seed", "guessing"]
+    for column in columns:
         n, chance = results.n_questions(column.name), results.chance(column.name)
-        guess = "" if math.isnan(chance) else f"{column.scale * chance:.{column.digits}f}"
-        head[column.group, column.header] = [ABSENT if math.isnan(n) else f"{n:,.0f}", guess]
-        table[column.group, column.header] = _shown(found, column.scale, column.digits)
-    memory = ("", f"MB at {results.context:,}")
-    head[memory], table[memory] = "", [f"{size / 1e6:.3f}" for size in settings.bytes]
+        texts = [ABSENT if math.isnan(n) else f"{n:,.0f}", "" if math.isnan(chance) else f"{100 * chance:.1f}"]
+        if (column.group, column.header) in table:
+            head[column.group, column.header] = texts
     return pd.concat([head, table])
 
 
-def _shown(found: pd.DataFrame, scale: float = 100, digits: int = 1) -> list[str]:
-    return [with_error(mean, margin, digits, scale=scale) for mean, margin in zip(found["mean"], found["margin"])]
-
-
-def _changes(results: SweepResults) -> list[Block]:
+def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) -> list[Block]:
     settings = results.settings
     if TEACHER not in settings.index:
         return []
     students = without(settings, TEACHER)
-    table, columns = _names(students).iloc[:, :3], [c for c in _columns(results) if c.name != "top1_agreement"]
-    for group in ("knowledge-focused", "retrieval-heavy"):
-        of_group = [column.name for column in columns if column.group == group and "choice" not in column.name]
-        if of_group:
-            table["coverage, %", group] = _shown(results.against_teacher(of_group).loc[students.index])
-    for column in columns:
-        change = results.against_teacher([column.name]).loc[students.index, "mean"]
-        table[f"{column.group}, change", column.header.removesuffix(", %")] = [percent_change(x) for x in change]
-    whole = settings.loc[TEACHER].bytes.max()
-    table["", "memory"] = [percent_change(size / whole) for size in students.bytes]
-    note = (
-        "Relative change of each number, student against teacher seed by seed. Coverage: student over teacher, the "
-        "mean over a group's tasks; for retrieval-heavy these are the dictionaries of all sizes, by generation."
-    )
-    return [table, note]
-
-
-def _notes(results: SweepResults) -> str:
-    n_seeds = max(without(results.settings, TEACHER)["n_done"])
-    interval = "One seed: no interval can be given."
-    if n_seeds > 1:
-        interval = (
-            "± is half of the 95 % interval of the mean over seeds, by Student's t: with "
-            f"{n_seeds} seeds {stats.t.ppf(0.975, n_seeds - 1):.1f} standard errors, and of a share no more than "
-            "reaches 0 and 100 %."
-        )
-    asked = results.n_questions(f"kv_generation_{results.n_pairs}")
-    if results.pair_sizes and not math.isnan(asked):
-        alone, together = (196 * math.sqrt(0.25 / (asked * n)) for n in (1, n_seeds))
-        over_seeds = f", by {together:.1f} over {n_seeds}" if n_seeds > 1 else ""
-        interval += (
-            f" Of {asked:.0f} questions alone, a share near 50 % is uncertain by {alone:.1f} points in one seed"
-            f"{over_seeds}: do not read into less than that."
-        )
-    return (
-        f"{interval} Guessing: of a dictionary, naming one of its values; of the facts, one of the choices. "
-        "Our probes stand for the published tasks: multiple-choice facts for the knowledge-focused ones, "
-        "dictionaries by generation for the retrieval-heavy ones. Perplexity is per token of held-out text; agreement "
-        "is the share of its tokens where student and teacher expect the same next one. Memory: all that one sequence "
-        f"holds after {results.context:,} tokens, that is keys and values in bfloat16, states, and the convolutions' "
-        "inputs (`cache_bytes_L + conv_state_bytes` of results.csv), the largest of the seeds; 1 MB = 1e6 bytes."
-    )
+    columns = [column for column in columns if column.name in results.rows and column.name != "top1_agreement"]
+    table = without(names, TEACHER).iloc[:, :3]
+    for group in (KNOWLEDGE, RETRIEVAL):
+        if of_group := [c.name for c in columns if c.group == group and "choice" not in c.name]:
+            shown = [frame.loc[students.index] for frame in results.against_teacher(of_group)]
+            table = value_table(table, [Column("all", group, group="coverage, %")], *shown)
+    ratios = results.against_teacher([column.name for column in columns]).mean.loc[students.index]
+    memory = pd.DataFrame({"memory": students.bytes / settings.loc[TEACHER].bytes.max()})
+    table = change_table(change_table(table, columns, ratios), [Column("memory", "memory")], memory)
+    return [table, CHANGE]
 
 
 def _needed(results: SweepResults) -> list[Block]:
@@ -179,18 +154,13 @@ def _needed(results: SweepResults) -> list[Block]:
     quality = results.quality("retrieval")
     if quality is None or TEACHER not in results.settings.index:
         return []
-    kept = without(results.against_teacher([quality.column]), NONE, ALL).reset_index()
-    table = pd.DataFrame({"chosen": kept.selection.unique()})
-    for d_state in sorted(kept.d_state.unique()):
-        cells = []
-        for selection in table.chosen:
-            line = kept.loc[(kept.selection == selection) & (kept.d_state == d_state)]
-            enough = line.loc[line["mean"] >= NEEDED, "heads"]
-            cells.append(ABSENT if line.empty else f"> {line.heads.max()}" if enough.empty else enough.min())
-        table[f"state {d_state}"] = cells
-    percent = f"{100 * NEEDED:.0f} %"
-    note = f"Fewest heads, of those that were run, that keep {percent} of the teacher's retrieval ({quality.label})."
-    return [] if kept.empty else [table, note]
+    kept = without(results.against_teacher([quality.name]).mean, NONE, ALL).reset_index()
+    kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
+    found = kept.groupby(["selection", "d_state"], sort=False).agg({"enough": "min", "heads": "max"})
+    texts = found.enough.map("{:.0f}".format).where(found.enough.notna(), "> " + found.heads.astype(str))
+    table = texts.unstack().rename(columns=lambda d_state: f"state {d_state}")
+    note = f"Fewest heads, of those that were run, that keep {100 * NEEDED:.0f} % of the teacher's retrieval"
+    return [] if kept.empty else [table.rename_axis("chosen").reset_index(), f"{note} ({quality.header[:-3]})."]
 
 
 def _memory(results: SweepResults) -> list[Block]:
@@ -198,17 +168,16 @@ def _memory(results: SweepResults) -> list[Block]:
     quality = results.quality("retrieval")
     if quality is None:
         return []
-    found = front(results, quality)
-    sizes = [size_text(size) for size in found.bytes]
-    heads = ["on the front", f"{quality.label}, %", f"memory at {results.context:,}"]
-    table = pd.DataFrame(dict(zip(heads, (found.label, _shown(found), sizes))))
-    if TEACHER not in results.settings.index:
-        return [table]
-    whole = results.settings.loc[TEACHER].bytes.max()
-    budgets = {f"1/{round(1 / share)} of the teacher's, {size_text(share * whole)}": share * whole for share in BUDGETS}
-    best = {name: best_under(found, budget) for name, budget in budgets.items() if found.bytes.min() <= budget}
-    rows = [(name, measured_text(results, quality, student)) for name, student in best.items()]
-    return [table, *([pd.DataFrame(rows, columns=["under a budget of", "best that was run"])] if rows else [])]
+    found = results.front(quality)
+    table = results.front_table(quality, found)
+    blocks: list[Block] = [table.rename(columns={"student": "on the front"})]
+    if TEACHER in results.settings.index:
+        whole = results.settings.loc[TEACHER].bytes.max()
+        budgets = {f"1/{round(1 / share)} of the teacher's, {size_text(share * whole)}": share for share in BUDGETS}
+        best = {name: table[found.bytes <= share * whole].tail(1) for name, share in budgets.items()}
+        if (rows := pd.concat(best, names=["under a budget of"])).size:
+            blocks.append(rows.reset_index(level=0))
+    return blocks
 
 
 def _made(results: SweepResults) -> list[Block]:
@@ -219,11 +188,116 @@ def _made(results: SweepResults) -> list[Block]:
         grid["seeds"] = str(len(record["grid"].get("seeds", [])))
         flags = [f"--{name} {values}" for name, values in grid.items()]
         made.append(f"`{' '.join(['hybrid-distill sweep', *flags, record.get('command', '')]).rstrip()}`")
-    if (saved := record.get("saving", {})).get("steps"):
-        served = f"{saved['alignments']} alignments served {saved['students']} students"
-        made.append(f"{served}, which spared {saved['steps']:,} training steps.")
     if "train_seconds" in results.rows:
         made.append(f"The students' own stages took {duration(results.students['train_seconds'].sum())} together.")
     if versions := record.get("versions"):
         made.append(", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
     return made
+
+
+def _draw(results: SweepResults, folder: Path) -> dict[str, str]:
+    """Draw what the results have numbers for; return the caption of each figure by name."""
+    qualities = [quality for name in ("retrieval", "perplexity") if (quality := results.quality(name))]
+    captions, rows = {}, [_row(results, quality) for quality in qualities]
+    groups = {"knowledge-focused": ["knowledge"]} if "knowledge" in results.rows else {}
+    groups |= {"retrieval-heavy": [f"kv_generation_{n}" for n in results.pair_sizes]} if results.pair_sizes else {}
+    heads, states = "heads kept", "state size of the recurrent heads"
+    if TEACHER in results.settings.index and groups:
+        parts = [_points(*results.against_teacher(names), "all", 100).assign(group=g) for g, names in groups.items()]
+        points = pd.concat(parts)
+        first = points.selection.iloc[0]
+        covered = Row(points[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
+        _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
+        captions["coverage"] = f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}."
+    if rows and rows[0].points.heads.nunique() > 1:
+        _panels(folder / "heads.png", rows, "selection", "d_state", "heads", heads)
+        captions["heads"] = f"Against heads kept, by how they are chosen; {BARS}."
+    if rows and rows[0].percent:
+        if rows[0].points.d_state.nunique() > 1:
+            _panels(folder / "states.png", rows[:1], "selection", "heads", "d_state", states)
+            captions["states"] = f"Retrieval against state size, by heads kept; {BARS}."
+        if rows[0].points.selection.nunique() > 1:
+            _panels(folder / "selection.png", rows[:1], "d_state", "selection", "heads", heads)
+            captions["selection"] = f"How heads are chosen; {BARS}."
+    if qualities:
+        _pareto(results, qualities, folder / "pareto.png")
+        captions["pareto"] = (
+            f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
+            "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
+            "heads / state."
+        )
+    return captions
+
+
+def _row(results: SweepResults, quality: Column) -> Row:
+    """Return a row of panels that shows a figure, beside what the teacher has and guessing gives."""
+    mean, margin = results.figures
+    levels = {"guessing": quality.scale * results.chance(quality.name)}
+    if TEACHER in mean.index:
+        levels["teacher"] = quality.scale * mean.loc[TEACHER][quality.name].iloc[0]
+    levels = {name: level for name, level in levels.items() if not math.isnan(level)}
+    label = quality.header.removesuffix(", %") + " (lower is better)" * (quality.name in NO_SHARES)
+    points = _points(mean, margin, quality.name, quality.scale)
+    return Row(points, label, quality.name not in NO_SHARES, levels)
+
+
+def _points(mean: pd.DataFrame, margin: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
+    """Return students with recurrent heads as points; those without kept heads belong to every selection."""
+    rows = pd.DataFrame({"y": scale * mean[name], "error": scale * margin[name]}).dropna(subset=["y"]).reset_index()
+    none = rows[rows.selection == NONE]
+    present = [selection for selection in NAMES if (rows.selection == selection).any()] or ["top"]
+    parts = [pd.concat([none, rows[rows.selection == name]]).assign(selection=NAMES[name]) for name in present]
+    return pd.concat(parts).sort_values("heads", kind="stable")
+
+
+def _panels(path: Path, rows: list[Row], panel: str, line: str, x: str, xlabel: str) -> None:
+    """Draw a row of panels for each figure: a panel and a line for each value of a column."""
+    words = {"heads": "{} heads", "d_state": "state {}"}
+    shown, first = [], rows[0].points
+    for row in rows:
+        points = row.points.sort_values([x] if panel == "selection" else [panel, x], kind="stable")
+        texts = {name: points[c].map(words.get(c, "{}").format) for name, c in (("panel", panel), ("line", line))}
+        shown.append(replace(row, points=points.assign(x=points[x], **texts)))
+    lines = first[line].drop_duplicates() if line == "selection" else sorted(first[line].unique())
+    styles = {text: look(selection) for selection, text in NAMES.items()}
+    looks = {
+        words.get(line, "{}").format(name): styles.get(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(lines)
+    }
+    draw_lines(path, shown, looks, xlabel)
+
+
+def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> None:
+    """Draw quality against bytes: the settings, and the line that none of them beats."""
+    with figure(path, 1, len(qualities), size=(4.9 * len(qualities) + 0.6, 4.5)) as grid:
+        for quality, axes in zip(qualities, grid[0]):
+            every, best = results.compared(quality), results.front(quality)
+            every = without(every, TEACHER) if ALL in every.index else every
+            axes.plot(
+                best.bytes,
+                quality.scale * best["mean"],
+                drawstyle="steps-post",
+                color=GREY,
+                linewidth=1.3,
+                label="front",
+            )
+            for selection, found in every.groupby(level=0, sort=False):
+                name = NAMES.get(str(selection), "no heads" if selection == NONE else "teacher")
+                axes.scatter(
+                    found.bytes, quality.scale * found["mean"], color=look(str(selection)).color,
+                    marker=look(str(selection)).marker, zorder=3, label=name,
+                )  # fmt: skip
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: size_text(value).replace(".00", "").replace(".0", ""))
+            axes.set_title(quality.header + " (lower is better)" * (quality.name in NO_SHARES), fontsize=10)
+            if quality.name not in NO_SHARES:
+                percent_axis(axes)
+            last = -math.inf
+            for setting, size, value in zip(best.index, np.log10(best.bytes), quality.scale * best["mean"]):
+                if size - last > 0.15:
+                    text = "all" if setting[0] in (ALL, TEACHER) else f"{setting[1]} / {setting[2]}"
+                    axes.annotate(
+                        text, (10**size, value), xytext=(-5, 6), textcoords="offset points", fontsize=8, ha="right"
+                    )
+                    last = size
+        legend(grid)
+        grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)

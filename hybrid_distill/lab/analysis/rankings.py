@@ -1,17 +1,17 @@
-"""Do two rankings of the same model's heads agree?"""
+"""Do two rankings of the same model's heads agree? Published rankings are read too."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..plan import HeadId
-from .head_scores import HeadScores
-from .importers import load_ranking
-from .uncertainty import statistic
+from ...plan import HeadId, HeadPlan
+from ...scoring.head_scores import READABLE, HeadScores
+from ...scoring.uncertainty import statistic
 
 Ranking = HeadScores | Sequence[HeadId]
 
@@ -42,8 +42,7 @@ def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
     """Compare two rankings, which may be scores or lists of heads, best first.
 
     The overlap compares both rankings as they are, for each k that both are long enough for; correlations look only
-    at heads that both rank. Raises ValueError for a ranking that names a head twice, and for scores of models of
-    different shapes.
+    at heads that both rank. Raises ValueError for scores of models of different shapes.
     """
     from scipy import stats  # slow to import
 
@@ -52,11 +51,10 @@ def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
             f"the scores are of models with {a.n_layers} x {a.n_heads} and {b.n_layers} x {b.n_heads} heads; "
             "pass scores of models of one shape."
         )
-    ranked_a, ranked_b = _heads(a), _heads(b)
-    place_b = {head: place for place, head in enumerate(ranked_b)}
+    ranked_a, ranked_b = ([*each.ranking()] if isinstance(each, HeadScores) else [*each] for each in (a, b))
     n_heads, shortest = max(len(ranked_a), len(ranked_b)), min(len(ranked_a), len(ranked_b))
     ks = sorted({k for k in ks if 0 < k <= shortest})
-    places = [place_b[head] for head in ranked_a if head in place_b]
+    places = [ranked_b.index(head) for head in ranked_a if head in ranked_b]
     in_order, few = range(len(places)), len(places) < 2
     return RankingComparison(
         overlap={k: len(set(ranked_a[:k]) & set(ranked_b[:k])) / k for k in ks},
@@ -84,7 +82,39 @@ def compare_files(a: Path, b: Path) -> str:
     if shape is None:
         raise ValueError(f"neither {a} nor {b} holds head scores; pass a scores.json as one of them.")
     first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
-    return compare_rankings(first, second).table()
+    forms = [r.provenance.get("probe", {}).get("prompt_form", "plain") for r in rankings if isinstance(r, HeadScores)]
+    note = f"prompts have other forms: {' and '.join(forms)}\n" if len(set(forms)) > 1 else ""
+    return note + compare_rankings(first, second).table()
+
+
+def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -> list[HeadId]:
+    """List heads, most important first, of a model of this shape (a config, model, plan or scores).
+
+    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then ``model``
+    chooses, or the shape where only one fits. It may also hold head scores. Raises ValueError for anything else.
+    """
+    shape = HeadPlan.none(shape_of)
+    try:
+        record = json.loads(Path(path).read_text())
+        if isinstance(record, dict) and record.get("format") in READABLE:
+            shape.check_fits(scores := HeadScores.load(path))
+            return scores.ranking()
+        named = record.get("rankings", {model: record}) if isinstance(record, dict) else {model: {"ranking": record}}
+        fitting = [entry for name, entry in named.items() if model in (None, name) and _fits(entry, shape)]
+        if len(fitting) != 1:
+            raise ValueError(f"{len(fitting)} of its {len(named)} models are meant: {', '.join(map(str, named))}")
+        ranking = [HeadId(layer, head) for layer, head in fitting[0]["ranking"]]
+        HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not hold a ranking of these heads ({error}); pass [layer, head] lists or scores.json."
+        ) from error
+    return ranking
+
+
+def _fits(entry: Mapping[str, object], shape: HeadPlan) -> bool:
+    names = ("n_layers", "n_heads", "n_kv_heads")
+    return all(entry.get(name, getattr(shape, name)) == getattr(shape, name) for name in names)
 
 
 def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
@@ -105,13 +135,6 @@ def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
 
     rows += [[f"({i + 1}) {name}", *(cell(i, j) for j in range(len(names)))] for i, name in enumerate(names)]
     return _aligned(rows)
-
-
-def _heads(ranking: Ranking) -> list[HeadId]:
-    heads = ranking.ranking() if isinstance(ranking, HeadScores) else [HeadId(*head) for head in ranking]
-    if twice := sorted(head for head, count in Counter(heads).items() if count > 1):
-        raise ValueError(f"a ranking names {', '.join(map(str, twice))} twice; name each head once.")
-    return heads
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

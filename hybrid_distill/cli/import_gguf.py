@@ -1,0 +1,90 @@
+"""`hybrid-distill import-gguf`: a plain Hugging Face folder from a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ..io import write_json
+from ..locking import locked
+from ..provenance import now, versions
+from ..teacher.loading import DTYPES, IMPORTED
+
+
+def command(file: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /, dtype: str = "float32") -> None:
+    """Make a Hugging Face folder from a GGUF file; teachers are read from it like from any other.
+
+    The folder holds safetensors, the config, the tokenizer with its chat template, the generation config, and
+    imported_from.json: the name and the hash of the file.
+
+    Args:
+        file: A GGUF file of an architecture that transformers reads.
+        out: The folder to make.
+        dtype: Type of the weights that are written: float32, bfloat16 or float16.
+    """
+    print(import_gguf(file, out, dtype))
+
+
+def import_gguf(file: Path, out: Path, dtype: str = "float32") -> str:
+    """Write the folder; return a summary of one line. Raises ValueError naming what is wrong with the input."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
+    if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
+        raise ValueError(f"{out} is there already; pass a new folder.")
+    if find_spec("gguf") is None:
+        raise ValueError("GGUF files are read by the package gguf, which is not installed; pip install gguf.")
+    _check(file)
+    name = {"gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **name)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **name)
+    except Exception as error:  # each architecture and each version of transformers has errors of its own
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise ValueError(
+            f"transformers cannot read {file} ({reason}); pass a GGUF file of an architecture that it reads (Llama, "
+            "Qwen2, Qwen3, Gemma, Mistral, Phi-3 and others), or the model's own Hugging Face folder."
+        ) from error
+    config = type(read.config).from_dict(
+        {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    )
+    config.dtype = DTYPES[dtype]
+    with torch.device("meta"):
+        model = type(read)(config)
+    model.load_state_dict(read.state_dict(), strict=True, assign=True)
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_model_config(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with locked(out):
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        digest = hashlib.sha256()
+        with file.open("rb") as content:
+            while part := content.read(2**24):
+                digest.update(part)
+        origin = {"file": file.name, "sha256": digest.hexdigest(), "versions": versions(), "date": now()}
+        write_json(out / IMPORTED, origin)
+    template = "with" if tokenizer.chat_template else "without"
+    return f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template"
+
+
+def _check(file: Path) -> None:
+    """Raise ValueError for a file that is missing, not GGUF, or cut short."""
+    from gguf import GGUFReader
+
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file; pass a GGUF file.")
+    with file.open("rb") as content:
+        if (magic := content.read(4)) != b"GGUF":
+            raise ValueError(f"{file} is not a GGUF file: it begins with {magic!r}; pass a file that begins with GGUF.")
+    try:
+        tensors = GGUFReader(file).tensors
+        end = max((tensor.data_offset + tensor.n_bytes for tensor in tensors), default=0)
+    except Exception as error:  # numpy's, struct's or the reader's own, wherever the file ends
+        raise ValueError(f"{file} ends early, or is damaged ({error}); download it again.") from error
+    if not tensors or end > file.stat().st_size:
+        raise ValueError(f"{file} ends early: {file.stat().st_size:,} bytes of {end:,}; download it again.")

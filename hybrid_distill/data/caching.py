@@ -1,0 +1,176 @@
+"""Write the teacher's top-k logits of rows: the same bytes for any number of processes, and after any stop.
+
+Shapes: B rows, L tokens of a row, K stored tokens, V vocabulary, M tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..distributed import alone_in, connect, on_main_process
+from ..io import replacing
+from ..model.layout import decoder_of
+from ..model.modeling_hybrid import finish_logits, packed_inputs
+from ..provenance import now
+from ..teacher import fingerprint
+from .logits import ROW_IDS, CachedLogitsDataset, LogitFolder, LogitHeader, pack, row_ids_of, shard_path
+from .rows import Batch, PackedRows, on_device
+from .tokens import tokenizer_fingerprint
+
+log = logging.getLogger(__name__)
+
+SHARD_TOKENS = 2**22
+CHECK_ROWS = 8
+_CHUNK_LOGITS = 2**26
+
+
+class TopK(NamedTuple):
+    """Stored part of a teacher's next-token distribution."""
+
+    ids_BLK: Tensor
+    log_probs_BLK: Tensor
+    log_tail_BL: Tensor
+    """Log-probability of all other tokens together."""
+
+
+@torch.no_grad()
+def top_k_of(
+    teacher: PreTrainedModel, batch: Batch, k: int, *, vocab_size: int, temperature: float = 1.0, bf16: bool = False
+) -> TopK:
+    """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
+
+    The forward pass is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
+    """
+    decoder, parts = decoder_of(teacher), []
+    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
+        packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
+        hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+        for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
+            logits_MV = finish_logits(teacher.get_output_embeddings()(hidden_ME), decoder.config)[:, :vocab_size]
+            log_probs_MV = (logits_MV.float() / temperature).log_softmax(-1)
+            log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
+            parts.append((ids_MK, log_probs_MK, log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)))
+    return TopK(*(torch.cat(part).unflatten(0, batch["input_ids"].shape) for part in zip(*parts)))
+
+
+def write_logits(
+    folder: Path,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: PackedRows,
+    *,
+    name: str,
+    top_k: int,
+    places: int,
+    vocab_size: int,
+    temperature: float = 1.0,
+    precision: str = "fp32",
+    micro_batch_size: int = 8,
+    shard_tokens: int = SHARD_TOKENS,
+    check_rows: int = CHECK_ROWS,
+    dry_run: bool = False,
+) -> str:
+    """Write the logits of the first ``places`` rows, or what is missing of them; return a summary of one line.
+
+    All processes of a launch take part. Raises ValueError for a ``top_k`` above the vocabulary, and for a folder that
+    holds something else or that another command writes to.
+    """
+    if top_k > vocab_size:
+        raise ValueError(f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}.")
+    row_ids = row_ids_of(rows, places)
+    header = LogitHeader(
+        format=LogitHeader.FORMAT,
+        teacher=name,
+        teacher_fingerprint=fingerprint(teacher),
+        dtype=str(teacher.dtype).removeprefix("torch."),
+        precision=precision,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        vocabulary_size=vocab_size,
+        temperature=temperature,
+        top_k=top_k,
+        seq_len=rows.seq_len,
+        text_fingerprint=rows.text_fingerprint,
+        order=rows.fingerprint,
+        places=places,
+        rows=len(row_ids),
+        shard_rows=max(1, shard_tokens // rows.seq_len),
+    )
+    on_main_process(lambda: log.info("%s: %s", folder, header))
+    if dry_run:
+        return "nothing was written (--dry-run)"
+    began = time.monotonic()
+    with alone_in(folder):
+        on_main_process(lambda: _start(folder, header, row_ids))
+        if not LogitHeader.file(folder).exists():
+            torch.nn.Module.to(teacher, connect().device)
+            _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size)
+            connect().wait_for_everyone()
+            on_main_process(lambda: _finish(folder, header, rows, check_rows))
+    header = LogitHeader.open(folder)
+    found = header.measured
+    return (
+        f"{folder}: top {header.top_k}, {header}, {time.monotonic() - began:,.1f} s; they cover {found['covered']:.2%} "
+        f"of the teacher's probability (lowest 1 % of tokens: {found['covered_p01']:.2%})"
+    )
+
+
+def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
+    """Make the folder. Raises ValueError when it holds something else."""
+    header.begun(folder)
+    for left in folder.glob(".*.tmp"):  # of a writer that was killed
+        left.unlink()
+    if header.file(folder).exists():
+        return
+    with replacing(folder / ROW_IDS) as path:
+        row_ids.tofile(path)
+    header.save(header.file(folder, partial=True))
+    missing, n_shards = header.missing_shards(folder), len(header.shard_sizes)
+    log.info("%d of %d files are written already", n_shards - len(missing), n_shards)
+
+
+def _write_shards(
+    folder: Path,
+    header: LogitHeader,
+    teacher: PreTrainedModel,
+    rows: PackedRows,
+    row_ids: np.ndarray,
+    micro_batch_size: int,
+) -> None:
+    """Write every n-th shard for n processes, where it is missing: the same bytes for any n."""
+    state, missing = connect(), set(header.missing_shards(folder))
+    mine = [n for n in range(state.process_index, len(header.shard_sizes), state.num_processes) if n in missing]
+    options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
+    n_tokens = sum(header.shard_sizes[number] for number in mine) * header.seq_len
+    hidden = None if state.is_main_process else True  # None: shown on a terminal
+    with tqdm(total=n_tokens, unit="tok", unit_scale=True, desc="logits", disable=hidden) as bar:
+        for number in mine:
+            first = number * header.shard_rows
+            ids = row_ids[first : first + header.shard_rows]
+            with replacing(shard_path(folder, number)) as path, path.open("wb") as file:
+                for begin in range(0, len(ids), micro_batch_size):
+                    batch = on_device(rows.read(ids[begin : begin + micro_batch_size]), teacher.device)
+                    known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)
+                    file.write(pack(*known, batch["mask"], header).tobytes())
+                    bar.update(batch["mask"].numel())
+
+
+def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int) -> None:
+    """Read some rows back, record how much of the teacher's probability they hold, and write the header."""
+    cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
+    batch = cached.batch(0, min(check_rows, header.places))
+    covered_M = batch["teacher_log_probs_BLK"].exp().sum(-1)[batch["mask"]].sort().values
+    header.measured = {"rows": len(batch["mask"]), "tokens": len(covered_M)}
+    if len(covered_M):
+        lowest = covered_M[len(covered_M) // 100].item()
+        header.measured |= {"covered": covered_M.mean().item(), "covered_p01": lowest}
+    header.created = now()
+    header.finish(folder)

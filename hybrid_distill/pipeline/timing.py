@@ -1,0 +1,81 @@
+"""How long the stages of a run will take, from a measured second of training on random weights and tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..config import RunConfig
+from ..data import Batch, on_device
+from ..distributed import connect
+from ..plan import HeadPlan
+from ..student.build import build_student
+from ..teacher import DTYPES, load_config
+from ..train.config import DistillConfig
+from ..train.stage import Stage
+from ..train.stages import make_stage
+
+LARGEST = 1e9
+"""Parameters of the largest teacher that a dry run makes."""
+
+
+def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
+    """Measure a second of training of each stage, here and now; return a line for each, "" where that says nothing:
+    for runs on several GPUs, and for teachers that a dry run should not have to make."""
+    if config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
+        return ""
+    device = connect().device
+    lines, whole = [], 0.0
+    for name, steps, seconds in _seconds_of_steps(config, plan, device):
+        whole += steps * seconds
+        lines.append(f"  {name}: {steps:,} steps of {seconds:,.1f} s, {_duration(steps * seconds)}")
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    heading = f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
+    return "\n".join([f"{heading}{_duration(whole)}, besides scoring and evaluation", *lines])
+
+
+def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -> Iterator[tuple[str, int, float]]:
+    """Yield (stage, steps, seconds of a step)."""
+    shape = load_config(config.teacher.path, config.teacher.revision)
+    attention = {"attn_implementation": config.teacher.attn_implementation or "sdpa"}
+    with torch.random.fork_rng():
+        teacher = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **attention)
+        for options in config.stage_configs:
+            if isinstance(options, DistillConfig):
+                options = replace(options, teacher_logits=None)
+            sizes = {"d_state": config.student.d_state, "conv_width": config.student.conv_width}
+            student, _ = build_student(teacher, plan, recurrence=config.student.recurrence, init="random", **sizes)
+            stage = make_stage(options, student.train(), teacher)
+            stage.place(device)
+            ids_BL = torch.randint(3, teacher.config.vocab_size, (1, options.data_within(config.data).seq_len))
+            row: Batch = {"input_ids": ids_BL, "seq_idx": torch.zeros_like(ids_BL), "mask": ids_BL >= 0}
+            seconds = _seconds_of(stage, on_device(row, device), 1.0 / len(config.stage_configs))
+            yield options.name, options.steps, seconds * options.batch_size
+
+
+def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
+    """Measure forward and backward of a row, after one to warm up."""
+
+    def train() -> None:
+        for part in stage.micro_batches(row, 1, [0]):
+            loss = stage(part, stage.totals(part)).total
+            loss.backward()
+            loss.item()  # waits for a GPU
+
+    train()
+    began, n = time.perf_counter(), 0
+    while not n or time.perf_counter() - began < at_least:
+        train()
+        n += 1
+    return (time.perf_counter() - began) / n
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.0f} s"

@@ -1,0 +1,125 @@
+"""Forms of a probe's prompts: as written, behind solved examples, or as a turn of the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..teacher import longest_context
+from . import Example, Probe, SeededProbe
+from .answering import answer_choices
+from .checks import token_counts
+
+PLAIN, CHAT, AUTO = "plain", "chat", "auto"
+TRIED = (PLAIN, "shots=1", "shots=3", CHAT)
+"""Forms that ``auto`` chooses from, simplest first."""
+N_TRIED = 32
+
+log = logging.getLogger(__name__)
+
+
+def check_form(name: str, form: str) -> None:
+    """Raise ValueError for anything but plain, chat, auto or shots=n."""
+    if form not in (PLAIN, CHAT, AUTO) and not re.fullmatch(r"shots=[1-9]\d?", form):
+        raise ValueError(f"{name} is {form!r}; pass plain, shots=1 (or more), chat or auto.")
+
+
+@dataclass(frozen=True)
+class FormedProbe:
+    """A probe whose prompts stand in another form.
+
+    ``shots=n`` puts the next ``n`` examples, solved, before each (those of later rows, where a row gives several).
+    ``chat`` makes the prompt a user's turn, and the assistant's answer begins with the probe's ``lead``. Raises
+    ValueError for a chat without template.
+    """
+
+    probe: Probe
+    form: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def __post_init__(self) -> None:
+        check_form("form", self.form)
+        if self.form == CHAT and not self.tokenizer.chat_template:
+            raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain, shots=1 or auto.")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing, 0 to 1."""
+        return self.probe.chance
+
+    def describe(self) -> dict[str, object]:
+        """Return what the prompts follow from."""
+        return {**self.probe.describe(), "prompt_form": self.form}
+
+    def examples(self, n: int) -> list[Example]:
+        """Return the first ``n`` examples in this form."""
+        if self.form == CHAT:
+            return [self._in_chat(example) for example in self.probe.examples(n)]
+        shots, step = int(self.form.removeprefix("shots=")), getattr(self.probe, "n_queries", 1)
+        pool = self.probe.examples(n + shots * step)
+        if len(pool) <= shots * step:
+            raise ValueError(f"form is {self.form!r}, but the probe has {len(pool)} questions; pass fewer shots.")
+        formed = []
+        for index, example in enumerate(pool[:n]):
+            solved = [pool[(index + shot * step) % len(pool)] for shot in range(1, shots + 1)]
+            before = "".join(f"{other.prompt}{other.answer}\n\n" for other in solved)
+            formed.append(Example(before + example.prompt, example.answer, example.choices, len(before)))
+        return formed
+
+    def _in_chat(self, example: Example) -> Example:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": example.prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=False,
+                date_string="1 January 2025",  # else some templates write today's: other prompts every day
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot write a question ({error}); pass plain or shots=1.") from error
+        lead = getattr(self.probe, "lead", SeededProbe.lead)
+        return Example(f"{text}{lead}", example.answer, example.choices, str(text).find(example.prompt))
+
+
+def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
+    """Return the probe in a form other than auto; itself if plain."""
+    return probe if form == PLAIN else FormedProbe(probe, form, tokenizer)
+
+
+def best_form(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    *,
+    least: float | None = 0.0,
+    batch_size: int = 16,
+) -> tuple[str, dict[str, float]]:
+    """Return the form in which the model answers most of the first 32 prompts, and its accuracy in each.
+
+    Of equal ones the simplest; forms beyond the model's positions, and chat without a template, are left out. Raises
+    ValueError when the best accuracy is below ``least`` (None: half way from guessing to always right).
+    """
+    least = (1 + probe.chance) / 2 if least is None else least
+    limit, found = longest_context(model.config) or sys.maxsize, {}
+    for form in TRIED:
+        if form == CHAT and not tokenizer.chat_template:
+            continue
+        examples = in_form(probe, form, tokenizer).examples(N_TRIED)
+        if max(token_counts(tokenizer, examples)) <= limit:
+            found[form] = answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
+    told = ", ".join(f"{form} {accuracy:.1%}" for form, accuracy in found.items())
+    if not found:
+        raise ValueError(f"every form is longer than the model's {limit} positions; take fewer pairs or another probe.")
+    best = max(found, key=found.__getitem__)
+    if found[best] < least:
+        raise ValueError(
+            f"this teacher fails in every form: {told} of {N_TRIED} prompts, guessing gives {probe.chance:.1%}, "
+            f"{least:.1%} is asked for. Take fewer pairs, another probe, a larger teacher, or lower --min-accuracy."
+        )
+    log.info("form %s: %s of %d prompts, guessing gives %.1f%%", best, told, N_TRIED, 100 * probe.chance)
+    return best, found

@@ -1,0 +1,217 @@
+"""RULER's tasks (arXiv 2404.06654) at any length, without a network: needles, variable tracking, frequent words.
+
+lm-eval's generators write the questions. What they would download is replaced: Paul Graham's essays by
+`needle.default_filler`, nltk's sentence splitter by a regular expression. Haystacks fill a length to the token, where
+lm-eval goes in steps of up to 500 words; so 256 tokens are possible too.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import cycle, islice
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from . import check_counts
+from .checks import missing_words
+from .needle import default_filler
+
+
+class Needles(NamedTuple):
+    """Settings of lm-eval's generator of needles in a haystack."""
+
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    n_keys: int = 1
+    n_values: int = 1
+    n_queries: int = 1
+
+
+class RulerQuestion(NamedTuple):
+    """A question, how its answer begins, and the strings that the answer must hold."""
+
+    question: str
+    delimiter: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """Text for a model to continue."""
+        return f"{self.question}{self.delimiter}{self.answer_prefix}"
+
+
+NEEDLES = {
+    "niah_single_1": Needles("repeat"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", values="uuids"),
+    "niah_multikey_1": Needles("essay", n_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("essay", n_values=4),
+    "niah_multiquery": Needles("essay", n_keys=4, n_queries=4),
+}
+LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}
+"""Tokens that lm-eval lets a model generate."""
+TASKS = tuple(LONGEST_ANSWER)
+VT_EXAMPLE = 500  # tokens of the worked example before a question of ruler_vt, at most half of the length
+FEWEST_CODED_WORDS = 54  # of ruler_fwe: with fewer, the third most frequent word is as frequent as the fourth
+
+_Write = Callable[[int], RulerQuestion]
+"""Writes a question with so many units of filler: words, sentences or needles."""
+
+
+def ruler_questions(
+    task: str, length: int, tokenizer: PreTrainedTokenizerBase, seed: int, n: int
+) -> Iterator[RulerQuestion]:
+    """Yield the first ``n`` questions of one of `TASKS`; question i is the same for any ``n``.
+
+    A prompt and `tokens_to_generate` together take at most ``length`` tokens.
+
+    Raises ValueError for an unknown task, a length too short for it, a tokenizer without its words, and where lm-eval
+    or its extra is missing.
+    """
+    if task not in TASKS:
+        raise ValueError(f"there is no RULER task {task!r}; pass one of {', '.join(TASKS)}.")
+    check_counts(length=length, n=n)
+    generators = load_generators()
+    room = length - tokens_to_generate(task, length)
+
+    def fits(prompt: str, room: int = room) -> bool:
+        return len(tokenizer(prompt, verbose=False)["input_ids"]) <= room
+
+    with _seeded(generators, f"{task} {length} {seed}"):
+        write, least = _writer(generators, task, length, fits)
+        shortest = write(least)
+        if missing := missing_words(tokenizer, [shortest.prompt, *shortest.answers]):
+            raise ValueError(
+                f"this tokenizer has no token for {', '.join(map(repr, missing[:6]))} of {task}; "
+                "RULER needs a model that knows plain English."
+            )
+        most = _most(write, least, length, fits)
+    for index in range(n):
+        with _seeded(generators, f"{task} {length} {seed} {index}"):
+            tried = map(write, range(most, least - 1, -1))
+            if (question := next((q for q in tried if fits(q.prompt)), None)) is None:
+                raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; pass a greater length.")
+        yield question
+
+
+def tokens_to_generate(task: str, length: int) -> int:
+    """Return lm-eval's limit on an answer, but at most a quarter of the length."""
+    return min(LONGEST_ANSWER[task], length // 4)
+
+
+def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -> int:
+    """Return the most units of filler that fit, or the least that a task needs. A unit has a token or more."""
+    return least - 1 + max(1, bisect_left(range(least, length), True, key=lambda units: not fits(write(units).prompt)))
+
+
+def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]) -> tuple[_Write, int]:
+    """Return what writes a question of a task, and the least units of filler it needs."""
+    if task in NEEDLES:
+        return _needle_writer(generators, NEEDLES[task], length)
+    if task == "ruler_cwe":
+
+        def common_words(units: int) -> RulerQuestion:
+            _, text, answers = generators.cwe.generate_input_output(units, length)
+            return _split(text, generators.cwe.CONFIG["answer_prefix"], answers, "\n\n")
+
+        return common_words, 10
+    if task == "ruler_fwe":
+
+        def frequent_words(units: int) -> RulerQuestion:
+            tokens = {"max_len": 1, "tokenizer": lambda text: SimpleNamespace(input_ids=())}  # it is never too long
+            text, answers, _ = generators.fwe.generate_input_output(**tokens, num_words=units, vocab_size=length // 50)
+            return _split(text, generators.fwe.CONFIG["answer_prefix"], answers)
+
+        return frequent_words, FEWEST_CODED_WORDS
+
+    def variables(units: int, is_icl: bool = False) -> RulerQuestion:
+        text, answers = generators.vt.generate_input_output(units, 1, 4, is_icl=is_icl)
+        return _split(text, " Answer: According to the chain(s) of variable assignment", answers)
+
+    def example(units: int) -> RulerQuestion:
+        return variables(units, is_icl=True)
+
+    shown_room = min(VT_EXAMPLE, length // 2) - LONGEST_ANSWER[task]
+    shown = example(_most(example, 1, length, lambda prompt: fits(prompt, shown_room)))
+    shown_text = f"{shown.question} {shown.answer_prefix}  {' '.join(shown.answers)}\n\n"
+
+    def tracking(units: int) -> RulerQuestion:
+        asked = variables(units)
+        return asked._replace(question=f"{generators.vt.randomize_icl(shown_text)}\n\n{asked.question}")
+
+    return tracking, 1
+
+
+def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -> tuple[_Write, int]:
+    haystack, keys, values, n_keys, n_values, n_queries = needles
+    is_single = n_queries * n_values == 1
+    essay = list(islice(cycle(default_filler().split()), length))
+
+    def write(units: int) -> RulerQuestion:
+        text, answers, query = generators.niah.generate_input_output(
+            units,
+            essay if haystack == "essay" else generators.niah.get_haystack(haystack),
+            type_haystack=haystack,
+            num_needle_k=n_keys,
+            type_needle_k=keys,
+            num_needle_v=n_values,
+            type_needle_v=values,
+            template=generators.niah_template,
+            num_needle_q=n_queries,
+        )
+        asked = f"{values[:-1] if is_single else values} for {query} mentioned in the provided text"
+        return RulerQuestion(text, " ", f"The special magic {asked} {'is' if is_single else 'are'}", tuple(answers))
+
+    return write, n_keys * n_values
+
+
+def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = " ") -> RulerQuestion:
+    """Separate a question from the beginning of its answer."""
+    at = text.rfind(answer_prefix)
+    return RulerQuestion(text[:at].strip(), delimiter, text[at:].strip(), tuple(answers))
+
+
+@cache
+def load_generators() -> SimpleNamespace:
+    """Import lm-eval's generators, without the download that one of them starts. Raises ValueError if they lack."""
+    try:
+        from nltk import data
+
+        find, data.find = data.find, lambda *_: None
+        try:
+            from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
+        finally:
+            data.find = find
+    except ImportError as error:
+        raise ValueError(
+            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip install 'lm-eval[ruler]'."
+        ) from error
+    prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)
+    template = niah_utils.TEMPLATE
+    return SimpleNamespace(cwe=cwe_utils, fwe=fwe_utils, niah=prepare_niah, niah_template=template, vt=vt_utils)
+
+
+@contextmanager
+def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
+    """Seed what the generators draw from; the program gets its own random state back."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(random.getrandbits(32))
+    generators.cwe.RNG.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)

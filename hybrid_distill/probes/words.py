@@ -1,0 +1,131 @@
+"""Tasks over lists of words: copying (induction), two hops, and associative recall of many keys (MQAR)."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from ..assets.dictionaries import N_VALUES, NOUNS
+from . import Example, SeededProbe, check_counts, checked_words
+
+HEADER = "In this list a word stands for a number, or for another word of the list:"
+QUESTION = "Followed to its end, '{key}' stands for the number"
+
+
+@dataclass(frozen=True)
+class Copying(SeededProbe):
+    """Lists of ``length`` different ``words`` on a line, and the same list again up to some word after the first.
+
+    The answer is the word that comes next; choices are the words of the list. Raises ValueError when ``length`` is
+    below 2 and for repeated or too few words.
+    """
+
+    name: ClassVar[str] = "copying"
+    lead: ClassVar[str] = "The next word is"
+
+    length: int = 16
+    seed: int = 0
+    words: tuple[str, ...] = field(default=NOUNS, repr=False)
+
+    def __post_init__(self) -> None:
+        check_counts(length=self.length)
+        if self.length < 2:
+            raise ValueError(f"length is {self.length}; a list of one word has no next word: pass at least 2.")
+        object.__setattr__(self, "words", checked_words("words", self.words, self.length))
+
+    def _example(self, index: int) -> Example:
+        rng = random.Random(f"copying {self.seed} {self.length} {index}")
+        words = rng.sample(self.words, self.length)
+        n_repeated = rng.randrange(1, self.length)
+        prompt = "\n".join([" ".join(words), " ".join(words[:n_repeated])])
+        return Example(prompt, answer=f" {words[n_repeated]}", choices=tuple(f" {word}" for word in words))
+
+
+@dataclass(frozen=True)
+class TwoHop(SeededProbe):
+    """Dictionaries of ``n_pairs`` entries in any order: half of them lead to another key, the rest to a number.
+
+    The value of the key asked for is a key, and that one's value is the answer. Every leading key has an end of its
+    own, so each other chain is a distractor. Choices are the numbers. Raises ValueError when ``n_pairs`` is below 4
+    (two chains) or asks for more than 100 numbers, and for repeated or too few ``keys``.
+    """
+
+    name: ClassVar[str] = "two_hop"
+    lead: ClassVar[str] = "The number is"
+
+    n_pairs: int = 8
+    seed: int = 0
+    keys: tuple[str, ...] = field(default=NOUNS, repr=False)
+
+    def __post_init__(self) -> None:
+        check_counts(n_pairs=self.n_pairs)
+        if not 4 <= self.n_pairs <= 2 * N_VALUES:
+            raise ValueError(
+                f"n_pairs is {self.n_pairs}; two chains need 4 entries, and {2 * N_VALUES} use up all numbers: "
+                f"pass 4 to {2 * N_VALUES}."
+            )
+        object.__setattr__(self, "keys", checked_words("keys", self.keys, self.n_pairs))
+
+    @property
+    def _n_ends(self) -> int:
+        """Entries whose value is a number: half of them, and the odd one."""
+        return self.n_pairs - self.n_pairs // 2
+
+    def _example(self, index: int) -> Example:
+        rng = random.Random(f"two-hop {self.seed} {self.n_pairs} {index}")
+        keys = rng.sample(self.keys, self.n_pairs)
+        numbers = rng.sample(range(N_VALUES), self._n_ends)
+        ends, leading = keys[: self._n_ends], keys[self._n_ends :]
+        asked = rng.randrange(len(leading))
+        entries = [f"{key}:{number}" for key, number in zip(ends, numbers, strict=True)]
+        entries += [f"{key}:{end}" for key, end in zip(leading, ends)]
+        prompt = "\n".join([HEADER, *rng.sample(entries, len(entries)), QUESTION.format(key=leading[asked])])
+        return Example(prompt, answer=f" {numbers[asked]}", choices=tuple(f" {number}" for number in numbers))
+
+
+@dataclass(frozen=True)
+class MQAR(SeededProbe):
+    """Rows of ``n_pairs`` keys, each before its value, then ``n_queries`` keys to recall (arXiv 2312.04927).
+
+    Keys and values are words that are one token each, so a row is made of tokens of the model's own vocabulary, in no
+    sentence. One row gives ``n_queries`` examples: each asks for one more key, behind the answered ones. Choices are
+    the row's values. ``words`` replaces those of the ``tokenizer``. Raises ValueError for too many queries, and for
+    repeated or too few words.
+    """
+
+    name: ClassVar[str] = "mqar"
+    lead: ClassVar[str] = "The value is"
+
+    n_pairs: int = 16
+    n_queries: int = 4
+    seed: int = 0
+    words: tuple[str, ...] = field(default=NOUNS, repr=False)
+
+    def __post_init__(self) -> None:
+        check_counts(n_pairs=self.n_pairs, n_queries=self.n_queries)
+        if self.n_queries > self.n_pairs:
+            raise ValueError(f"n_queries is {self.n_queries}, but a row has {self.n_pairs} keys; pass at most that.")
+        object.__setattr__(self, "words", checked_words("words", self.words, 2 * self.n_pairs))
+
+    def _example(self, index: int) -> Example:
+        row, query = divmod(index, self.n_queries)
+        rng = random.Random(f"mqar {self.seed} {self.n_pairs} {row}")
+        words = rng.sample(self.words, 2 * self.n_pairs)
+        keys, values = words[: self.n_pairs], words[self.n_pairs :]
+        asked = rng.sample(range(self.n_pairs), self.n_queries)[: query + 1]
+        said = [word for place in (*range(self.n_pairs), *asked) for word in (keys[place], values[place])]
+        return Example(" ".join(said[:-1]), f" {said[-1]}", tuple(f" {value}" for value in values))
+
+
+def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return lower-case words of the vocabulary that are one token behind a space, in the vocabulary's order."""
+    vocabulary = tokenizer.get_vocab()
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    begun = [piece[1:] for piece in pieces if piece[:1] in ("Ġ", "▁")] or pieces  # not the middles of words
+    words = [word for word in dict.fromkeys(begun) if re.fullmatch("[a-z]{3,}", word)]
+    before, *rows = tokenizer(["a", *(f"a {word}" for word in words)], add_special_tokens=False)["input_ids"]
+    return tuple(word for word, row in zip(words, rows, strict=True) if len(row) == len(before) + 1)

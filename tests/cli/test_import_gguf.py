@@ -1,0 +1,105 @@
+"""A GGUF file becomes a plain folder that computes the same, and bad files end in one line."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_family_model
+from training import SMALL
+
+from hybrid_distill.cli import import_gguf as command
+from hybrid_distill.cli.app import main
+from hybrid_distill.teacher import imported_from, load_teacher
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+WORDS = ["<unk>", "<eos>", "w", "0", "1", "2", "3", "w0", "w1", "w2", "w3", "Ġ", "Ġw", "Ġw0"]
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+} | {
+    f"model.layers.{layer}.{theirs}.weight": f"blk.{layer}.{ours}.weight"
+    for layer in range(2)
+    for theirs, ours in {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    }.items()
+}  # fmt: skip
+
+
+def write_gguf(path: Path, arch: str = "qwen2") -> torch.nn.Module:
+    """Write a small random Qwen2, which GGUF files store without permuted heads; return it."""
+    model = make_family_model("qwen2", **SMALL, vocab_size=len(WORDS), tie_word_embeddings=False)
+    writer, config = gguf.GGUFWriter(path, arch), model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_merges(["w 0", "w 1", "w 2", "w 3", "Ġ w", "Ġw 0"])
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(CHAT)
+    for name, tensor in model.state_dict().items():
+        base, _, kind = name.rpartition(".")
+        writer.add_tensor(NAMES[f"{base}.weight"].replace("weight", kind), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_gguf(tmp_path / "small.gguf")
+    return tmp_path / "small.gguf"
+
+
+@torch.no_grad()
+def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
+    file, out = tmp_path / "small.gguf", tmp_path / "folder"
+    model = write_gguf(file)
+    main(["import-gguf", str(file), str(out)])
+    assert "qwen2" in capsys.readouterr().out
+    found, tokenizer = load_teacher(out)
+    ids = torch.arange(14)[None]
+    torch.testing.assert_close(found(ids).logits, model.eval()(ids).logits)
+    assert tokenizer.chat_template == CHAT and tokenizer.eos_token == "<eos>"
+    assert not hasattr(found.config, "quantization_config") and found.dtype == torch.float32
+    assert imported_from(out) == f"small.gguf, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+
+
+def refused(capsys: pytest.CaptureFixture[str], file: Path, out: Path) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        main(["import-gguf", str(file), str(out)])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_bad_input_ends_in_one_line(file, tmp_path, capsys, monkeypatch):
+    out, whole = tmp_path / "folder", file.read_bytes()
+    short, other, strange = (tmp_path / f"{name}.gguf" for name in ("short", "other", "strange"))
+    other.write_bytes(b"PK" + whole)
+    assert "is not a GGUF file" in refused(capsys, other, out)
+    for size in (len(whole) - 5000, 200, 10):
+        short.write_bytes(whole[:size])
+        assert "ends early" in refused(capsys, short, out)
+    write_gguf(strange, "wkv9")
+    assert "transformers cannot read" in refused(capsys, strange, out)
+    assert "is not a file" in refused(capsys, tmp_path / "nothing.gguf", out)
+    assert not out.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    assert "is there already; pass a new folder" in refused(capsys, file, tmp_path / "mine")
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert "gguf, which is not installed; pip install gguf" in refused(capsys, file, out)

@@ -1,0 +1,139 @@
+"""The teacher's own text: prompts of many kinds, the same bytes after any stop, with its logits beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import die, killed
+
+from hybrid_distill.assets import prompts_path, tiny_teacher_path
+from hybrid_distill.assets.dictionaries import HEADER, QUESTION
+from hybrid_distill.cli.app import main
+from hybrid_distill.cli.generate_data import GenerateJob, generate
+from hybrid_distill.data import CachedLogitsDataset, DataConfig, TokenHeader, open_logits, open_rows
+from hybrid_distill.data import generate as writing
+from hybrid_distill.data.caching import top_k_of
+from hybrid_distill.data.generate import Sampling, prompt
+from hybrid_distill.probes.kv_retrieval import DIALOGUE, REWORDED
+from hybrid_distill.teacher import fingerprint, load_teacher
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> GenerateJob:
+    sampling = Sampling(seed=3, new_tokens=12, batch_size=4)
+    return GenerateJob("tiny", "1.2K", tmp_path / "self", sampling=sampling, shard_tokens=200)
+
+
+@pytest.fixture
+def chat_job(job: GenerateJob, tmp_path: Path) -> GenerateJob:
+    model, tokenizer = load_teacher("tiny")
+    tokenizer.chat_template = CHAT
+    model.save_pretrained(tmp_path / "instruct")
+    tokenizer.save_pretrained(tmp_path / "instruct")
+    return replace(job, model=str(tmp_path / "instruct"), tokens="1K")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def test_prompts_are_of_many_kinds_and_follow_from_the_seed() -> None:
+    for chat in (True, False):
+        every = [prompt(0, number, chat) for number in range(600)]
+        assert every == [prompt(0, number, chat) for number in range(600)]
+        assert every[:50] != [prompt(1, number, chat) for number in range(50)]
+        assert len(set(every)) > 480 and not any("{" in turn and "}" in turn for turns in every for turn in turns)
+        assert {len(turns) for turns in every} == ({1, 2, 3} if chat else {1})
+
+
+def test_no_prompt_uses_the_wording_of_a_probe() -> None:
+    wordings = [HEADER, QUESTION.split("{")[0], REWORDED.header, REWORDED.question.split("{")[0]]
+    wordings += [text.split("{")[0] for text in DIALOGUE[1:]] + ["dictionary", "the key", "value of"]
+    texts = [" ".join(prompt(seed, n, chat)) for seed in range(3) for n in range(300) for chat in (True, False)]
+    texts.append(prompts_path().read_text())
+    for words in wordings:
+        assert not [text for text in texts if words.strip(" '").lower() in text.lower()], words
+
+
+def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_path: Path) -> None:
+    line = generate(job)
+    header = TokenHeader.load(job.out / "tokens.json")
+    assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line and 900 < header.tokens <= 1200
+    stopped, plain, calls = replace(job, out=tmp_path / "stopped"), writing._documents, iter(range(5))
+
+    def dying(*args: Any) -> list[str]:
+        if next(calls, None) is None:
+            die()
+        return plain(*args)
+
+    def work() -> None:
+        pytest.MonkeyPatch().setattr(writing, "_documents", dying)
+        generate(stopped)
+
+    killed(work)
+    assert TokenHeader.file(stopped.out, partial=True).exists()
+    generate(stopped)
+    assert contents(stopped.out) == contents(job.out)
+    assert generate(job).split(",")[0] == line.split(",")[0], "a finished folder is left alone"
+    with pytest.raises(ValueError, match="made with another sources"):
+        generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
+
+
+@torch.no_grad()
+def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows(chat_job: GenerateJob) -> None:
+    line = generate(replace(chat_job, top_k_logits=5, seq_len=32))
+    assert "they cover" in line.splitlines()[1]
+    model, tokenizer = load_teacher(chat_job.model)
+    config = DataConfig(sources=(str(chat_job.out),), chat=True, seq_len=32)
+    rows, logits = open_rows(config, tokenizer), open_logits(chat_job.out / "logits")
+    options = {"vocab_size": len(tokenizer), "places": 10**6, "temperature": 1.0}
+    logits.check(rows, tokenizer, fingerprint(model), **options)
+    ids = np.fromfile(chat_job.out / "ids-00000.bin", "<u2")
+    learned = np.fromfile(chat_job.out / "learned-00000.bin", bool)
+    starts = np.fromfile(chat_job.out / "starts-00000.bin", "<i8")
+    text = tokenizer.decode(ids[: starts[1]])
+    assert text.startswith("user:") and "assistant:" in text
+    answers = [tokenizer.decode(ids[1:][learned[:-1]][:5])]
+    assert answers[0].strip() and learned.mean() < 0.6
+    batch = CachedLogitsDataset(rows, logits).batch(0, rows.n_rows)
+    expected = top_k_of(model, batch, 5, vocab_size=len(tokenizer)).ids_BLK.sort(-1).values
+    assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], expected[batch["mask"]]) and batch["mask"].any()
+
+
+def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.md").touch()
+    flags = ["generate-data", "--model", "tiny", "--tokens", "600", "--out", str(tmp_path / "new")]
+    for wrong, said in {
+        "--tokens many": "--tokens is 'many'; pass a number such as 20000, 20K or 2M",
+        "--form chat": "has no chat template",
+        "--new-tokens 2000": "reach over 1024 tokens, prompt and answer; pass at most 512",
+        f"--out {tmp_path / 'mine'}": "holds notes.md, which is not a file of tokens; pass a new folder",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            main([*flags, *wrong.split()])
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_prompts_json_is_whole() -> None:
+    """Every slot is a list of words, and a question asks for nothing that its passage did not state."""
+    parts = json.loads(prompts_path().read_text())
+    for form in parts["facts"]:
+        said = [set(writing._SLOT.findall(text)) for text in form["say"]]
+        for question in form["ask"]:
+            assert all(set(writing._SLOT.findall(question)) <= slots for slots in said), question
+    texts = [*parts["instructions"], *parts["openings"], *parts["asides"], *parts["tasks"]]
+    kinds = {kind for text in texts for kind, _ in writing._SLOT.findall(text)}
+    assert kinds <= {*parts["words"], "number"} and tiny_teacher_path().is_dir()

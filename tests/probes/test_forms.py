@@ -1,0 +1,131 @@
+"""Forms of prompts, on tokenizers that treat digits, blanks and newlines as the large families do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_family_model
+from families import STYLES, family_tokenizer
+from planted import KEYS, planted_teacher
+from test_answering import brute_force, sharp
+
+from hybrid_distill.cli.score import ScoreJob
+from hybrid_distill.lab.analysis.rankings import compare_files
+from hybrid_distill.probes import Probe
+from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
+from hybrid_distill.probes.forms import FormedProbe, best_form, check_form, in_form
+from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.words import MQAR, single_token_words
+from hybrid_distill.scoring import score_heads
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+def test_values_are_scored_right_whatever_their_tokens(style: str) -> None:
+    tokenizer = family_tokenizer(style)
+    n_tokens = len(encode_example(tokenizer, KVRetrieval(1, seed=2).examples(1)[0]).choices[0])
+    assert tokenizer.decode(tokenizer("The value is 84\n")["input_ids"]) == "The value is 84\n"
+    assert (n_tokens > 2) == (style in ("qwen", "smollm2", "gemma")), "digits one by one, behind a blank"
+    model = sharp(make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2))
+    probe = KVRetrieval((1, 12), keys=KEYS)
+    for form in ("plain", "shots=1", "chat"):
+        examples = in_form(probe, form, tokenizer).examples(4)
+        result = answer_choices(model, tokenizer, examples, batch_size=3)
+        for row, example in zip(result.logprob_EC, examples, strict=True):
+            assert row == pytest.approx(brute_force(model, tokenizer, example), abs=3e-4)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_generated_number_is_read_back(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that writes the answer is right, one that writes more digits is not."""
+    tokenizer = family_tokenizer(style)
+    model = make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
+    (example,) = FormedProbe(KVRetrieval(4, keys=KEYS), "chat", tokenizer).examples(1)
+    for written, is_right in ((f"{example.answer}\n", True), (f"{example.answer}7", False), (" no", False)):
+        row = tokenize(tokenizer, [example.prompt + written])[0]
+        monkeypatch.setattr(model, "generate", lambda row=row, **_: torch.tensor([row]))
+        assert answer_generation(model, tokenizer, [example]).tolist() == [is_right]
+
+
+def test_the_template_is_the_tokenizers_and_its_beginning_stands_once() -> None:
+    tokenizer = family_tokenizer("llama3")
+    tokenizer.backend_tokenizer.post_processor = None
+    probe = KVRetrieval(2)
+    ((plain,), (chat,)) = probe.examples(1), FormedProbe(probe, "chat", tokenizer).examples(1)
+    assert chat.prompt == f"<s><|turn|>user\n{plain.prompt}<|end|>\n<|turn|>assistant\nThe value is"
+    assert (chat.answer, chat.choices) == (plain.answer, plain.choices)
+    assert chat.prompt[chat.begins :].startswith(plain.prompt)
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert [row.count(0) for row in tokenize(tokenizer, [plain.prompt, chat.prompt])] == [1, 1]
+
+
+@pytest.mark.parametrize("probe", [KVRetrieval((2, 5)), MQAR(5, 3), LetterChoice.from_file(), Knowledge()])
+def test_solved_examples_are_others_than_the_one_asked(probe: Probe) -> None:
+    formed = FormedProbe(probe, "shots=2", family_tokenizer("qwen"))
+    plain, examples = probe.examples(30), formed.examples(30)
+    assert examples[:7] == formed.examples(7)
+    for asked, example in zip(plain, examples, strict=True):
+        assert example.prompt[example.begins :] == asked.prompt
+        *solved, end = example.prompt[: example.begins].split("\n\n")
+        assert len(solved) == 2 and not end and f"{asked.prompt}{asked.answer}" not in example.prompt
+    assert formed.describe() == {**probe.describe(), "prompt_form": "shots=2"}
+    assert in_form(probe, "plain", formed.tokenizer) is probe
+
+
+def test_the_best_form_is_found_and_a_teacher_that_fails_in_all_is_refused() -> None:
+    model, tokenizer = planted_teacher()
+    probe = KVRetrieval(8, keys=KEYS)
+    form, found = best_form(model, tokenizer, probe, least=None)
+    assert form == "plain" and list(found) == ["plain", "shots=1", "shots=3"] and found["plain"] > 0.9
+    model.lm_head.weight.data.zero_()
+    with pytest.raises(ValueError, match=r"in every form: plain 0.0%, shots=1 0.0%.* guessing gives 12.5%, 56.2% is"):
+        best_form(model, tokenizer, probe, least=None)
+    model.config.max_position_embeddings = 100
+    assert list(best_form(model, tokenizer, probe)[1]) == ["plain", "shots=1"], "the other is too long"
+    with pytest.raises(ValueError, match="every form is longer than the model's 100 positions"):
+        best_form(model, tokenizer, KVRetrieval(30, keys=KEYS))
+
+
+@pytest.mark.parametrize("form", ["shots", "shots=0", "shots=-1", "Chat", ""])
+def test_unknown_forms_are_refused(form: str) -> None:
+    with pytest.raises(ValueError, match="pass plain, shots=1"):
+        check_form("--form", form)
+    with pytest.raises(ValueError, match="--form"):
+        ScoreJob(form=form)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"), [(None, "has no chat template"), ("{{ raise_exception('no') }}", "cannot write")]
+)
+def test_chats_that_cannot_be_written_are_refused(template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FormedProbe(KVRetrieval(2), "chat", family_tokenizer("qwen", template)).examples(1)
+
+
+def test_scores_of_another_form_are_not_continued_and_their_comparison_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = planted_teacher()
+    probe, partial = KVRetrieval(4, keys=KEYS), tmp_path / "partial.json"
+    for form in ("plain", "shots=1"):
+        asked = in_form(probe, form, tokenizer)
+        scores = score_heads(
+            model, tokenizer, asked, n_examples=4, min_accuracy=0.0, resume_path=partial, progress=False
+        )
+        scores.save(tmp_path / f"{form}.json")
+    assert "are not used (they are of another model, probe or version)" in caplog.text
+    assert json.loads((tmp_path / "shots=1.json").read_text())["provenance"]["probe"]["prompt_form"] == "shots=1"
+    assert "other forms: plain and shots=1" in compare_files(tmp_path / "plain.json", tmp_path / "shots=1.json")
+
+
+@pytest.mark.parametrize("style", ["llama3", "gemma"])
+def test_words_of_one_token(style: str) -> None:
+    tokenizer = family_tokenizer(style)
+    words = single_token_words(tokenizer)
+    assert {"value", "key"} < set(words) and len(words) == len(set(words))
+    ids = tokenizer(" ".join(["key", *words]), add_special_tokens=False)["input_ids"]
+    assert ids[-len(words) :] == [tokenizer(f"a {word}", add_special_tokens=False)["input_ids"][-1] for word in words]

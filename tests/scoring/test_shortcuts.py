@@ -1,0 +1,117 @@
+"""Shortcuts are taken where they agree with plain forwards as well as those agree with one another, and only there."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_family_model
+from planted import KEYS
+from test_scoring import DIGITS, WORDS, assert_same, one_by_one, random_model
+
+from hybrid_distill.plan import HeadId
+from hybrid_distill.probes import Example
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring import auto_batch, score_heads
+from hybrid_distill.scoring.auto_batch import fast_products
+
+PROBE = KVRetrieval(6, keys=KEYS[:16])
+DEEP = {
+    "llama": {"num_hidden_layers": 32, "initializer_range": 0.3},
+    "qwen3": {"num_hidden_layers": 28, "initializer_range": 0.3},
+    "gemma3": {"num_hidden_layers": 26, "initializer_range": 0.3},
+}
+HEADS = [HeadId(layer, head) for layer in (0, 12, 23) for head in (0, 3)]
+
+
+def deep_model(family: str, dtype: torch.dtype) -> Any:
+    """Narrow, with weights at which answers are far from uniform."""
+    narrow = {"vocab_size": 160, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return make_family_model(family, **{**narrow, **DEEP[family]}).to(dtype)
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
+@pytest.mark.parametrize("family", DEEP)
+def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Rounding grows with depth, for plain forwards as for shortcuts: no constant tells it from a mistake."""
+    model = deep_model(family, torch.bfloat16)
+    options: dict[str, Any] = {"n_examples": 8, "heads": HEADS, "min_accuracy": 0.0, "progress": False}
+    with caplog.at_level(logging.INFO, logger="hybrid_distill"):
+        scores = score_heads(model, tokenizer, PROBE, control_texts=[" ".join(KEYS[:9])], **options)
+    assert "from the ablated layer up" in caplog.text and "run in full" not in caplog.text
+    exact = score_heads(model.float(), tokenizer, PROBE, **options)
+    found, expected = (torch.stack([s.logprob_drop_LH[h] for h in HEADS]) for s in (scores, exact))
+    assert exact.baseline["answer_logprob"] < -3 and expected.abs().max() > 0.3
+    assert (found - expected).abs().max() < 0.5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channel", ["mean", "tokens"])
+def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog: Any) -> None:
+    """Layer 18 adds what layer 2 has seen: forwards that begin between them would read what others left behind."""
+    model = deep_model("llama", dtype)
+    seen: list[torch.Tensor] = []
+
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        seen[:] = [output if channel == "tokens" else output.mean(1, keepdim=True)]
+
+    def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 2 * seen[0]
+
+    hooks = [
+        model.model.layers[2].mlp.register_forward_hook(look),
+        model.model.layers[18].mlp.register_forward_hook(add),
+    ]
+    score_heads(model, WORDS, PROBE, n_examples=8, heads=HEADS[:1], min_accuracy=0.0, progress=False)
+    assert "run in full" in caplog.text
+    for hook in hooks:
+        hook.remove()
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """Dictionaries that all begin with the same words, as in a chat."""
+
+    chance: float = 1 / 6
+
+    def examples(self, n: int) -> list[Example]:
+        words = " ".join(KEYS[i % 16] for i in range(24))
+        return [Example(f"{words} {e.prompt}", e.answer, e.choices) for e in PROBE.examples(n)]
+
+    def describe(self) -> dict[str, object]:
+        return {"name": "introduced"}
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
+@pytest.mark.parametrize("family", ["llama", "llama, eager", "llama, one layer", "qwen3", "olmo2", "gpt_neox", "phi3"])
+def test_what_all_prompts_begin_with_runs_once(family: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(family)
+    with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
+        scores = score_heads(model, tokenizer, Introduced(), n_examples=7, min_accuracy=0.0, progress=False)
+    assert "tokens that all prompts begin with once" in caplog.text and "cannot be" not in caplog.text
+    assert_same(scores, *one_by_one(model, tokenizer, Introduced(), 7))
+
+
+def test_products_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken where it is measured to be faster, by wide models alone; the model is left as it was."""
+    wide = make_family_model("llama", num_hidden_layers=1, hidden_size=512, vocab_size=40)
+    narrow = make_family_model("llama", num_hidden_layers=1, vocab_size=40)
+    ids, used = torch.arange(20)[None], []
+    by_onednn = auto_batch._by_onednn
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        used.append(args)
+        return by_onednn(*args, **kwargs)
+
+    monkeypatch.setattr(auto_batch, "_by_onednn", watched)
+    monkeypatch.setattr(auto_batch, "_speed", lambda multiply, weight: 1 + (multiply is watched))
+    for model in (wide, narrow):
+        with torch.no_grad():
+            expected = model(ids).logits
+            with fast_products(model):
+                found = model(ids).logits
+            assert torch.equal(model(ids).logits, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert bool(used) == (model is wide)
+        used.clear()
