@@ -176,15 +176,15 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     return record
 
 
-def against(commit: str, steps: int) -> dict[str, Any]:
-    """Measure our step beside an older commit's, in turns, in each stage and precision."""
+def against(commit: str, stages: list[str], steps: int) -> dict[str, Any]:
+    """Measure our step beside an older commit's, in turns, in some stages and each precision."""
     here = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=here, check=True, capture_output=True)
         try:
             rows = []
-            for name, old, new in itertools.product(("distill", "align"), ("fp32", "bf16"), ("fp32", "bf16")):
+            for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
                 if (old, new) != ("bf16", "fp32"):
                     rows.append(in_turns({"before": (there, name, old), "now": (here, name, new)}, steps))
                     print(json.dumps(rows[-1]), flush=True)
@@ -246,10 +246,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
     parser.add_argument("--against", metavar="COMMIT", help="compare with an older commit's step, on a CPU")
+    parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
     options = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.against:
-        found = against(options.against, 1 if options.small else AGAINST_STEPS)
+        found = against(options.against, options.stages, 1 if options.small else AGAINST_STEPS)
         if not options.small:
             record["against"] = (
                 about("cpu", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns") | found
