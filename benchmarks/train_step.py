@@ -4,8 +4,8 @@
     python benchmarks/train_step.py --small    # two steps of each, written nowhere
     python benchmarks/train_step.py --against 23cdb5e    # a CPU: our step beside that of an older commit
 
-`--against` checks the commit out into a temporary git worktree. A process of each side (`train_step_worker.py`) takes
-steps in turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
+`--against` unpacks the commit into a temporary folder. A process of each side (`train_step_worker.py`) takes steps in
+turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
 
 A step is one micro-batch: forward of teacher and student, backward, AdamW. Both contenders train the same weights of
 the same models, and must say the same loss before they are timed:
@@ -179,17 +179,14 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
 def against(commit: str, stages: list[str], steps: int) -> dict[str, Any]:
     """Measure our step beside an older commit's, in turns, in some stages and each precision."""
     here = Path(__file__).resolve().parents[1]
-    with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder) / "tree"
-        subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=here, check=True, capture_output=True)
-        try:
-            rows = []
-            for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
-                if (old, new) != ("bf16", "fp32"):
-                    rows.append(in_turns({"before": (there, name, old), "now": (here, name, new)}, steps))
-                    print(json.dumps(rows[-1]), flush=True)
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", there], cwd=here, check=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as there:
+        packed = subprocess.run(["git", "archive", commit], cwd=here, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", there], input=packed, check=True)
+        for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
+            if (old, new) != ("bf16", "fp32"):
+                rows.append(in_turns({"before": (Path(there), name, old), "now": (here, name, new)}, steps))
+                print(json.dumps(rows[-1]), flush=True)
     return {"commit": commit, "shape": "SmolLM2-135M", "results": rows}
 
 
