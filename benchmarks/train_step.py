@@ -4,8 +4,8 @@
     python benchmarks/train_step.py --small    # two steps of each, written nowhere
     python benchmarks/train_step.py --against 23cdb5e    # a CPU: our step beside that of an older commit
 
-`--against` checks the commit out into a temporary git worktree. A process of each side (`train_step_worker.py`) takes
-steps in turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
+`--against` unpacks the commit into a temporary folder. A process of each side (`train_step_worker.py`) takes steps in
+turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
 
 A step is one micro-batch: forward of teacher and student, backward, AdamW. Both contenders train the same weights of
 the same models, and must say the same loss before they are timed:
@@ -176,20 +176,17 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     return record
 
 
-def against(commit: str, steps: int) -> dict[str, Any]:
-    """Measure our step beside an older commit's, in turns, in each stage and precision."""
+def against(commit: str, stages: list[str], steps: int) -> dict[str, Any]:
+    """Measure our step beside an older commit's, in turns, in some stages and each precision."""
     here = Path(__file__).resolve().parents[1]
-    with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder) / "tree"
-        subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=here, check=True, capture_output=True)
-        try:
-            rows = []
-            for name, old, new in itertools.product(("distill", "align"), ("fp32", "bf16"), ("fp32", "bf16")):
-                if (old, new) != ("bf16", "fp32"):
-                    rows.append(in_turns({"before": (there, name, old), "now": (here, name, new)}, steps))
-                    print(json.dumps(rows[-1]), flush=True)
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", there], cwd=here, check=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as there:
+        packed = subprocess.run(["git", "archive", commit], cwd=here, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", there], input=packed, check=True)
+        for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
+            if (old, new) != ("bf16", "fp32"):
+                rows.append(in_turns({"before": (Path(there), name, old), "now": (here, name, new)}, steps))
+                print(json.dumps(rows[-1]), flush=True)
     return {"commit": commit, "shape": "SmolLM2-135M", "results": rows}
 
 
@@ -246,10 +243,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
     parser.add_argument("--against", metavar="COMMIT", help="compare with an older commit's step, on a CPU")
+    parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
     options = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.against:
-        found = against(options.against, 1 if options.small else AGAINST_STEPS)
+        found = against(options.against, options.stages, 1 if options.small else AGAINST_STEPS)
         if not options.small:
             record["against"] = (
                 about("cpu", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns") | found

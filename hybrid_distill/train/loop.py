@@ -40,7 +40,7 @@ from .resume import (
     snapshot_to_resume,
     stop_requests,
 )
-from .rng import rng_state, row_seeds, seed_all, set_rng_state
+from .rng import rng_state, row_seeds, set_rng_state
 from .spikes import Meter, SpikeDetector, flops_per_token, profiler
 from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
@@ -134,7 +134,7 @@ class _Training:
 
     def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
         """Bring everything to where the snapshot left it, or to the start."""
-        seed_all(self.identity["seed"] + self.rank)
+        torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
             load_trainable_tensors(self.stage, snapshot.tensors["weights"])
         self.stage.train()

@@ -54,9 +54,13 @@ def _keep_freed_memory() -> None:
 
 class _FasterLinear(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         if func is F.linear and not kwargs and _fits(*args):
             return _Linear.apply(*args)
-        return func(*args, **(kwargs or {}))
+        if func is Tensor.backward and len(args) == 1:  # the mode is off in here, but layers that recompute need it
+            with self:
+                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
+        return func(*args, **kwargs)
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
