@@ -60,7 +60,7 @@ class GenerateJob:
 
 def generate(job: GenerateJob) -> str:
     """Do the job, or the rest of it; return a summary."""
-    device = connect().device
+    device = torch.device(connect().device or "cpu")
     dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model, tokenizer = load_teacher(job.model, dtype=dtype, flag="--model")
     torch.nn.Module.to(model, device)

@@ -28,7 +28,7 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     for runs on several GPUs, and for teachers that a dry run should not have to make."""
     if config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
         return ""
-    device = connect().device
+    device = torch.device(connect().device or "cpu")
     lines, whole = [], 0.0
     for name, steps, seconds in _seconds_of_steps(config, plan, device):
         whole += steps * seconds
@@ -47,8 +47,14 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
         for options in config.stage_configs:
             if isinstance(options, DistillConfig):
                 options = replace(options, teacher_logits=None)
-            sizes = {"d_state": config.student.d_state, "conv_width": config.student.conv_width}
-            student, _ = build_student(teacher, plan, recurrence=config.student.recurrence, init="random", **sizes)
+            student, _ = build_student(
+                teacher,
+                plan,
+                d_state=config.student.d_state,
+                conv_width=config.student.conv_width,
+                recurrence=config.student.recurrence,
+                init="random",
+            )
             stage = make_stage(options, student.train(), teacher)
             stage.place(device)
             ids_BL = torch.randint(3, teacher.config.vocab_size, (1, options.data_within(config.data).seq_len))
