@@ -64,12 +64,11 @@ def build_student(
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
 
-    ``init`` names how recurrent heads start (`init.INITS`); a fitted one needs ``calibration``, a batch
-    of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent
-    heads (`SSMHeads`), ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the
-    student (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad
-    ``d_state``, ``conv_width``, ``recurrence`` or ``init``, for a teacher whose attention is not understood, and for a
-    teacher or a student that computes a document otherwise in a packed or padded row or from a cache (`check_rows`).
+    ``init`` is how recurrent heads start; ``fitted`` needs ``calibration``, a batch of ordinary text: ``input_ids`` and
+    perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`), ``seed`` covers
+    everything drawn. The teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does
+    that). Raises ValueError for a plan made for another teacher, a bad option, attention that is not understood, and
+    where `check_rows` fails.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
