@@ -23,7 +23,8 @@ import torch
 import transformers
 from provenance import device_name
 
-from hybrid_distill.cli.cache_logits import CacheJob, cache_logits, top_k_of
+from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
+from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import (
     Batch,

@@ -16,7 +16,7 @@ from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import attention_sites
+from hybrid_distill.teacher import ablate_heads, attention_sites
 
 WORDS = "one two three four five six seven eight nine ten".split()
 TEXTS = [" ".join(WORDS), "ten nine eight", "one", "four four five five six"]

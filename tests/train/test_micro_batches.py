@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from training import WrappedRows, small_models, small_rows
 
-from hybrid_distill.cli.cache_logits import top_k_of
+from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.distributed import connect
 from hybrid_distill.train import loop
 from hybrid_distill.train.config import (
