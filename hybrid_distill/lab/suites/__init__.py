@@ -5,4 +5,13 @@ from .results import SuiteResult, compare, tables
 from .running import evaluate_suite, run_suite, write_questions
 from .tasks import check_job
 
-__all__ = ["SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions"]
+__all__ = [
+    "SuiteJob",
+    "SuiteResult",
+    "check_job",
+    "compare",
+    "evaluate_suite",
+    "run_suite",
+    "tables",
+    "write_questions",
+]
