@@ -11,7 +11,7 @@ from functools import partial
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ..config import RunConfig, to_json
+from ..config import PlanConfig, RunConfig, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from ..lab.reporting import text_table
 from ..model import layer_windows
@@ -54,6 +54,10 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         reason = str(error).strip().splitlines()[0]
         missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
         return "\n\n".join([*record, heading, missing])
+    try:
+        Run(config).check_student(PlanConfig("none", k=0))
+    except ValueError as error:
+        return "\n\n".join([*record, f"{heading}\nCannot be launched: {error}"])
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
     answer = "\n".join([heading, _launch(config, stages, command), source])
@@ -79,7 +83,10 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """Return (plan, its description); heads that are not ranked yet are replaced by as many, evenly spread."""
     path, options = config.out / "plan.json", config.plan
     origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
-    known = HeadPlan.load(path) if path.exists() else Run(config).known_plan(options, teacher)
+    try:
+        known = HeadPlan.load(path) if path.exists() else Run(config).known_plan(options, teacher)
+    except ValueError:
+        known = None  # one of the `problems`
     if known is not None:
         kept = [f"  layer {layer}: {', '.join(map(str, known.kept_in(layer)))}" for layer in range(known.n_layers)]
         lines = [line for line in kept if not line.endswith(": ")]
