@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
@@ -242,9 +241,9 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
     )
 
 
-def config_of(recipe: ModuleType) -> RunConfig:
+def config_of(recipe: object) -> RunConfig:
     """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
-    return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
+    return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
 
 
 def checked_config(config: object, source: str) -> RunConfig:
@@ -254,10 +253,14 @@ def checked_config(config: object, source: str) -> RunConfig:
     return config
 
 
-def ask_recipe(recipe: ModuleType, name: str) -> Any:
+def ask_recipe(recipe: object, name: str) -> Any:
     """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
-    with in_recipe(str(recipe.__file__)):
+    with in_recipe(_file_of(recipe)):
         return getattr(recipe, name)()
+
+
+def _file_of(recipe: object) -> str:
+    return str(getattr(recipe, "__file__", "the recipe"))
 
 
 @contextmanager

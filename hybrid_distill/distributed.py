@@ -52,9 +52,8 @@ def make_accelerator(
 ) -> Accelerator:
     """Make an accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
-    Each stage of a program makes its own; the process group stays. ``processes`` is how many there must be, by default
-    as many as the launcher announced. Raises WorldError when another number runs, when they are not connected, and for
-    accelerate's own FSDP (see `is_fsdp2`); ValueError for an unknown tracker or one that is not installed.
+    ``processes`` is how many there must be, by default as many as the launcher announced. Raises WorldError when
+    another number runs, or they are not connected; ValueError for an unknown tracker or one that is not installed.
     """
     import torch
     from accelerate import Accelerator
@@ -116,9 +115,7 @@ def is_launched_main() -> bool:
 def on_main_process(action: Callable[[], object], others: Callable[[], object] = lambda: None) -> None:
     """Act on one process; the others do ``others`` and wait until the main one is done, however long it takes.
 
-    A collective would give up on a main process that evaluates or exports: NCCL after 10 minutes. So they poll the
-    store by which all found each other. When the main process fails, its launcher ends and takes the store along,
-    which is an error.
+    They poll the store by which all found each other: a collective would give up, NCCL after 10 minutes.
     """
     from accelerate.state import PartialState, is_initialized
 
@@ -317,8 +314,7 @@ def _die_with_launcher() -> None:
 def _name_gloo_interface() -> None:
     """Name the interface that leads to the main process, on several machines.
 
-    By itself gloo takes the interface of the machine's own name, which is often 127.0.0.1: then one machine fails and
-    the other waits for half an hour.
+    By itself gloo takes the interface of the machine's own name, which is often 127.0.0.1.
     """
     import psutil
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -89,15 +89,7 @@ def words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
 
 
-@overload
-def numbers(flag: str, text: str, *, least: int | None = None) -> list[int]: ...
-@overload
-def numbers(flag: str, text: str, *, least: int | None = None, named: Mapping[str, T]) -> list[int | T]: ...
-
-
-def numbers(
-    flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None
-) -> list[int] | list[int | T]:
+def numbers(flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None) -> list[int | T]:
     """Read the whole numbers of a flag. ``named`` are words that may stand among them, and their values.
 
     Raises ValueError, naming the flag, for anything else, a number below ``least``, and an empty list.

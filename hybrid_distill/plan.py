@@ -169,9 +169,7 @@ class HeadPlan:
         """Keep the heads of greatest total score that cost no more than one budget: the optimum, not an approximation.
 
         The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
-        cost one; ``cache_bytes``, of one sequence of ``context`` tokens as `cache_bytes` counts them, recurrent states
-        included (pass ``head_dim`` and ``d_state``, and the layers' ``windows`` if they have some,
-        `model.layer_windows`).
+        cost one; ``cache_bytes``, of one sequence of ``context`` tokens, as `cache_bytes` counts them.
 
         Scores are `HeadScores.value_LH` of ``by``; log-probability decides between equal ones. A head that lowers the
         total is left out even where there is room. Raises ValueError for a budget that no plan meets.
@@ -312,8 +310,7 @@ def cache_bytes(
 
     H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
     the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
-    ``windows`` are those of the layers (`layer_windows`; none by default): a layer that sees W tokens holds the
-    latest W - 1, all that a later token can see.
+    A layer with a window of W tokens (``windows``, `layer_windows`) holds the latest W - 1.
     """
     kv_tokens = 0
     for layer, window in zip(range(plan.n_layers), windows or [None] * plan.n_layers, strict=True):

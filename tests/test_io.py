@@ -41,10 +41,6 @@ def cut_lines(path: Path, n: int) -> None:
     resume.cut_metrics(path, 2998 - n % 2)
 
 
-def save_config(path: Path, n: int) -> None:
-    write_json(path, {"n": n, "long": ["x"] * 20000})
-
-
 def is_whole_plan(path: Path) -> bool:
     return HeadPlan.load(path) in PLANS
 
@@ -53,14 +49,7 @@ def is_whole_metrics(path: Path) -> bool:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()][:2997] == list(range(1, 2998))
 
 
-def is_whole_config(path: Path) -> bool:
-    return len(json.loads(path.read_text())["long"]) == 20000
-
-
-@pytest.mark.parametrize(
-    ("save", "is_whole"),
-    [(save_plan, is_whole_plan), (cut_lines, is_whole_metrics), (save_config, is_whole_config)],
-)
+@pytest.mark.parametrize(("save", "is_whole"), [(save_plan, is_whole_plan), (cut_lines, is_whole_metrics)])
 def test_killed_at_random_in_a_save(
     tmp_path: Path, save: Callable[[Path, int], None], is_whole: Callable[[Path], bool]
 ) -> None:

@@ -57,11 +57,9 @@ def export_checkpoint(
 ) -> GateReport:
     """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` loads it.
 
-    The form ``falcon-h1`` needs no trust, ``safetensors`` is read by ``HybridForCausalLM.from_pretrained(path)``.
     ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an identifier of the
-    hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and tokens of each stage. No path of
-    this machine is written. The folder appears, or replaces an earlier export, only when it is complete and has
-    passed the gate (see `verify_export`); a failure leaves what was there.
+    hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and tokens of each stage. The folder
+    appears, or replaces an earlier export, when it is complete and has passed the gate (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
     the student's, ``path`` holds something else than an export, or ``form`` cannot express the student.
@@ -107,9 +105,8 @@ def export_checkpoint(
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside ``path`` that takes its place when the block ends well, and disappears otherwise.
 
-    The folder that is replaced is moved aside first and deleted last: at no time is there a half-written
-    one at ``path``. What a killed process has left is cleared away first, and a folder that it had moved aside is put
-    back. Raises InUse when another process is writing ``path``, ExportError when the disk is full or cannot be written.
+    The folder that is replaced is moved aside first and deleted last; what a killed process has left is mended first.
+    Raises InUse when another process is writing ``path``, ExportError when the disk is full or cannot be written.
     """
     new, old = (path.with_name(f".{path.name}.{word}.tmp") for word in ("new", "old"))
     with locked(path, beside=True):

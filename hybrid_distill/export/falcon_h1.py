@@ -1,17 +1,9 @@
 """A student as a `FalconH1ForCausalLM`, an architecture that transformers and servers know: no remote code.
 
-Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. Zeros level out three
-differences:
-
-- all layers have the same number of heads: the missing ones get zero rows and zero columns in the output
-  projections, and hold keys, values and states of zeros in the cache;
-- each KV head serves the same number of query heads: where a student's kept heads share unevenly, a KV head
-  is stored more than once;
-- attention and Mamba-2 have an output projection each: the columns of the student's are split between them.
-
-`obstacles` names what zeros cannot mend. The discrete recurrence is one: Falcon-H1 scales what enters the state by the
-step softplus(r_t) of which the decay is exp(-softplus(r_t)); the input of a discrete head would have to be divided by
-it, token by token, which no layer of Falcon-H1 computes.
+Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. All layers have the same
+number of heads: missing ones get zero rows and columns, and zeros in the cache. Each KV head serves the same number of
+query heads: where a student's share unevenly, a KV head is stored more than once. The student's output projection is
+split between attention and Mamba-2. `obstacles` names what cannot be expressed.
 
 Shapes: P head dim, D model width, R rows of a projection, K conv width.
 """

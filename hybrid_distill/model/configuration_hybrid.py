@@ -76,13 +76,11 @@ _FROM_BACKBONE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embe
 class HybridConfig(PretrainedConfig):
     """Parts of a `HybridForCausalLM`.
 
-    ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query
-    heads that stay attention; every other head is recurrent with state size ``d_state``, in one of the
-    `RECURRENCES` (see `SSMHeads`). ``conv_bias`` is a bias behind the convolution of discrete heads, which only
-    checkpoints made elsewhere have (Llamba). An export also records how it was checked: ``checked_attention``, the
-    attention implementation to use unless another is asked for, and ``oldest_transformers``, below which it would
-    compute something else. Raises ValueError, before a tensor is allocated, for any field that describes no model, and
-    under an older transformers.
+    ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query heads that
+    stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
+    `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the
+    implementation to use unless another is asked for, and ``oldest_transformers``, below which it would compute
+    something else. Raises ValueError, before a tensor is allocated, for any field that describes no model.
     """
 
     model_type = "hybrid_distill"

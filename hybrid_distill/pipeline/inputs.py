@@ -31,7 +31,7 @@ from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..scoring import HeadScores
-from ..student.build import checked_student
+from ..student.build import checked_sites, empty_student
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
 from ..train.checkpoint import MANIFEST, StageManifest
 from ..train.config import DistillConfig, StageConfig, TeacherConfig
@@ -189,8 +189,9 @@ class RunInputs:
             heads = HeadPlan.load(path)
         else:
             heads = self.known_plan(plan or self.config.plan, teacher)
-        shape = (options.d_state, options.conv_width, options.recurrence, options.init)
-        checked_student(teacher, heads or HeadPlan.none(teacher), *shape)
+        heads = heads or HeadPlan.none(teacher)
+        checked_sites(teacher, heads, options.init)
+        empty_student(teacher, heads, options.d_state, options.conv_width, options.recurrence)
         if options.aligned is not None and not StageManifest.read(options.aligned):
             raise ValueError(f"student.aligned is {options.aligned}, which holds no finished stage; name another.")
 

@@ -64,15 +64,14 @@ def build_student(
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
 
-    ``init`` names how recurrent heads start (`init.INITS`); a fitted one needs ``calibration``, a batch
-    of ordinary text: ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent
-    heads (`SSMHeads`), ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the
-    student (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad
-    ``d_state``, ``conv_width``, ``recurrence`` or ``init``, for a teacher whose attention is not understood, and for a
-    teacher or a student that computes a document otherwise in a packed or padded row or from a cache (`check_rows`).
+    ``init`` is how recurrent heads start; ``fitted`` needs ``calibration``, a batch of ordinary text: ``input_ids`` and
+    perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`), ``seed`` covers
+    everything drawn. The teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does
+    that). Raises ValueError for a plan made for another teacher, a bad option, attention that is not understood, and
+    where `check_rows` fails.
     """
     check_plan(plan, teacher)
-    sites = _checked_sites(teacher, plan, init)
+    sites = checked_sites(teacher, plan, init)
     student = empty_student(teacher, plan, d_state, conv_width, recurrence)
     check_rows(teacher)
     traces = _trace(teacher, calibration, init)
@@ -105,22 +104,10 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
         )
 
 
-def checked_student(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str, init: Init
-) -> HybridForCausalLM:
-    """Make the `empty_student` of a teacher, which may be on the meta device too.
-
-    Raises ValueError as `build_student` does, except for the teacher's fingerprint and for faults that only values
-    show.
-    """
-    _checked_sites(teacher, plan, init)
-    return empty_student(teacher, plan, d_state, conv_width, recurrence)
-
-
 def empty_student(
     teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str = "discrete"
 ) -> HybridForCausalLM:
-    """Make a student of the right shapes on the meta device: parameters without values."""
+    """Make a student of the right shapes, without values, on the meta device, where the teacher may be too."""
     config = HybridConfig(
         backbone=teacher.config.to_dict(),
         kept=[list(plan.kept_in(layer)) for layer in range(plan.n_layers)],
@@ -139,7 +126,7 @@ def empty_student(
         torch.set_default_dtype(default)
 
 
-def _checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
+def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
     """Find the teacher's attention. Raises ValueError for an unknown init, another shape, and unknown parts."""
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")

@@ -71,9 +71,8 @@ def load_teacher(
     """Load the model (eval mode, on the CPU) and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
     Code that comes with a checkpoint runs only with ``trust_remote_code``, and weights are safetensors unless
-    ``allow_bin``. ``flag`` is the option that named the model, for messages. Raises ValueError, in one line, for an
-    unknown dtype, a name that cannot be resolved, a folder without config or weights, and one that `check_checkpoint`
-    refuses.
+    ``allow_bin``. ``flag`` is the option that named the model, for messages. Raises ValueError, in one line, for
+    whatever cannot be loaded.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")

@@ -104,9 +104,8 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
     """Find the heads of every layer that has any, in any decoder of docs/heads.md, bottom to top.
 
     Without ``kind`` these are a student's heads of both kinds, the attention heads of a model with attention,
-    the recurrent heads of a model without; a hybrid has a second set of heads under ``kind="ssm"``. Raises
-    ValueError, naming the module found and what was expected, for a layer that is not understood, and for a
-    model without heads of that kind.
+    the recurrent heads of a model without. Raises ValueError for a layer that is not understood, and for a model
+    without heads of that kind.
     """
     found = list(_every_site(model))
     kinds = [site.kind for site in found]

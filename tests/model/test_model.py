@@ -392,13 +392,6 @@ def test_wrong_caches_are_refused(family_model: FamilyModel) -> None:
         student()
 
 
-def test_packed_inputs_need_an_attention_that_takes_masks(family_model: FamilyModel) -> None:
-    config = family_model("llama").config
-    config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"flash_attention_2.*sdpa"):
-        packed_inputs(torch.zeros(1, 4, dtype=torch.long), config=config)
-
-
 @torch.no_grad()
 def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel, tmp_path: Any) -> None:
     student = mixed_student(teacher)
