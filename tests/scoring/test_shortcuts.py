@@ -46,15 +46,16 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog: p
     assert (found - expected).abs().max() < 0.5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channel", ["one token", "all tokens"])
+@pytest.mark.parametrize(
+    ("channel", "dtype"), [("tokens", torch.float32), ("tokens", torch.bfloat16), ("mean", torch.float32)]
+)
 def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog: Any) -> None:
     """Layer 18 adds what layer 2 has seen: forwards that begin between them would read what others left behind."""
     model = deep_model("llama", dtype)
     seen: list[torch.Tensor] = []
 
     def look(module: Any, args: Any, output: torch.Tensor) -> None:
-        seen[:] = [output if channel == "all tokens" else output[:, 9:10]]
+        seen[:] = [output if channel == "tokens" else output.mean(1, keepdim=True)]
 
     def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output + 4 * seen[0]
