@@ -46,8 +46,9 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog: p
     assert (found - expected).abs().max() < 0.5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channel", ["mean", "tokens"])
+@pytest.mark.parametrize(
+    ("channel", "dtype"), [("tokens", torch.float32), ("tokens", torch.bfloat16), ("mean", torch.float32)]
+)
 def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog: Any) -> None:
     """Layer 18 adds what layer 2 has seen: forwards that begin between them would read what others left behind."""
     model = deep_model("llama", dtype)
