@@ -24,7 +24,6 @@ import transformers
 from provenance import device_name
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
-from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import (
     Batch,
@@ -36,6 +35,7 @@ from hybrid_distill.data import (
     open_logits,
     open_rows,
 )
+from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
