@@ -11,7 +11,7 @@ from functools import partial
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ..config import PlanConfig, RunConfig, to_json
+from ..config import RunConfig, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from ..lab.reporting import text_table
 from ..model import layer_windows

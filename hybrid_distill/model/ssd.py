@@ -89,7 +89,8 @@ def ssd_scan(
         if chosen == "mamba_ssm":
             y, state = _scan_mamba_ssm(*inputs, state, seq_idx_BL)
         else:
-            y, state = _scan_reference(*(t.to(dtype) for t in inputs), state, seq_idx_BL)
+            x, log_a, b, c = (t.to(dtype) for t in inputs)
+            y, state = _scan_reference(x, log_a, b, c, state, seq_idx_BL)
         y = y.to(x_BLHP.dtype)
         return (y if D_H is None else _skip(y, x_BLHP, D_H)), state
 

@@ -6,5 +6,17 @@ from .running import evaluate_suite, run_suite, write_questions
 from .tasks import check_job
 
 __all__ = [
+<<<<<<< HEAD
     "SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions",
 ]  # fmt: skip
+=======
+    "SuiteJob",
+    "SuiteResult",
+    "check_job",
+    "compare",
+    "evaluate_suite",
+    "run_suite",
+    "tables",
+    "write_questions",
+]
+>>>>>>> suites
