@@ -6,10 +6,6 @@ from .running import evaluate_suite, run_suite, write_questions
 from .tasks import check_job
 
 __all__ = [
-<<<<<<< HEAD
-    "SuiteJob", "SuiteResult", "check_job", "compare", "evaluate_suite", "run_suite", "tables", "write_questions",
-]  # fmt: skip
-=======
     "SuiteJob",
     "SuiteResult",
     "check_job",
@@ -19,4 +15,3 @@ __all__ = [
     "tables",
     "write_questions",
 ]
->>>>>>> suites
