@@ -27,7 +27,6 @@ from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_proc
 from ..io import Record
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
-from .config import LongConfig
 from .end_to_end import EndToEnd
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Replicated, Strategy
@@ -191,9 +190,7 @@ class _Training:
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
-        recomputes = config.gradient_checkpointing or (
-            isinstance(config, LongConfig) and config.segment_len is not None
-        )
+        recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
         with on_fast_cpu(self.accelerator.device, recomputes):
             tokens, loss, layers = self._forward_backward(micro_batches)
         grad_norm = self.strategy.clip_gradients(config.clip)
