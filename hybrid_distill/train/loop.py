@@ -190,7 +190,8 @@ class _Training:
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
-        with on_fast_cpu(self.accelerator.device):
+        recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
+        with on_fast_cpu(self.accelerator.device, recomputes):
             tokens, loss, layers = self._forward_backward(micro_batches)
         grad_norm = self.strategy.clip_gradients(config.clip)
         values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])

@@ -26,12 +26,15 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 
 
-def on_fast_cpu(device: torch.device) -> AbstractContextManager[object]:
-    """Where the device is a CPU, run linear layers in float32 by `product`, forward and backward, and keep memory."""
+def on_fast_cpu(device: torch.device, recomputes: bool = False) -> AbstractContextManager[object]:
+    """Where the device is a CPU, run linear layers in float32 by `product`, forward and backward, and keep memory.
+
+    Linear layers stay as they are where the backward ``recomputes`` the forward: torch leaves this context in there.
+    """
     if device.type != "cpu":
         return nullcontext()
     _keep_freed_memory()
-    return _FasterLinear() if _has_onednn() else nullcontext()
+    return _FasterLinear() if _has_onednn() and not recomputes else nullcontext()
 
 
 @functools.cache
@@ -54,13 +57,9 @@ def _keep_freed_memory() -> None:
 
 class _FasterLinear(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is F.linear and not kwargs and _fits(*args):
             return _Linear.apply(*args)
-        if func is Tensor.backward and len(args) == 1:  # the mode is off in here, but layers that recompute need it
-            with self:
-                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -19,9 +19,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.skipif(
-    not common.RUNS_HERE, reason="needs TRITON_INTERPRET=1, or a GPU"
-)
+pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTERPRET=1, or a GPU")
 
 
 @pytest.fixture
