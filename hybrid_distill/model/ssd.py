@@ -54,11 +54,10 @@ def ssd_scan(
     *,
     state_BHPN: Tensor | None = None,
     seq_idx_BL: Tensor | None = None,
-    D_H: Tensor | None = None,
     impl: str = "auto",
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over a whole sequence; ``D_H`` adds D x to the output.
+    """Run the recurrence over a whole sequence.
 
     ``state_BHPN`` is the state before the first token (zero if absent). ``seq_idx_BL`` numbers the documents
     packed in a row, ascending: the state restarts where the number changes, and a given state belongs to the
@@ -74,7 +73,7 @@ def ssd_scan(
     batch, length, n_heads, head_dim = x_BLHP.shape
     with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
         if chosen == "triton" and length > 0:
-            options = {"D_H": D_H, "state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
+            options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return _kernels("ssd").ssd(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
         dtype = _state_dtype(x_BLHP)
         if state_BHPN is None:
@@ -83,16 +82,12 @@ def ssd_scan(
             state = state_BHPN.to(dtype)
         if length == 0:
             return x_BLHP, state
-        inputs = x_BLHP, log_a_BLH, b_BLHN, c_BLHN
-        if chosen == "torch":
-            return _scan_chunked(*inputs, D_H, state, seq_idx_BL, min(chunk_size, length))
         if chosen == "mamba_ssm":
-            y, state = _scan_mamba_ssm(*inputs, state, seq_idx_BL)
-        else:
-            x, log_a, b, c = (t.to(dtype) for t in inputs)
-            y, state = _scan_reference(x, log_a, b, c, state, seq_idx_BL)
-        y = y.to(x_BLHP.dtype)
-        return (y if D_H is None else _skip(y, x_BLHP, D_H)), state
+            return _scan_mamba_ssm(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state, seq_idx_BL)
+        scan = _scan_reference if chosen == "reference" else _scan_chunked
+        x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
+        y, state = scan(x, log_a, b, c, state, seq_idx_BL, min(chunk_size, length))
+    return y.to(x_BLHP.dtype), state
 
 
 def gated_ssd_scan(
@@ -115,9 +110,9 @@ def gated_ssd_scan(
         inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
             return _kernels("ssd").ssd(*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
-    inputs = x_BLHP, log_decay(raw_BLH), b_BLHN, c_BLHN
-    y_BLHP, state = ssd_scan(*inputs, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, D_H=D_H, impl=impl)
-    return y_BLHP * F.silu(z_BLHP), state
+    log_a_BLH = log_decay(raw_BLH)
+    y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
+    return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
 def gated_ssd_step(
@@ -125,7 +120,7 @@ def gated_ssd_step(
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of `gated_ssd_scan`: y_BHP and the new state."""
     y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
-    return _skip(y_BHP, x_BHP, D_H) * F.silu(z_BHP), state
+    return _skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
 
 def step_in_place(
@@ -154,8 +149,8 @@ def step_in_place(
     return _kernels("step").ssd_step(*inputs, *states, token_mask_B=token_mask_B)
 
 
-def _skip(y: Tensor, x: Tensor, D_H: Tensor) -> Tensor:
-    return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1))
+def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
+    return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1)) * F.silu(z)
 
 
 def ssd_step(
@@ -321,7 +316,7 @@ def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
 
 
 def _scan_reference(
-    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence of the module docstring token by token."""
     ys = []
@@ -334,25 +329,17 @@ def _scan_reference(
 
 
 def _scan_chunked(
-    x: Tensor,
-    log_a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D_H: Tensor | None,
-    state: Tensor,
-    seq_idx: Tensor | None,
-    chunk_size: int,
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Scan by matrix products: a mixing matrix within each chunk, states from chunk to chunk.
 
     1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
     """
     batch, length, n_heads, head_dim = x.shape
-    given, dtype = x.dtype, state.dtype
-    log_a_BHMQ = _to_chunks(log_a.to(dtype).clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
+    log_a_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
     x, b, c = (_to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
-    # Laid out once, or every product would copy them; B and C such that the last dimension is not the small N.
-    x, bt, ct = (t.to(dtype, memory_format=torch.contiguous_format).contiguous() for t in (x, b.mT, c.mT))
+    x = x.contiguous()  # once, or every product would copy it
+    bt, ct = b.mT.contiguous(), c.mT.contiguous()  # a product is fast when its last dimension is not the small N
     seq_BMQ = None if seq_idx is None else _documents_by_chunk(seq_idx, chunk_size)
     of_incoming = None if seq_BMQ is None else (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1)
     unseen = _unseen(seq_BMQ, chunk_size, x)
@@ -363,13 +350,12 @@ def _scan_chunked(
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
     before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
-    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, of_incoming, D_H)
-    y = y.permute(0, 2, 3, 1, 4).to(given, memory_format=torch.contiguous_format)
-    return y.reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
+    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, of_incoming)
+    return y.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
 
 
 class _ChunkOutputs(torch.autograd.Function):
-    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S + D x_i in every chunk, S the state before the chunk.
+    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
     By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as often. But for
     j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor exp(-cum_j), so that the
@@ -378,7 +364,7 @@ class _ChunkOutputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, bt, ct, cum, before, unseen, of_incoming, D_H) -> Tensor:
+    def forward(ctx, x, bt, ct, cum, before, unseen, of_incoming) -> Tensor:
         decay = _decay_matrix(cum, unseen)
         decay.diagonal(dim1=-2, dim2=-1).zero_()
         from_start = cum.to(x.dtype).exp()
@@ -387,9 +373,6 @@ class _ChunkOutputs(torch.autograd.Function):
         earlier = (ct.mT @ bt).mul_(decay) @ x
         earlier += (ct * from_start.unsqueeze(-2)).mT @ before
         own = (ct * bt).sum(-2).unsqueeze(-1)
-        if D_H is not None:
-            own += D_H.to(own.dtype)[:, None, None, None]
-        ctx.d_dtype = None if D_H is None else D_H.dtype
         ctx.save_for_backward(x, bt, ct, decay, from_start, before, earlier, own)
         return torch.addcmul(earlier, own, x)
 
@@ -405,8 +388,7 @@ class _ChunkOutputs(torch.autograd.Function):
         d_own = (dy * x).sum(-1).unsqueeze(-2)
         dct = (bt @ dscores.mT).addcmul_(before @ dy.mT, from_start).addcmul_(d_own, bt)
         dbefore = (ct * from_start) @ dy
-        d_D = None if ctx.d_dtype is None else d_own.sum((0, 2, 3, 4)).to(ctx.d_dtype)
-        return dx.addcmul_(own, dy), (ct @ dscores).addcmul_(d_own, ct), dct, dcum, dbefore, None, None, d_D
+        return dx.addcmul_(own, dy), (ct @ dscores).addcmul_(d_own, ct), dct, dcum, dbefore, None, None
 
 
 def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,13 @@ from ..plan import HeadId
 from ..probes import Probe, check_counts
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
-from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites, text_config
+from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured, Steps
 from .probe_batch import Question, Text, shared_start
 from .racing import Race
-
-LEAST_WIDTH = 512
 
 
 def score_heads(
@@ -86,10 +83,8 @@ def score_heads(
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    # Narrow models are fast anyway; they keep their bits on every CPU.
-    fast = on_fast_cpu(model.device) if text_config(model).hidden_size >= LEAST_WIDTH else nullcontext()
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
-    with eval_mode(model), in_bfloat16, fast:
+    with eval_mode(model), in_bfloat16, on_fast_cpu(model.device):
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),

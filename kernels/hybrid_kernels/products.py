@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+LARGE = 2**18  # elements of a weight: smaller ones are fast anyway, and keep their bits on every CPU
 
 
 def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return a @ b + bias for matrices in any layout, without autograd."""
-    if a_MK.dtype == torch.float32 and a_MK.device.type == "cpu" and a_MK.numel() and _has_onednn():
+    on_cpu = a_MK.device.type == "cpu" and a_MK.dtype == torch.float32
+    if on_cpu and a_MK.numel() and b_KN.numel() >= LARGE and _has_onednn():
         return torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.mT, bias_N, "none", [], "")
     return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 
@@ -66,7 +68,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     given = [input, weight] if bias is None else [input, weight, bias]
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype == torch.float32 for t in given)
     on_cpu = plain and input.device.type == "cpu" and input.numel() > 0
-    return on_cpu and weight.ndim == 2 and not torch.is_autocast_enabled("cpu")
+    return on_cpu and weight.ndim == 2 and weight.numel() >= LARGE and not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):

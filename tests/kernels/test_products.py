@@ -10,8 +10,9 @@ pytestmark = pytest.mark.skipif(not products._has_onednn(), reason="oneDNN is no
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [None, "input", "weight"])
-def test_linear_layers_are_the_same(bias, frozen):
+def test_linear_layers_are_the_same(monkeypatch, bias, frozen):
     torch.manual_seed(0)
+    monkeypatch.setattr(products, "LARGE", 0)
     given = {"input": torch.randn(2, 1, 3, 8).expand(2, 5, 3, 8), "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     given = {name: t.requires_grad_(name != frozen) for name, t in given.items() if bias or name != "bias"}
     wanted = [t for t in given.values() if t.requires_grad]
@@ -31,3 +32,9 @@ def test_other_dtypes_and_autocast_are_left_to_torch():
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(x, weight).dtype == torch.bfloat16
         assert F.linear(x[:0], weight).shape == (0, 6)
+
+
+def test_small_weights_keep_their_bits():
+    x, weight = torch.randn(3, 8), torch.randn(6, 8)
+    with products.on_fast_cpu(torch.device("cpu")):
+        assert torch.equal(F.linear(x, weight), torch._C._nn.linear(x, weight))

@@ -1,7 +1,6 @@
 """Shortcuts are taken where they agree with plain forwards as well as those agree with one another, and only there."""
 
 import logging
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from test_scoring import DIGITS, WORDS, assert_same, one_by_one, random_model
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import exact, score_heads
+from hybrid_distill.scoring import score_heads
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])
 DEEP = {
@@ -92,12 +91,3 @@ def test_what_all_prompts_begin_with_runs_once(family: str, tokenizer: Any, capl
         scores = score_heads(model, tokenizer, Introduced(), n_examples=7, min_accuracy=0.0, progress=False)
     assert "tokens that all prompts begin with once" in caplog.text and "cannot be" not in caplog.text
     assert_same(scores, *one_by_one(model, tokenizer, Introduced(), 7))
-
-
-@pytest.mark.parametrize("width", [512, 32])
-def test_wide_models_alone_multiply_by_onednn(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = []
-    monkeypatch.setattr(exact, "on_fast_cpu", lambda device: used.append(device) or nullcontext())
-    model = random_model("llama, one layer", hidden_size=width)
-    score_heads(model, WORDS, PROBE, n_examples=1, heads=HEADS[:1], min_accuracy=0.0, progress=False)
-    assert bool(used) == (width == 512)
