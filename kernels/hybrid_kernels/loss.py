@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .products import product
+from .products import LARGE, product
 
 IGNORE = -100
 """The label of a token that cross-entropy leaves out."""
@@ -225,7 +225,7 @@ def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total is in float32 at least; a CPU rounds a bf16 product before it is added."""
-    if a.device.type == "cpu":
+    if a.device.type == "cpu" and (a.dtype != total.dtype or total.numel() >= LARGE):
         total += product(a, b)
     elif a.dtype == total.dtype:
         total.addmm_(a, b)
