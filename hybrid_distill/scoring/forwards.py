@@ -29,7 +29,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..model.layout import CACHE_NAMES
 from ..plan import HeadId
-from ..probes.answering import accepts
+from ..probes.answering import accepts, forward
 from ..teacher import (
     HeadKind,
     HeadSite,
@@ -339,10 +339,12 @@ def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads:
 def _plainly(
     in_full: Forwards, rows: tuple[Row, ...], layer: int, heads: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, float]:
-    """Return drops of rows that run alone, of the same rows padded in one batch, and the size of their outcomes."""
+    """Return drops of rows that run alone, of the same rows padded in one batch, and the size of the numbers."""
     together = ProbeBatch(rows if len(rows) > 1 else 3 * rows)
     alone_XGB = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
-    size = _rms(together.outcome(in_full.whole(together)))
+    ids_1L = rows[0].ids_L[None]
+    logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
+    size = max(logits.abs().max().item(), _rms(together.outcome(in_full.whole(together))))
     return alone_XGB, _drops(in_full, [together], layer, heads)[..., : len(rows)], size
 
 
@@ -350,7 +352,7 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
     """Return why a shortcut cannot be taken, judged by two heads of the first, a middle and the last layer.
 
     Scores are made of drops. These have to agree about as well as those of two plain forwards do, which batch the same
-    rows differently, or as numbers of the type that is computed in can.
+    rows differently, or as logits of the type that is computed in can.
     """
     layers = [site.layer for site in short.sites]
     batches = [ProbeBatch([row]) for row in rows]
