@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import inspect
 import io
@@ -130,8 +131,8 @@ def _one_line(box: str) -> str:
     if said.startswith("Unrecognized options:"):
         words = said.removeprefix("Unrecognized options: ").split(", ")
         unknown = [word for word in words if word.startswith("--")] or words[:1]
-        near = [[line.split()[0].rstrip(",") for line in section if line.startswith("--")] for section in others]
-        similar = [flags[0] for flags in near if flags][: len(unknown)]
+        flags = [line.split()[0].rstrip(",") for section in others for line in section if line.startswith("--")]
+        similar = dict.fromkeys(near for word in unknown for near in difflib.get_close_matches(word, flags, n=1))
         meant = f" did you mean {', '.join(similar)}?" if similar else ""
         verb = "is" if len(unknown) == 1 else "are"
         return f"{', '.join(unknown)} {verb} not recognized;{meant} --help lists the flags."
