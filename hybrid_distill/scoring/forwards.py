@@ -337,10 +337,10 @@ def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads:
 
 
 def _plainly(
-    in_full: Forwards, rows: tuple[Row, ...], layer: int, heads: tuple[int, ...]
+    in_full: Forwards, rows: Sequence[Row], layer: int, heads: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, float]:
     """Return drops of rows that run alone, of the same rows padded in one batch, and the size of the numbers."""
-    together = ProbeBatch(rows if len(rows) > 1 else 3 * rows)
+    together = ProbeBatch(rows if len(rows) > 1 else 3 * list(rows))
     alone_XGB = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
     ids_1L = rows[0].ids_L[None]
     logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()

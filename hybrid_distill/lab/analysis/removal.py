@@ -1,4 +1,4 @@
-"""What is left of each task without some heads or layers (arXiv 2504.18574).
+"""Measure what is left of each task without some heads or layers (arXiv 2504.18574).
 
 `remove-heads`, `formats`, `prune-layers` and `keep-heads`: curves over what a model is left without.
 """

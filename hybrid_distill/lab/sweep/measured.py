@@ -269,7 +269,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
     lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens: {best.label}", text_table(table.iloc[::-1])]
     retrieval = results.quality("retrieval")
     if retrieval is not None and not results.compared(retrieval).exceeds[best.name]:
-        lines.append("Its retrieval is no better than guessing.")
+        lines.append("Its retrieval does not exceed guessing.")
     return "\n\n".join(lines)
 
 
