@@ -264,7 +264,7 @@ def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
 
 
 def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float) -> float:
-    """Workspace of one layer: the teacher's while the student's activations are there, or the student's in the backward."""
+    """Workspace of one layer: the teacher's beside the student's activations, or the student's in the backward."""
     residuals = 2 * shape.width * FP32
     mlp = 3 * shape.mlp_width * shape.itemsize if shape.end_to_end or shape.target == "layer" else 0
     most = max(recurrent for _, recurrent in shape.layers)
