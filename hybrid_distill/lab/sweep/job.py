@@ -19,6 +19,7 @@ from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
 from ...train.loop import Interrupted
+from .cells import perform
 from .folder import Sweep, Task
 from .grid import Grid
 from .jobs import Here, Jobs, executor, run_tasks
@@ -132,7 +133,7 @@ def _workers(job: SweepJob) -> Here | Jobs:
     if options and job.cluster is None:
         raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
     if job.jobs == 1 and not job.launcher and job.cluster is None:
-        return Here()
+        return Here(perform)
     return Jobs(executor(job.out / "jobs", job.cluster or "local", options), job.jobs, job.launcher)
 
 

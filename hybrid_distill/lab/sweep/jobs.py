@@ -36,13 +36,12 @@ PATIENCE = 120.0
 class Here:
     """This process, which loads the teacher once. It is its own job, done when it has started."""
 
+    perform: Callable[[Sweep, Task], None]
     slots: int = 1
     state: str = "FINISHED"
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Here:
-        from .cells import perform
-
-        perform(sweep, task)
+        self.perform(sweep, task)
         return self
 
     def done(self) -> bool:
