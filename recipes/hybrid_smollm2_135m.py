@@ -32,6 +32,7 @@ def config() -> RunConfig:
             micro_batch_size=4,
             learning_rate=1e-3,
             target="layer",
+            precision="bf16",
             checkpoint_every=50,
         ),
         distill=DistillConfig(
@@ -39,6 +40,7 @@ def config() -> RunConfig:
             batch_size=8,
             micro_batch_size=4,
             learning_rate=2e-4,
+            precision="bf16",
             checkpoint_every=25,
         ),
         evaluation=EvaluationConfig(n_pairs=(4, 8, 16), n_examples=64, n_texts=32),
