@@ -6,7 +6,6 @@ the folder is never run here, and a student's is unchanged since it was exported
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .io import Record, parse_json, read_json
+from .io import Record, file_hash, parse_json, read_json
 from .model.configuration_hybrid import LARGEST, HybridConfig, check_sizes
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
@@ -111,13 +110,8 @@ def is_bin_only(folder: Path) -> bool:
 
 def foreign_code(folder: Path) -> list[str]:
     """List the Python files beside a checkpoint's weights that are not this package's own."""
-    own = {path.name: digest(path) for path in MODEL_CODE.glob("*.py")}
-    return [path.name for path in sorted(folder.glob("*.py")) if own.get(path.name) != digest(path)]
-
-
-def digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    own = {path.name: file_hash(path) for path in MODEL_CODE.glob("*.py")}
+    return [path.name for path in sorted(folder.glob("*.py")) if own.get(path.name) != file_hash(path)]
 
 
 def _check_largest(folder: Path, config: Record) -> None:
@@ -140,7 +134,7 @@ def _check_student_files(folder: Path) -> None:
     for name in foreign_code(folder):
         if name not in CODE and not (MODEL_CODE / name).is_file():
             raise ValueError(f"{folder / name} is not a file that a student has; read it, then remove it.")
-        if isinstance(recorded, dict) and recorded.get(name) != digest(folder / name):
+        if isinstance(recorded, dict) and recorded.get(name) != file_hash(folder / name):
             raise ValueError(f"{folder / name} is not the file that was exported; export the student again.")
     if "tokenizer_config" in records and not any((folder / name).is_file() for name in VOCABULARIES):
         raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")

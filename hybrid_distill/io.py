@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -91,6 +92,15 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)  # Infinity: some families have it in their config.json
+
+
+def file_hash(path: Path) -> str:
+    """Return the sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -17,7 +17,8 @@ from transformers import AutoConfig
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import export_checkpoint, verify_export
-from hybrid_distill.guard import MARK, check_checkpoint, digest, foreign_code, load_student
+from hybrid_distill.guard import MARK, check_checkpoint, foreign_code, load_student
+from hybrid_distill.io import file_hash
 from hybrid_distill.model import HybridConfig
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import load_config, load_teacher
@@ -114,7 +115,7 @@ def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not
     """Exports record their Python files; the first versions' did not."""
     (copied / "ssd.py").write_text(evil_code(copied))
     record = json.loads((copied / MARK).read_text())
-    record["code"]["ssd.py"] = digest(copied / "ssd.py")
+    record["code"]["ssd.py"] = file_hash(copied / "ssd.py")
     (copied / MARK).write_text(json.dumps(record if recorded else {**record, "code": None}))
     assert load_student(copied) and load_teacher(copied)
     assert "--trust-remote-code" in refused(verify_export, copied)

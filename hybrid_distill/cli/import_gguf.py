@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..io import write_json
+from ..io import file_hash, write_json
 from ..locking import locked
 from ..provenance import now, versions
 from ..teacher.loading import DTYPES, IMPORTED
@@ -64,11 +63,7 @@ def import_gguf(file: Path, out: Path, dtype: str = "float32") -> str:
         for weights in out.glob("*.safetensors"):  # safetensors writes files that only their owner reads
             weights.chmod((out / "config.json").stat().st_mode)
         tokenizer.save_pretrained(out)
-        digest = hashlib.sha256()
-        with file.open("rb") as content:
-            while part := content.read(2**24):
-                digest.update(part)
-        origin = {"file": file.name, "sha256": digest.hexdigest(), "versions": versions(), "date": now()}
+        origin = {"file": file.name, "sha256": file_hash(file), "versions": versions(), "date": now()}
         write_json(out / IMPORTED, origin)
     template = "with" if tokenizer.chat_template else "without"
     return f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template"

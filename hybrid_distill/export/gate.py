@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..guard import MARK, check_checkpoint, check_no_run, digest, foreign_code
-from ..io import Record, read_json, save_tensors, write_json
+from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
+from ..io import Record, file_hash, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
@@ -159,7 +159,7 @@ def _begin_record(folder: Path, record: Record) -> None:
     """Write the program and reference.json, with the Python files that lie beside the weights."""
     (folder / "gate").mkdir()
     shutil.copyfile(program.__file__, folder / "gate" / "check.py")
-    code = {path.name: digest(path) for path in sorted(folder.glob("*.py"))}
+    code = {path.name: file_hash(path) for path in sorted(folder.glob("*.py"))}
     write_json(folder / MARK, {**record, "code": code}, indent=1)
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..io import Record, replacing, sync, write_json
+from ..io import Record, file_hash, replacing, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/2"
 STAGE_FORMAT = "hybrid-distill/stage/2"
@@ -317,15 +317,6 @@ def write_manifest(folder: Path, record: Record) -> None:
 
 def _seal(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """Return the sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def save_file(content: Content, path: Path) -> None:
