@@ -288,7 +288,7 @@ def _before_activation(
     return pre
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _forward(
     x, weight, state, seq_idx, y, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
@@ -311,7 +311,7 @@ def _forward(
     tl.store(y + offset, narrow(out, y.dtype.element_ty, MODE), mask=(t < L)[:, None] & (channel < C)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _through_silu(
     dy, x, weight, state, seq_idx, dpre, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
@@ -344,7 +344,7 @@ def _load_gradient(dpre, first, t, channel, L, C):
     return tl.load(dpre + ((t - first)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _backward(
     dpre, x, weight, state, seq_idx, dx, dstate, dweight, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,

@@ -184,7 +184,7 @@ def _store_state(
     tl.store(start + n.to(tl.int64) * n_stride + p * p_stride, state_NP, mask=(n < N) & (p < P))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _forward(
     x, a, b, c, D, z, seq_idx, before,
     y, final, chunk_states,
@@ -249,7 +249,7 @@ def _dsilu(z):
     return open * (1.0 + z * (1.0 - open))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _backward(
     x, a, b, c, D, z, seq_idx, dy, chunk_states, after,
     dx, da, db, dc, dD, dz, dstate, partial,
@@ -361,7 +361,7 @@ def _backward(
         _store_state(dstate + (row * H + head) * (P * N), dstate_NP, 1, N, N, P, MODE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _segment_states(
     v, k, a, z, seq_idx, states, through,
     L, H, chunks_per_segment, v_row, k_row,
@@ -397,7 +397,7 @@ def _segment_states(
     tl.store(through + place_of_segment, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_segments"])
 def _carry_over(
     states, through, first, H, n_segments,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, REVERSE: tl.constexpr,
