@@ -23,7 +23,8 @@ def compilations(capability: int) -> list[Compilation]:
         launches = {"forward": tile.forward, "segments": tile.forward} | dict.fromkeys(backward, tile.backward)
         for kind, launch in launches.items():
             of_tile = compilation(kind, block_n, block_p, tile.chunk, launch, dtype=dtype)
-            found.append(of_tile._replace(max_spills=tile.spills))
+            resident = 0 if kind == "segments" else launch.resident
+            found.append(of_tile._replace(max_spills=tile.spills, min_resident=resident))
     return found
 
 
