@@ -4,11 +4,12 @@
     python benchmarks/kernel_resources.py --only "ssd backward CBX N=64"
     python benchmarks/kernel_resources.py --check    # compiles nothing: is the file complete, and are promises kept?
 
-For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, shared memory,
-programs on a multiprocessor, tensor-core instructions and barriers of the main loop, read from the binary. The file has one section for each version of triton it was
-run with, and the digest of the sources it belongs to. Exit code 1 when a configuration breaks a promise: more spills
-than its tile table accepts or fewer programs than it counts on (under the triton it was chosen by), more shared memory than a multiprocessor has, no
-tensor-core instruction where one is wanted.
+For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, shared
+memory, programs on a multiprocessor, tensor-core instructions and barriers of the main loop, read from the binary. The
+file has one section for each version of triton it was run with, and the digest of the sources it belongs to. Exit code
+1 when a configuration breaks a promise: more spills than its tile table accepts or fewer resident programs than it
+counts on (under the triton it was chosen by), more shared memory than a multiprocessor has, no tensor-core instruction
+where one is wanted.
 """
 
 from __future__ import annotations

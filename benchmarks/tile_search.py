@@ -66,10 +66,8 @@ class Search:
 
     def row(self, kind: str, chunk: int, launch: Launch, *, full: bool = True) -> dict[str, Any]:
         """Return what is known of one kernel, empty if it does not compile or fit."""
-        name = (
-            f"{self.dtype} sm_{self.capability} {self.n} {self.p} {kind} {chunk} {launch.num_warps} {launch.num_stages}"
-        )
-        name += "" if full else " plain"
+        name = f"{self.dtype} sm_{self.capability} {self.n} {self.p} {kind} {chunk} "
+        name += f"{launch.num_warps} {launch.num_stages}" + ("" if full else " plain")
         if name not in self.rows and self.compiles:
             try:
                 self.rows[name] = self._timed(kind, chunk, launch, full)
@@ -99,14 +97,9 @@ class Search:
         for chunk in dict.fromkeys(chunk for chunk, _ in tried):
             launches = [launch for other, launch in tried if other == chunk]
             forward = min((self.total(["forward"], chunk, launch), launch) for launch in launches)
+            cuts = {way: [f"backward {name}" for name in BACKWARD_KERNELS[way]] for way in ways(self.n, self.p)}
             backward = min(
-                (
-                    self.total([f"backward {gradients}" for gradients in BACKWARD_KERNELS[way]], chunk, launch),
-                    launch,
-                    way,
-                )
-                for launch in launches
-                for way in ways(self.n, self.p)
+                (self.total(kinds, chunk, launch), launch, way) for launch in launches for way, kinds in cuts.items()
             )
             found.append((forward[0] + backward[0], Winner(chunk, forward[1], *backward[1:])))
         time, winner = min(found)
