@@ -54,7 +54,7 @@ def digest(module: ModuleType) -> str:
     hashed = hashlib.sha256()
     for source in (importlib.import_module("hybrid_kernels.common"), module):
         for node in ast.parse(Path(str(source.__file__)).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
                 if ast.get_docstring(node) is not None:
                     node.body = node.body[1:]
                 hashed.update(ast.dump(node).encode())

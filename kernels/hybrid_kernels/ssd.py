@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from .common import (
     DTYPES,
@@ -52,6 +52,7 @@ from .common import (
     check_seq_idx,
     check_shape,
     dot_mode,
+    no_second_derivative,
     rows,
 )
 from .ssd_tiles import (
@@ -114,12 +115,12 @@ def ssd(
         check_shape("z_BLHP", z_BLHP, x_BLHP.shape, "BLHP")
         check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
         check_device("z_BLHP", z_BLHP, x_BLHP)
-    block = LARGEST_FP32_BLOCK[architecture_of(_capability(x_BLHP.device))]
+    block = _largest_fp32_block(x_BLHP.device)
     if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
         _check(*given, n_segments)
         y, final = _in_blocks(block, *given, softplus, n_segments)
     else:
-        y, final = _SSD.apply(*given, softplus, n_segments)
+        y, final = _scan(*given, softplus, n_segments)
     return (y if z_BLHP is None else gate(y, z_BLHP)), final
 
 
@@ -133,7 +134,7 @@ def _in_blocks(
 
     def run(p: slice, n: slice) -> tuple[Tensor, Tensor]:
         before = None if state is None else state[:, :, p, n]
-        return _SSD.apply(x[..., p], a, b[..., n], c[..., n], None, before, seq_idx, softplus, n_segments)
+        return _scan(x[..., p], a, b[..., n], c[..., n], None, before, seq_idx, softplus, n_segments)
 
     runs = [[run(p, n) for n in blocks(b.shape[-1])] for p in blocks(x.shape[-1])]
     y = torch.cat([torch.stack([y for y, _ in same_p]).sum(0) for same_p in runs], dim=-1)
@@ -141,52 +142,105 @@ def _in_blocks(
     return y if D is None else y + D.unsqueeze(-1) * x, final
 
 
-class _SSD(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> tuple[Tensor, Tensor]:
-        options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
-        needs_gradient = any(ctx.needs_input_grad)
-        y, final, chunk_states = ssd_forward(x, a, b, c, **options, save_chunk_states=needs_gradient)
-        ctx.save_for_backward(x, a, b, c, D, state, seq_idx, chunk_states)
-        ctx.softplus, ctx.n_segments = softplus, n_segments
-        ctx.set_materialize_grads(False)
-        return y, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, a, b, c, D, state, seq_idx, chunk_states = ctx.saved_tensors
-        gradients = ssd_backward(
-            torch.zeros_like(x) if dy is None else dy, dstate, chunk_states, x, a, b, c,
-            D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=ctx.softplus, n_segments=ctx.n_segments,
-        )  # fmt: skip
-        return *gradients, None, None, None
+def _scan(x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None) -> tuple[Tensor, Tensor]:
+    given = (x, a, b, c, D, state)
+    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    y, final, _ = _forward_op(*given, seq_idx, softplus, n_segments, save)
+    return y, final
 
 
+_ARGUMENTS = (
+    "Tensor x, Tensor a, Tensor b, Tensor c, Tensor? D, Tensor? state, Tensor? seq_idx, "
+    "bool softplus, SymInt? n_segments"
+)
+
+
+@custom_op("hybrid_kernels::ssd", mutates_args=(), schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor)")
+def _forward_op(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor, Tensor, Tensor]:
+    options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
+    y, final, chunk_states = ssd_forward(x, a, b, c, **options, save_chunk_states=save)
+    return y, final, y.new_empty(0) if chunk_states is None else chunk_states
+
+
+@_forward_op.register_fake
+def _(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, n_heads, head_dim), d_state = x.shape, b.shape[-1]
+    chunk = tile_for(_capability(x.device), x.dtype, d_state, head_dim).chunk
+    saved = (batch, -(-length // chunk), n_heads, d_state, head_dim) if save else (0,)
+    final = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
+    return x.new_empty(x.shape), final, x.new_empty(saved)
+
+
+@custom_op(
+    "hybrid_kernels::ssd_gradients",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor? dstate, Tensor chunk_states, {_ARGUMENTS}) -> Tensor[]",
+)
+def _backward_op(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
+    """Return the gradients of the tensors that were given, in the order of `Gradients`."""
+    options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
+    gradients = ssd_backward(dy, dstate, chunk_states, x, a, b, c, **options)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_backward_op.register_fake
+def _(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (x, a, b, c, D, state) if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.softplus, ctx.n_segments, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *given, seq_idx, chunk_states = ctx.saved_tensors
+    dy = torch.zeros_like(given[0]) if dy is None else dy
+    found = iter(_backward_op(dy, dstate, chunk_states, *given, seq_idx, ctx.softplus, ctx.n_segments))
+    return *(None if tensor is None else next(found) for tensor in given), None, None, None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)
+_backward_op.register_autograd(no_second_derivative)
+
+
+@custom_op("hybrid_kernels::gate", mutates_args=())
 def gate(y: Tensor, z: Tensor) -> Tensor:
-    """y silu(z), for tensors of one shape and dtype; differentiable in both."""
-    return _Gate.apply(y.contiguous(), z.contiguous())
+    """y silu(z), for tensors of one shape and dtype."""
+    y, z = y.contiguous(), z.contiguous()
+    out, n = torch.empty_like(y), y.numel()
+    with torch.cuda.device_of(y):
+        _gate[(triton.cdiv(n, GATE_BLOCK),)](y=y, z=z, out=out, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype))
+    return out
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, z: Tensor) -> Tensor:
-        ctx.save_for_backward(y, z)
-        out, n = torch.empty_like(y), y.numel()
-        with torch.cuda.device_of(y):
-            _gate[(triton.cdiv(n, GATE_BLOCK),)](y=y, z=z, out=out, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype))
-        return out
+@custom_op("hybrid_kernels::gate_gradients", mutates_args=())
+def _gate_gradients_op(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    dout, y, z = dout.contiguous(), y.contiguous(), z.contiguous()
+    dy, dz, n = torch.empty_like(y), torch.empty_like(z), y.numel()
+    with torch.cuda.device_of(y):
+        _gate_gradients[(triton.cdiv(n, GATE_BLOCK),)](
+            y=y, z=z, dout=dout, dy=dy, dz=dz, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype)
+        )
+    return dy, dz
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        y, z = ctx.saved_tensors
-        dout, dy, dz, n = dout.contiguous(), torch.empty_like(y), torch.empty_like(z), y.numel()
-        with torch.cuda.device_of(y):
-            _gate_gradients[(triton.cdiv(n, GATE_BLOCK),)](
-                y=y, z=z, dout=dout, dy=dy, dz=dz, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype)
-            )
-        return dy, dz
+
+@gate.register_fake
+def _(y: Tensor, z: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@_gate_gradients_op.register_fake
+def _(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), z.new_empty(z.shape)
+
+
+gate.register_autograd(
+    lambda ctx, dout: _gate_gradients_op(dout, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+_gate_gradients_op.register_autograd(no_second_derivative)
 
 
 class Gradients(NamedTuple):
@@ -464,11 +518,18 @@ def _check(x, a, b, c, D, state, seq_idx, n_segments: int | None) -> None:
 
 
 def _capability(device: torch.device) -> int:
-    """90 for an H100; the interpreter takes the same tiles."""
-    if device.type != "cuda":
+    """90 for an H100; the interpreter takes the same tiles, AMD's GPUs those of sm_80, which spill less on gfx942."""
+    if torch.version.hip:
+        return 80
+    if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor's device need not exist
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@torch.compiler.assume_constant_result
+def _largest_fp32_block(device: torch.device) -> int:
+    return LARGEST_FP32_BLOCK[architecture_of(_capability(device))]
 
 
 def _segments_that_fill(device: torch.device, programs: int, n_chunks: int, resident: int) -> int:

@@ -105,7 +105,7 @@ def _documents(seq_idx, row, token, L):
     return tl.load(seq_idx + row * L + tl.minimum(tl.maximum(token, 0), L - 1)).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _decays(
     a, seq_idx, cum, from_start, to_end, through,
     L, H,
@@ -143,7 +143,7 @@ def _decays(
     tl.store(through + place, over, mask=head < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _decay_gradients(
     a, seq_idx, to_tokens, from_tokens, over, da,
     L, H,
@@ -232,7 +232,7 @@ def _store_state(
     tl.store(start + n.to(tl.int64) * n_stride + p * p_stride, state_NP, mask=(n < N) & (p < P))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _forward(
     x, cum, from_start, to_end, through, b, c, D, seq_idx, before,
     y, final, chunk_states,
@@ -284,7 +284,7 @@ def _forward(
         _store_state(final + (row * H + head) * (P * N), state_NP, 1, N, N, P, MODE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _backward(
     x, cum, from_start, to_end, through, b, c, D, seq_idx, dy, chunk_states, after,
     dx, to_tokens, from_tokens, over, db, dc, dD, dstate,
@@ -378,7 +378,7 @@ def _backward(
         _store_state(dstate + (row * H + head) * (P * N), dstate_NP, 1, N, N, P, MODE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "chunks_per_segment"])
 def _segment_states(
     v, k, weights, through, states, kept,
     L, H, chunks_per_segment, v_row, k_row,
@@ -414,7 +414,7 @@ def _segment_states(
     tl.store(kept + place_of_segment, product)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_segments"])
 def _carry_over(
     states, kept, first, H, n_segments,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, REVERSE: tl.constexpr,
