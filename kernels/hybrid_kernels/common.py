@@ -91,7 +91,7 @@ class Compilation(NamedTuple):
     ``arguments`` maps every argument of the kernel to a type ("*bf16", "i32", "fp32") or, if it is a compile-time
     constant, to its value; pointers and integers named in ``divisible`` are multiples of 16, as they are in practice.
     ``tensor_cores`` says whether the binary must contain tensor-core instructions, ``max_spills`` how many
-    spill instructions are known and accepted.
+    spill instructions are known and accepted, ``min_resident`` how many programs a multiprocessor must hold.
     """
 
     name: str
@@ -103,6 +103,7 @@ class Compilation(NamedTuple):
     num_stages: int
     tensor_cores: bool = True
     max_spills: int = 0
+    min_resident: int = 0
 
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int | None], dims: str) -> None:
