@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 from tqdm import tqdm
@@ -96,9 +95,9 @@ def train_stage(
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    snapshot = snapshot_to_resume(accelerator, checkpoints, resume)
+    snapshot = snapshot_to_resume(checkpoints, resume)
     if snapshot is not None:
-        check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
+        check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding)
@@ -136,7 +135,7 @@ class _Training:
         """Bring everything to where the snapshot left it, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
-            load_trainable_tensors(self.stage, snapshot.tensors["weights"])
+            load_trainable_tensors(self.stage, snapshot.weights)
         self.stage.train()
         micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
@@ -162,7 +161,7 @@ class _Training:
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
-                metrics, stop = self._train_step(stop_requested)
+                metrics, stop = self._train_step(lambda: stop_requested() or self.checkpoints.failed())
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
                 profiled()
@@ -173,8 +172,10 @@ class _Training:
                 if self.step == config.steps:
                     return
                 if stop:
+                    path = self._save()
+                    self.checkpoints.wait()
                     raise Interrupted(
-                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {self._save()}; "
+                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {path}; "
                         "run the same command to resume."
                     )
                 if self.step % config.checkpoint_every == 0:
@@ -274,31 +275,28 @@ class _Training:
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
-        """Save a checkpoint of this moment; every process takes part and the main one writes."""
-        tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
-        processes = gather_object([{"rng": rng_state()}])
+        """Begin to save a checkpoint of this moment; every process writes its share."""
         state = {
             "identity": self.identity,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "watch": self.spikes.state_dict(),
-            "processes": processes,
+            "rng": rng_state(),
         }
-        on_main_process(
-            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.gather(tensors)
-        )
+        self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        self.strategy.load_optimizer(snapshot.tensors["optimizer"])
-        self.step, state = snapshot.step, snapshot.state
+        self.strategy.load_optimizer(snapshot.optimizer)
+        self.step, state = snapshot.step, snapshot.states[0]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.spikes.load_state_dict(state["watch"])
-        if self.rank < len(state["processes"]):
-            set_rng_state(state["processes"][self.rank]["rng"])
+        if self.rank < len(snapshot.states):
+            set_rng_state(snapshot.states[self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
+        self.checkpoints.wait()
         self.strategy.unshard()
         student: Any = self.stage.student.eval()
         student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
@@ -314,7 +312,8 @@ class _Training:
         return manifest
 
     def close(self) -> None:
-        """Close trackers and release what accelerate holds; the process group stays for the next stage."""
+        """Close files and trackers, release what accelerate holds; the process group stays for the next stage."""
+        self.checkpoints.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.accelerator.device.type != "cpu":
