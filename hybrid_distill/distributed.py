@@ -112,6 +112,11 @@ def is_launched_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def is_first_on_machine() -> bool:
+    """Check whether this is the first process of its machine, or the only one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def on_main_process(action: Callable[[], object]) -> None:
     """Act on one process; the others wait until it is done, however long it takes.
 

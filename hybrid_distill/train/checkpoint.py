@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..distributed import compute_everywhere, own_share, rank_and_world
+from ..distributed import compute_everywhere, is_first_on_machine, own_share, rank_and_world
 from ..io import Record, file_hash, save_tensors, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/3"
@@ -285,14 +285,15 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
 def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     """Load a finished stage's weights into a student of the same build, every tensor of them.
 
-    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first, unless the
-    stage left those weights alone. Raises ValueError for another student, CorruptCheckpoint for damaged files.
+    Every process must call this; the first one of each machine checks the hash. Parameters take the stored dtype. A
+    student that shares weights with its teacher must be unshared first, unless the stage left those weights alone.
+    Raises ValueError for another student, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
     manifest = StageManifest.read(folder)
     if manifest is None:
         raise ValueError(f"{folder} does not hold a finished stage (no {MANIFEST}); run the stage first.")
-    check_files(folder, manifest.files)
+    compute_everywhere(lambda: check_files(folder, manifest.files if is_first_on_machine() else {}))
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)
     shapes, expected = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (stored, own))
@@ -309,6 +310,17 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
         else:
             target.data = tensor.to(target.device)
     return manifest
+
+
+def load_trained(folder: Path, student: nn.Module) -> None:
+    """Take the trained parameters from the result of the stage that has just trained them.
+
+    On a CPU they are pages of the file, of which a machine's memory holds one copy until somebody writes to them.
+    """
+    stored = ShardedTensors([folder / WEIGHTS])
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = stored[name].to(parameter.device)
 
 
 def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -307,6 +307,8 @@ class _Training:
             self.checkpoints.clear()
 
         on_main_process(write)
+        if not (self.strategy.whole_everywhere or self.accelerator.is_main_process):
+            checkpoint.load_trained(self.out, student)
         manifest = StageManifest.read(self.out)
         assert manifest is not None
         return manifest

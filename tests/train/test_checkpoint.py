@@ -22,6 +22,7 @@ from hybrid_distill.train.checkpoint import (
     SaveFailed,
     StageManifest,
     load_stage,
+    load_trained,
     save_stage,
     weights_hash,
 )
@@ -194,6 +195,23 @@ def test_a_stage_is_read_back_whole(tmp_path, tied):
     assert weights_hash(other) != saved.weights
     assert load_stage(tmp_path, other) == saved
     assert weights_hash(other) == saved.weights == weights_hash(student)
+
+
+def test_trained_parameters_are_pages_of_the_result_and_training_them_leaves_it_alone(tmp_path):
+    student, _ = small_models()
+    saved = save_stage(tmp_path, student, **STAGE)
+    other = small_models()[0]
+    for parameter in other.parameters():
+        parameter.data = strategy.placeholder(parameter)
+    load_trained(tmp_path, other)
+    assert weights_hash(other) == saved.weights
+    weight = other.lm_head.weight
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in mapped if line[-1] == str(tmp_path / "model.safetensors")]
+    assert any(int(begin, 16) <= weight.data_ptr() < int(end, 16) for begin, end in ranges)
+    with torch.no_grad():
+        weight.add_(1.0)
+    checkpoint.check_files(tmp_path, saved.files)
 
 
 def test_loading_takes_over_the_stored_precision(tmp_path):

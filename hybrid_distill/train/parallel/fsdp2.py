@@ -2,7 +2,7 @@
 student's strategy, the teacher's weights (`with_sharded_teacher`).
 
 torch cannot undo `fully_shard`. So a copy of the stage is sharded, modules without their weights' storage; the given
-stage keeps its own whole weights, where they are, and gets the trained ones at the end.
+stage keeps its own frozen weights, where they are, and gets the trained ones at the end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ...distributed import rank_and_world
 from ...model.layout import decoder_of
 from ...teacher import decoder_blocks
 from ..checkpoint import ShardedTensors
 from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
-from .strategy import Strategy, row_bounds, stage_adamw
+from .strategy import Strategy, placeholder, row_bounds, stage_adamw
 
 
 class Fsdp2(Strategy):
@@ -34,6 +35,8 @@ class Fsdp2(Strategy):
             raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
         self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
+        for parameter in trainable(stage).values():
+            parameter.data = placeholder(parameter)
         for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
@@ -51,10 +54,11 @@ class Fsdp2(Strategy):
         return float(_whole(norm))
 
     def unshard(self) -> None:
-        with torch.no_grad():
-            targets = trainable(self._whole)
-            for name, parameter in trainable(self.stage).items():
-                targets[name].copy_(_whole(parameter))
+        targets = trainable(self._whole)
+        for name, parameter in trainable(self.stage).items():
+            whole = _whole(parameter)
+            if rank_and_world()[0] == 0:
+                targets[name].data = whole.cpu()
         del self.model, self.stage, self.optimizer
         self._whole.place(self._device)
 

@@ -30,6 +30,8 @@ class Strategy(ABC):
     model: Any
     """Module that takes a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
+    whole_everywhere = False
+    """True where `unshard` gives every process the trained parameters, False where the main one alone."""
 
     @abstractmethod
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None: ...
@@ -56,7 +58,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def unshard(self) -> None:
-        """End the training: leave the trained parameters, whole, in the given stage on its device."""
+        """End the training: leave the trained parameters, whole, in the main process's given stage on its device.
+
+        The others have placeholders in their place, and read the file that the main process writes: a machine's
+        memory then holds it once.
+        """
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape in the memory of one element."""
+    return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def own_rows(tensor: Tensor) -> Tensor | None:
@@ -87,6 +98,8 @@ def stage_adamw(stage: Stage) -> AdamW:
 
 class Replicated(Strategy):
     """One process, or DDP: every process holds everything."""
+
+    whole_everywhere = True
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         self.stage, self._accelerator = stage, accelerator

@@ -16,7 +16,7 @@ from ...distributed import build_whole_models
 from ..checkpoint import ShardedTensors
 from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
-from .strategy import Strategy, stage_adamw
+from .strategy import Strategy, placeholder, stage_adamw
 
 
 class Zero(Strategy):
@@ -81,7 +81,8 @@ class Zero(Strategy):
         """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
         from deepspeed import zero
 
-        whole = {name: tensor.cpu() for name, tensor in self._weights()}
+        keep = Tensor.cpu if self._accelerator.is_main_process else placeholder
+        whole = {name: keep(tensor) for name, tensor in self._weights()}
         for name, parameter in self.stage.named_parameters():
             if name not in whole:
                 with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
