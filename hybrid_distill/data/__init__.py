@@ -12,7 +12,7 @@ from .config import DataConfig, check_sources, open_rows
 from .documents import read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
-from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
+from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows, read_ahead
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "open_rows",
     "open_tokens",
     "pick_rows",
+    "read_ahead",
     "read_documents",
     "read_held_out",
     "source_files",

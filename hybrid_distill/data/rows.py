@@ -5,13 +5,16 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from .tokens import Tokens, hash_of
 
@@ -66,6 +69,40 @@ class Rows(Protocol):
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
         """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
         ...
+
+
+@dataclass(frozen=True)
+class _Steps(Dataset[Batch]):
+    """A process's batches, by step."""
+
+    rows: Rows
+    share: tuple[int, int, int]
+    """Rows of a step over all processes, this process and their number."""
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.rows.batch(step, *self.share)
+
+
+def read_ahead(
+    rows: Rows, steps: range, batch_size: int, rank: int = 0, world: int = 1, *, workers: int, pinned: bool
+) -> Iterator[Batch]:
+    """Return a process's batches of some steps, in order, made ahead by other processes if there are ``workers``.
+
+    Workers block signals: one that a launcher sends to all of a job's processes is for the loop, which ends them.
+    """
+    made = _Steps(rows, (batch_size, rank, world))
+    if not workers:
+        return map(made.__getitem__, steps)
+    options: dict[str, Any] = {"multiprocessing_context": "fork", "pin_memory": pinned, "num_workers": workers}
+    own_generator = torch.Generator()  # the loader draws a seed: not from the run's generator
+    loader = DataLoader(
+        made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=own_generator, **options
+    )
+    return iter(loader)
+
+
+def _block_signals(worker: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class PackedRows:

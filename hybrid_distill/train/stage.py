@@ -222,4 +222,9 @@ def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Par
 
 
 def n_rows(mask_BL: Tensor) -> Tensor:
-    return torch.tensor(len(mask_BL), device=mask_BL.device)
+    return mask_BL.new_full((), len(mask_BL), dtype=torch.long)
+
+
+def pick_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """Pick heads. The host does not wait until the device has their numbers, as it does with ``t[:, list(heads)]``."""
+    return t.index_select(dim, torch.tensor(heads).to(t.device, non_blocking=True))

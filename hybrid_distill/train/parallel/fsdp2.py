@@ -52,9 +52,8 @@ class Fsdp2(Strategy):
                 value = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
                 state[parameter][key] = value if key == "step" else _share(value, cast(DTensor, parameter))
 
-    def clip_gradients(self, max_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return float(_whole(norm))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        return _whole(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> None:
         with torch.no_grad():
