@@ -1,8 +1,8 @@
 """Train a few steps in the loop: one of the processes of `train_step.py --waiting`.
 
-    accelerate launch --multi_gpu --num_processes 2 benchmarks/train_loop_worker.py OUT align 2    # with 2 workers
+    accelerate launch --multi_gpu --num_processes 2 benchmarks/train_loop_worker.py OUT align 2 6
 
-Writes OUT/metrics.jsonl as any run, and OUT/reads.json: how often each step waited for the device, and the places.
+With 2 workers, 6 steps. Writes OUT/metrics.jsonl as any run, and OUT/reads.json: how often each step waited for the device, and the places.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +33,10 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.train import loop
 from hybrid_distill.train.stages import make_stage
 
-STEPS = 6
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
 METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+CPU_ONLY = ("_check_numbers", "_check_tensors")  # of the fused loss, which checks values of CPU tensors alone
+NOT_PLACES = (Path(__file__).name, "products.py", "overrides.py", "_tensor.py")
 
 
 class HostReads(TorchDispatchMode):
@@ -50,14 +51,15 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        indices = [index for index in args[1] if index is not None] if name.startswith("index") and "put" not in name and isinstance(args[1], (list, tuple)) else []
-        if name in OPERATORS or any(index.dtype == torch.bool for index in indices):
+        indices = args[1] if name in ("index", "index_put", "index_put_", "_unsafe_index") else ()
+        if name in OPERATORS or any(index is not None and index.dtype == torch.bool for index in indices):
             self.count(name)
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> None:
-        own = [frame for frame in traceback.extract_stack() if "hybrid_" in frame.filename] or traceback.extract_stack()
-        self.places[f"{name} in {Path(own[-1].filename).name}:{own[-1].lineno}"] += 1
+        stack = [frame for frame in traceback.extract_stack() if Path(frame.filename).name not in NOT_PLACES]
+        if not any(frame.name in CPU_ONLY for frame in stack):
+            self.places[f"{name} in {stack[-1].name}, {Path(stack[-1].filename).name}"] += 1
 
 
 class _Methods(TorchFunctionMode):
@@ -72,7 +74,7 @@ class _Methods(TorchFunctionMode):
 
 
 @contextmanager
-def counting_reads():
+def counting_reads() -> Iterator[HostReads]:
     """Yield the `HostReads` of what runs inside."""
     with ExitStack() as modes:
         reads = modes.enter_context(HostReads())
@@ -108,9 +110,7 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = AutoModelForCausalLM.from_config(SHAPE, attn_implementation="sdpa")
     student, _ = build_student(teacher, HeadPlan.random(SHAPE, 14, seed=1), d_state=16, init="random")
-    config = replace(
-        CONFIGS[name], steps=steps, batch_size=4, micro_batch_size=1, log_every=1, data_workers=workers
-    )
+    config = replace(CONFIGS[name], steps=steps, batch_size=4, micro_batch_size=1, log_every=1, data_workers=workers)
     found: list[Counter[str]] = []
     loop._Training._train_step = counted(loop._Training._train_step, found)  # type: ignore[method-assign]
     loop.train_stage(make_stage(config, student, teacher), some_rows(), out, progress=False)
