@@ -2,7 +2,8 @@
 
     accelerate launch --multi_gpu --num_processes 2 benchmarks/train_loop_worker.py OUT align 2 6
 
-With 2 workers, 6 steps. Writes OUT/metrics.jsonl as any run, and OUT/reads.json: how often each step waited for the device, and the places.
+This is with 2 workers, for 6 steps. Writes OUT/metrics.jsonl as any run does, and OUT/reads.json: how often, and where,
+each step would wait for a device.
 """
 
 from __future__ import annotations
