@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,8 +23,8 @@ ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
 
 
-class Batch(TypedDict):
-    """Rows of one optimizer step, or a part of them."""
+class _Batch(TypedDict):
+    """What every batch has."""
 
     input_ids: Tensor
     """[B, L] int64."""
@@ -32,6 +33,13 @@ class Batch(TypedDict):
     mask: Tensor
     """[B, L] bool: whether the loss counts the prediction made here. False at padding, which only the last row of a
     source has, and in conversations where the next token is not the assistant's."""
+
+
+class Batch(_Batch, total=False):
+    """Rows of one optimizer step, or a part of them."""
+
+    lengths: Tensor
+    """[B, documents of a row at most] int64: their tokens, 0 behind a row's last."""
 
 
 class TaughtBatch(Batch):
@@ -59,6 +67,15 @@ def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
 def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
     tensors: Any = batch
     return {name: change(tensor) for name, tensor in tensors.items()}  # type: ignore[return-value]
+
+
+def cu_seqlens(batch: Batch) -> Tensor | None:
+    """Return the documents' borders in all rows laid end to end, as FlashAttention takes them; None without `lengths`.
+
+    Rows with fewer documents repeat a border. The host waits for nothing.
+    """
+    lengths = batch.get("lengths")
+    return None if lengths is None else F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
 
 
 class Rows(Protocol):
@@ -156,7 +173,9 @@ class PackedRows:
         """Read rows by number."""
         columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
         input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
-        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
+        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx[:, -1].max()) + 1)
+        lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
+        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 
     def _row_id(self, index: int) -> int:
         epoch, place = divmod(index, self.rows_per_epoch)

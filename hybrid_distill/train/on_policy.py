@@ -149,4 +149,4 @@ class _SampleByRow(LogitsProcessor):
 def _kind_of(batch: Batch, kind: str) -> Batch:
     """Return the given rows of a `MixedBatch`, or the student's own, if need be none."""
     tensors, prefix = cast(dict[str, Tensor], batch), "own_" if kind == "own" else ""
-    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__annotations__})
+    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__required_keys__})
