@@ -269,7 +269,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if not any(mixer.kept for mixer in self.mixers()):
             attention_mask = None  # unread, and the backbone would expand it to length² numbers
         elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
-            packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask, kwargs.get("cu_seq_lens_q"))
+            borders = kwargs.pop("cu_seq_lens_q", None)
+            packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask, borders)
             attention_mask = packed["attention_mask"]
             position_ids = packed["position_ids"] if position_ids is None else position_ids
         return self.model(
@@ -418,6 +419,9 @@ def _flash_attention() -> Any:
 
 @lru_cache
 def _compiled_flex_attention() -> Any:
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # the name until torch 2.6
+    setattr(config, limit, max(64, getattr(config, limit)))  # beyond it, torch runs all pairs; layers differ in heads
     return torch.compile(flex_attention.flex_attention)
 
 
@@ -434,8 +438,8 @@ def _attend_documents(
     if flash is not None and is_half:
         if (borders := attn_mask.borders) is None:
             begins = attn_mask.first_BL == torch.arange(length, device=query_BHLP.device)
-            borders = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
-            attn_mask.borders = borders
+            attn_mask.borders = borders = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=batch * length)
+        borders = borders.flatten().int()
         end_to_end = (t.transpose(1, 2).flatten(0, 1) for t in of_heads)
         options = {
             "dropout_p": dropout_p, "softmax_scale": scale, "causal": True,
