@@ -106,7 +106,7 @@ def some_rows() -> PackedRows:
 
 def main() -> None:
     out, name, workers, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    connect()
+    state = connect()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     teacher = AutoModelForCausalLM.from_config(SHAPE, attn_implementation="sdpa")
@@ -115,7 +115,8 @@ def main() -> None:
     found: list[Counter[str]] = []
     loop._Training._train_step = counted(loop._Training._train_step, found)  # type: ignore[method-assign]
     loop.train_stage(make_stage(config, student, teacher), some_rows(), out, progress=False)
-    (out / "reads.json").write_text(json.dumps(found))
+    if state.is_main_process:
+        (out / "reads.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

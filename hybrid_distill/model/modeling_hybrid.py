@@ -24,11 +24,12 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig, rope_settings
 from .layout import attention_name, decoder_of
-from .mixer import ROW_ARGUMENTS, HybridCache, HybridMixer
+from .mixer import ROW_ARGUMENTS, HybridCache, HybridLayerCache, HybridMixer
 
 # transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
 from .ssd import check_implementation
@@ -133,22 +134,30 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             if mixer.ssm is not None:
                 mixer.ssm.impl = impl
 
-    def new_cache(self, kv_dtype: torch.dtype | None = None) -> HybridCache:
+    def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
         """Make an empty cache that fits this model.
 
         Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), or as they come; recurrent states stay in float32.
+        With ``max_length`` it holds at most so many tokens, in tensors that stay where they are (`StaticLayerCache`).
         """
-        return HybridCache(layer_windows(self.model.config), kv_dtype)
+        cache = HybridCache(layer_windows(self.model.config), kv_dtype)
+        if max_length is not None:
+            cache.layers = [StaticLayerCache(max_length, kv_dtype) for _ in cache.layers]
+        return cache
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong."""
+        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong.
+
+        For ``cache_implementation="static"`` transformers compiles the step on a GPU, into a CUDA graph.
+        """
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        is_static = kind == "static" and self._longrope_switch is None
+        if kind not in (None, "dynamic") and not is_static:
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
-                "leave it out."
+                "leave it out, or pass 'static' for a model without LongRoPE."
             )
         if getattr(generation_config, "is_assistant", False):
             raise ValueError(
@@ -163,12 +172,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "install version 5, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = self.new_cache()
+            _, _, max_length, *_ = args
+            model_kwargs["past_key_values"] = self.new_cache(max_length=max_length if is_static else None)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache where LongRoPE switches to its long factors.
 
-        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there.
+        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there. For a static
+        cache transformers makes 4-D masks, but recurrent heads need to know which tokens of a prompt are padding.
         """
         cache, switch = kwargs.get("past_key_values"), self._longrope_switch
         length = input_ids.shape[1]
@@ -180,7 +191,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             }
             kwargs |= {name: value for name, value in anew.items() if name in kwargs}
         parent: Any = super()
-        return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if isinstance(cache, HybridCache) and cache.is_compileable and inputs["input_ids"].shape[1] > 1:
+            inputs["attention_mask"] = kwargs.get("attention_mask")
+        return inputs
+
+    def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
+        """Make transformers' masks for a static cache, with the windows of the backbone's layers."""
+        return create_masks_for_generate(config=self.model.config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: sequences are laid end to end, and a recurrent state would run from one into the next."""
@@ -298,6 +316,63 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 f"attention_mask has padding between the tokens of a row, and some layers see {min(kept)} tokens back, "
                 "in which transformers counts padding too; pad on the left."
             )
+
+
+class StaticLayerCache(HybridLayerCache):
+    """Layer cache for ``max_length`` tokens whose tensors stay where they are: a CUDA graph can replay a step.
+
+    Layers with a window hold all tokens too; the mask hides what is behind the window.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_length: int, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(kv_dtype=kv_dtype)
+        self.max_length = max_length
+        self.n_seen: Tensor | None = None  # on the device: a number would be a constant of the graph
+
+    def advance(self, n_tokens: int) -> None:
+        if self.n_seen is None:
+            held = next(t for t in (self.keys, self.ssm_state) if t is not None)
+            self.n_seen = _static(torch.zeros((), dtype=torch.long, device=held.device))
+        self.n_seen += n_tokens
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, stored KV heads, L, P] behind those before; return all, unwritten ones as 0."""
+        dtype = key_states.dtype
+        if self.keys is None or self.values is None:
+            (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
+            shape = batch, heads, self.max_length, width
+            self.keys, self.values = (_static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2))
+        place_L = torch.arange(key_states.shape[2], device=key_states.device)
+        place_L = place_L if self.n_seen is None else place_L + self.n_seen
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.index_copy_(2, place_L, new.to(held.dtype))
+        return self.keys.to(dtype), self.values.to(dtype)
+
+    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
+        for name, new in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            if new is not None and getattr(self, name) is not None:
+                getattr(self, name).copy_(new)
+            elif new is not None:
+                setattr(self, name, _static(new.clone(memory_format=torch.contiguous_format)))
+
+    def get_seq_length(self) -> Any:
+        return 0 if self.n_seen is None else self.n_seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.max_length, 0
+
+    def reset(self) -> None:
+        self.__init__(self.max_length, self.kv_dtype)
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """Tell torch.compile that a tensor stays where it is."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 def packed_inputs(
