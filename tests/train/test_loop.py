@@ -380,6 +380,47 @@ def test_the_schedule_rises_stays_and_falls():
     assert all(0 < wsd(step, n, 0.1, 0.1) <= 1 for n in (1, 2, 7) for step in range(n))
 
 
+def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp_path):
+    """A signal to all processes, as SLURM sends it, stops the loop alone: it saves, and its workers work until then."""
+    trainer = os.getpid()
+
+    def to_all() -> None:
+        for process in (os.getpid(), trainer):
+            os.kill(process, signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
+    assert 0 < losses(tmp_path)[-1][0] < 12
+    whole, curve = uninterrupted["align"]
+    assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
+
+
+def test_an_error_in_a_worker_is_the_loops(tmp_path):
+    def fail() -> None:
+        raise ValueError("the disk is gone")
+
+    with pytest.raises(ValueError, match="the disk is gone"):
+        train("align", tmp_path, StoppingRows(small_rows(), 3, fail), data_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("align", {"target": "head"}), ("align", {"target": "layer", "train": "mixer"}), ("distill", {}), ("long", {})],
+)
+def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, name, changes):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from train_loop_worker import counted, counting_reads
+
+    with counting_reads() as reads:  # the counter sees each kind
+        mask = torch.tensor([True, False])
+        mask[mask], mask.nonzero(), mask[0].item(), bool(mask[0]), mask.tolist(), mask.cpu(), mask.numpy()
+    assert sum(reads.places.values()) == 7
+    found = []
+    monkeypatch.setattr(loop._Training, "_train_step", counted(loop._Training._train_step, found))
+    train(name, tmp_path, steps=2, **changes)
+    assert [sum(places.values()) for places in found] == [1, 1], found
+
+
 def test_a_stage_reports_to_a_tracker(tmp_path):
     train("align", tmp_path, trackers=("tensorboard",))
     assert list(tmp_path.rglob("events.out.tfevents.*"))

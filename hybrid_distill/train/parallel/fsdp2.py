@@ -49,9 +49,8 @@ class Fsdp2(Strategy):
                 state[parameter][key] = _sharded_as(cast(DTensor, parameter), mine)
             state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)
 
-    def clip_gradients(self, max_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return float(_whole(norm))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        return _whole(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> None:
         targets = trainable(self._whole)

@@ -53,8 +53,9 @@ class Strategy(ABC):
         """Load what `tensors` yielded of the optimizer; weights are loaded into a stage before it is spread."""
 
     @abstractmethod
-    def clip_gradients(self, max_norm: float) -> float:
-        """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes."""
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes,
+        on the device."""
 
     @abstractmethod
     def unshard(self) -> None:
@@ -112,8 +113,8 @@ class Replicated(Strategy):
             for key in ("step", *MOMENTS):  # a fused optimizer counts its steps on the device
                 state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
 
-    def clip_gradients(self, max_norm: float) -> float:
-        return float(cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        return cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> None:
         pass

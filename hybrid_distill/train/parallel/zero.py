@@ -72,10 +72,10 @@ class Zero(Strategy):
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
 
-    def clip_gradients(self, max_norm: float) -> float:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """DeepSpeed was told the norm by `set_batch`, and has clipped."""
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return 0.0 if norm is None else float(norm)
+        return torch.as_tensor(0.0 if norm is None else norm, device=self._accelerator.device)
 
     def unshard(self) -> None:
         """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
