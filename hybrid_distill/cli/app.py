@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "Rank heads": ("score", "compare-scores"),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
-    "Make students": ("run", "demo"),
+    "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
     "Choose": ("memory", "sweep", "sweep-status", "recommend"),

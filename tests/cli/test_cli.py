@@ -27,7 +27,7 @@ from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.cli.parsing import flags_of
-from hybrid_distill.cli.recipes import FIRST
+from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import RunConfig, current_flags, from_json
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -392,7 +392,7 @@ def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.Capt
         ("export --out x", "--model PATH is missing; --help lists the flags."),
         ("evaluate", "RUN_DIR is missing; --help lists the flags."),
         ("evaluate nowhere", "nowhere is not a folder; pass the folder of a finished run."),
-        ("run", "no recipe; pass a Python file first"),
+        ("run", "no recipe; pass its name or file first"),
     ],
 )
 def test_a_bad_value_of_a_command_ends_in_one_line(
@@ -402,3 +402,22 @@ def test_a_bad_value_of_a_command_ends_in_one_line(
         main(words.format(tmp_path).split())
     said_all = capsys.readouterr().err.splitlines()
     assert said_all[-1].startswith(f"error: {said}") and not any(line.startswith("error") for line in said_all[:-1])
+
+
+def test_recipes_are_listed_printed_and_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["recipes"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == {"llama_1b", "qwen2_1_5b", "smollm2_135m", "tiny", "sweep_llama_1b", "sweep_tiny"}
+    main(["recipes", "tiny"])
+    assert capsys.readouterr().out == (RECIPES / "hybrid_tiny.py").read_text()
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "hybrid_tiny", "recipes/hybrid_tiny.py"):
+        assert find_recipe(Path(name)) == RECIPES / "hybrid_tiny.py"
+    (tmp_path / "tiny.py").touch()
+    assert find_recipe(Path("tiny.py")) == Path("tiny.py"), "a file of the user's comes first"
+    with pytest.raises(SystemExit, match="2"):
+        main(["recipes", "large"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: large is not a recipe; pass a Python file with config(), or one of llama_1b, ")
