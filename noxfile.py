@@ -32,9 +32,8 @@ CELLS = [
     ("3.13", LATEST, LATEST),
 ]
 QUICK = """
-    tests/model tests/student/test_build.py tests/teacher/test_loading.py tests/probes tests/scoring/test_scoring.py
-    tests/train/test_losses.py tests/train/test_micro_batches.py tests/test_api.py tests/test_plan.py
-    tests/test_guard.py tests/test_io.py tests/test_locking.py
+    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py tests/scoring/test_scoring.py
+    tests/train/test_micro_batches.py tests/test_api.py tests/test_guard.py
 """.split()
 ASK = """
 import json, platform, torch, transformers

@@ -1,7 +1,7 @@
 """Fine-tune an export with LoRA on packed rows (TRL, peft), merge, and export it again, through the gate.
 
 python examples/finetune.py                # after examples/build_student.py; pip install 'hybrid-distill[finetune]'
-python examples/finetune.py STUDENT TEXTS.txt OUT
+python examples/finetune.py STUDENT TEXTS.txt OUT STEPS
 """
 
 import sys
@@ -14,13 +14,13 @@ from trl import SFTConfig, SFTTrainer
 from hybrid_distill import HeadPlan, export_checkpoint, load_student
 
 
-def main(path: str = "student", texts: str = __file__, out: str = "tuned") -> None:
+def main(path: str = "student", texts: str = __file__, out: str = "tuned", steps: str = "20") -> None:
     student, tokenizer = load_student(path)
     rows = Dataset.from_list([{"text": line} for line in Path(texts).read_text().splitlines() if line.strip()])
     mixers = ["x_proj", "b_proj", "c_proj", "z_proj", "a_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
     trainer = SFTTrainer(
         student,
-        SFTConfig("trainer", max_steps=20, learning_rate=1e-3, packing=True, max_length=256, report_to="none",
+        SFTConfig("trainer", max_steps=int(steps), learning_rate=1e-3, packing=True, max_length=256, report_to="none",
                   save_strategy="no", bf16=False, logging_steps=10),
         train_dataset=rows,
         processing_class=tokenizer,
