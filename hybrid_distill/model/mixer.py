@@ -169,6 +169,18 @@ def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
     return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
+def _unprojected(t_BLD: Tensor) -> Tensor:
+    """Stand for the output projection in kept attention. Not a module, which LoRA would take for one by its name."""
+    return t_BLD
+
+
+class _LateBias(nn.Linear):
+    """Linear whose bias is added elsewhere: Mamba-2's stands behind the convolution."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
 class _DecayProjection(nn.Linear):
     """Linear that adds its bias in fp32: near a = 1, a sum in bf16 would put half-lives several percent off."""
 
@@ -215,9 +227,10 @@ class SSMHeads(nn.Module):
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
-        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim)
-        self.b_proj = nn.Linear(hidden_size, n_heads * d_state)
-        self.c_proj = nn.Linear(hidden_size, n_heads * d_state)
+        linear = _LateBias if self.is_mamba2 else nn.Linear
+        self.x_proj = linear(hidden_size, n_heads * head_dim)
+        self.b_proj = linear(hidden_size, n_heads * d_state)
+        self.c_proj = linear(hidden_size, n_heads * d_state)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
         self.a_proj = _DecayProjection(hidden_size, n_heads)
         n_channels = n_heads * (head_dim + 2 * d_state)
@@ -308,11 +321,7 @@ class SSMHeads(nn.Module):
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
-        projections = self.x_proj, self.b_proj, self.c_proj
-        if self.is_mamba2:
-            parts = [F.linear(hidden_BLD, projection.weight) for projection in projections]
-        else:
-            parts = [projection(hidden_BLD) for projection in projections]
+        parts = [projection(hidden_BLD) for projection in (self.x_proj, self.b_proj, self.c_proj)]
         return torch.cat(parts, dim=-1), self.a_proj(hidden_BLD)
 
     def _gate(self, hidden_BLD: Tensor) -> Tensor:
@@ -455,7 +464,8 @@ class HybridMixer(nn.Module):
                 full = getattr(attention, name)
                 n_rows = len(self.layout.blocks(name, self.kept, self.kv_groups, *n_all)) * self.head_dim
                 setattr(attention, name, nn.Linear(full.in_features, n_rows, bias=full.bias is not None))
-        setattr(attention, self.layout.output, nn.Identity())
+        delattr(attention, self.layout.output)
+        setattr(attention, self.layout.output, _unprojected)
         n_rep = n_kept // n_stored
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
