@@ -74,16 +74,16 @@ def method_figure() -> str:
     middle, between = TOP + N_LAYERS * (CELL + GAP) // 2, LEFT + BAR + 12
     shown = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        "<title>A teacher of 48 attention heads; a student that keeps the 6 heads which retrieval needs; one that keeps "
-        "none. Below each, how much it retrieves and how much memory it takes.</title>",
+        "<title>A teacher of 48 attention heads; a student that keeps the 6 heads which retrieval needs; one that "
+        "keeps none. Below each, how much it retrieves and how much memory it takes.</title>",
         f"<style>\n{STYLE}\n</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(0, "Teacher", f"{len(every)} attention heads", every, teacher, most),
         *panel(1, "Student", f"{len(kept)} heads kept, {len(every) - len(kept)} recurrent", kept, student, most),
         *panel(2, "Without them", f"{len(every)} recurrent heads", set(), bare, most),
         f'<path class="arrow" d="M{between} {middle} h58 m-9 -6 l9 6 l-9 6"/>',
-        f'<text class="soft note" x="{LEFT}" y="{HEIGHT - 18}">Rows are layers. Retrieval: dictionaries of 8 pairs. Memory: '
-        "cache of 4,096 tokens. The embedded teacher of 1.4 M parameters.</text>",
+        f'<text class="soft note" x="{LEFT}" y="{HEIGHT - 18}">Rows are layers. Retrieval: dictionaries of 8 pairs. '
+        "Memory: cache of 4,096 tokens. The embedded teacher of 1.4 M parameters.</text>",
         "</svg>",
     ]
     return "\n".join(shown) + "\n"

@@ -35,7 +35,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def moved(link: re.Match[str]) -> str:
         name = _in_repository(page.file, link[1])
-        return os.path.relpath(_on_site(name), os.path.dirname(page.file.src_uri)) if (ROOT / name).is_file() else link[1]
+        is_file = (ROOT / name).is_file()
+        return os.path.relpath(_on_site(name), os.path.dirname(page.file.src_uri)) if is_file else link[1]
 
     return LINK.sub(moved, markdown)
 
