@@ -125,7 +125,10 @@ def read_record(directory: Path) -> RunRecord:
         errors.append(standard_errors(result) if result else {})
         left = result.to_dict().get("recurrent_heads_zeroed") if result else None
         if left:
-            record.by_layer += [f"Layer by layer, {label}:", pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object)]
+            record.by_layer += [
+                f"Layer by layer, {label}:",
+                pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object),
+            ]
         losses.append(_losses(folder, label))
         if losses[-1].empty:
             record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
