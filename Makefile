@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint wheel matrix gpu-check oracle
+.PHONY: help demo test lint docs wheel matrix gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -48,6 +48,9 @@ matrix: $(VENV)/torch.stamp ## the quick tests under other versions of Python, t
 	$(INSTALL) nox uv
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/nox --session matrix
 
+docs: $(VENV)/docs.stamp ## the documentation as a site with search: build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
@@ -69,6 +72,11 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[test]'
 	@$(MAKE) --no-print-directory oracle || echo "Tests that compare with mamba-ssm will be skipped."
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) 'mkdocs-material>=9.6,<10' 'latex2mathml>=3.77'  # the extra `docs`, without the package and its torch
 	@touch $@
 
 # Another implementation of the recurrence, to compare with in triton's interpreter. Built without CUDA; its declared

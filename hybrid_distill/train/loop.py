@@ -19,11 +19,11 @@ import torch
 from accelerate import Accelerator
 from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
-from tqdm import tqdm
 
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from ..io import Record
+from ..progress import Phase
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
@@ -157,11 +157,10 @@ class _Training:
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
         config = self.config
-        show = progress and self.accelerator.is_main_process
-        bar = tqdm(total=config.steps, initial=self.step, desc=config.name, disable=not show)
+        phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         batches = self._batches()
-        with bar, profiler(trace) as profiled:
+        with phase, profiler(trace) as profiled:
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
@@ -169,10 +168,10 @@ class _Training:
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
                 profiled()
-                bar.update()
                 if log or "skipped" in metrics:
                     self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
-                    bar.set_postfix(loss=f"{metrics['loss']:.4g}", refresh=False)
+                    phase.note = f"loss {metrics['loss']:.4g}"
+                phase.update()
                 if self.step == config.steps:
                     return
                 if stop:
