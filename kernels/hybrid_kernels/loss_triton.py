@@ -29,8 +29,8 @@ LN_2 = tl.constexpr(math.log(2.0))
 NOTHING = tl.constexpr(-1e30)  # the logit of an entry beyond the row: probability 0, and finite
 SMALLEST = tl.constexpr(1e-37)  # a mixture below it has a weight of nothing
 
-BLOCK = 4096
-NUM_WARPS = 16
+BLOCK = 1024
+NUM_WARPS = 4
 
 
 def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,6 @@ def compilations(capability: int) -> list[Compilation]:
                 num_warps=NUM_WARPS,
                 num_stages=2,
                 tensor_cores=False,
-                max_spills=6 if kernel is _compare else 0,  # ptxas keeps it to 64 registers a thread
             )
         )
     return found
