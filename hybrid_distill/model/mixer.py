@@ -534,10 +534,9 @@ class HybridMixer(nn.Module):
         """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighboring heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
-        taken = {True: 0, False: 0}
-        runs = []
-        for is_kept, run in itertools.groupby(range(self.n_heads), key=lambda head: head in self.kept):
-            start, length = taken[is_kept], len(list(run))
-            runs.append((attended if is_kept else recurred)[:, :, start : start + length])
-            taken[is_kept] += length
-        return torch.cat(runs, dim=2)
+        runs = [(kept, len(list(run))) for kept, run in itertools.groupby(head in self.kept for head in range(self.n_heads))]
+        parts = {
+            kept: iter(heads.split([length for kept_, length in runs if kept_ == kept], dim=2))
+            for kept, heads in ((True, attended), (False, recurred))
+        }
+        return torch.cat([next(parts[kept]) for kept, _ in runs], dim=2)
