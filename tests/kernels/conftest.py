@@ -1,0 +1,25 @@
+"""Fixtures of the kernels' tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+COMPILED = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[Callable[..., object]]:
+    """Call a function in a process in which triton compiles: here it interprets."""
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as process:
+        for name, value in COMPILED.items():
+            patch.setenv(name, value)
+        process.submit(os.getpid).result()  # starts it
+        patch.undo()
+        yield lambda function, *arguments: process.submit(function, *arguments).result()
