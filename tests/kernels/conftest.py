@@ -13,11 +13,12 @@ COMPILED = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
 
 
 @pytest.fixture(scope="session")
-def compiled() -> Iterator[Callable[..., object]]:
-    """Call a function in a process in which triton compiles: here it interprets."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
+    """Call a function in a process in which triton compiles, into a cache of its own: here it interprets."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     ) as process:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         for name, value in COMPILED.items():
             patch.setenv(name, value)
         process.submit(os.getpid).result()  # starts it

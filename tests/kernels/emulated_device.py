@@ -20,6 +20,7 @@ import triton
 from hybrid_kernels import ssd
 from ptx_emulator import Memory, Program
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
@@ -97,10 +98,14 @@ def _note_ptx(module, binary: Binary, name: str, files, digest: str) -> None:
 
 @contextlib.contextmanager
 def emulated(capability: int) -> Iterator[None]:
-    """Launch kernels on CPU tensors in the emulator, compiled for a device; new memory holds NaN."""
+    """Launch kernels on CPU tensors in the emulator, compiled for a device; new memory holds NaN.
+
+    Triton's cache must be a private one (TRITON_CACHE_DIR): what is compiled here has no machine code.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver(capability)))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "kernel_load_end_hook", _note_ptx))
+        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""))  # seconds of ptxas
         stack.enter_context(mock.patch.object(ssd, "_capability", lambda device: capability))
         for found in pkgutil.iter_modules(hybrid_kernels.__path__):
             module = importlib.import_module(f"hybrid_kernels.{found.name}")

@@ -14,6 +14,7 @@ Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ TYPES = {
 REGISTER_TYPES = {"%p": bool, "%rs": U16, "%r": U32, "%f": U32, "%rd": U64}
 JUNK = {bool: False, U16: 0x7FC1, U32: 0x7FC0BAD1, U64: 0xDEADBEEFDEADBEEF}  # a NaN where it can be one
 WARP = 32
+COLUMNS = 16  # most warps of a program: each has a byte, so that several can note an access at once
 LONGEST_RUN = 100_000  # basic blocks of one program
 
 
@@ -80,14 +82,21 @@ def register_type(name: str) -> type:
     return REGISTER_TYPES.get(name.rstrip("0123456789"), U32)
 
 
+def others(warp: np.ndarray) -> np.ndarray:
+    """Mask `Memory.read_by` and `written_by` for all warps but one in each row."""
+    mask = np.full((len(warp), COLUMNS), 255, U8)
+    mask[np.arange(len(warp)), warp] = 0
+    return mask.view(U64)[:, None]
+
+
 class Memory:
     """Bytes, and which warps have read and written each of them since the last barrier."""
 
     def __init__(self, data: np.ndarray, name: str) -> None:
         self.data, self.name = data, name
         size = len(data)
-        self.readers, self.writers = np.zeros((size, 8), U8), np.zeros((size, 8), U8)  # a column for each warp
-        self.read_by, self.written_by = self.readers.view(U64)[:, 0], self.writers.view(U64)[:, 0]
+        self.readers, self.writers = np.zeros((size, COLUMNS), U8), np.zeros((size, COLUMNS), U8)
+        self.read_by, self.written_by = self.readers.view(U64), self.writers.view(U64)
         self.landing = np.zeros(size, I16)  # cp.async that will write a byte
         self.pinned = np.zeros(size, I16)  # wgmma that may still read a byte
         self.unpublished = np.zeros(size, bool)  # written, and not yet seen by wgmma
@@ -101,8 +110,7 @@ class Memory:
 
     def read(self, index: np.ndarray, warp: np.ndarray, report: Callable[[str], None]) -> np.ndarray:
         """Return the bytes at ``index``, [n, width]; row i is read by ``warp[i]``."""
-        others = ~(U64(0xFF) << (8 * warp).astype(U64))[:, None]
-        if (self.written_by[index] & others).any():
+        if (self.written_by[index] & others(warp)).any():
             report("reads what another warp wrote since the last barrier")
         if self.landing[index].any():
             report("reads what cp.async has not delivered")
@@ -112,10 +120,9 @@ class Memory:
 
     def claim(self, index: np.ndarray, warp: np.ndarray, changed: np.ndarray, report: Callable[[str], None]) -> None:
         """Check that these warps may write here; ``changed`` says which bytes would get another value."""
-        others = ~(U64(0xFF) << (8 * warp).astype(U64))[:, None]
-        if ((self.written_by[index] & others).astype(bool) & changed).any():
+        if ((self.written_by[index] & others(warp)).any(-1) & changed).any():
             report("writes what another warp wrote since the last barrier")
-        if (self.read_by[index] & others).any():
+        if (self.read_by[index] & others(warp)).any():
             report("writes what another warp read since the last barrier")
         if self.landing[index].any():
             report("writes where cp.async will deliver")
@@ -126,9 +133,9 @@ class Memory:
         """Store ``values`` [n, width]; row i is written by ``warp[i]``."""
         self.claim(index, warp, self.data[index] != values, report)
         self.data[index] = values
-        if (self.data[index] != values).any():
-            report("writes two values to one place")
         self.writers[index, warp[:, None]] = 1
+        if ((self.written_by[index] & others(warp)).any(-1) & (self.data[index] != values)).any():
+            report("writes one value, and another warp another")
         self.unpublished[index] = True
         self.touched.append(index)
 
@@ -474,13 +481,12 @@ class Program:
                 return
             block = self.blocks[here]
             active = cta.active = at == here
-            before = None if active.all() else R.copy()
+            before = None if active.all() else copy.copy(R)
             block.execute(cta, R)
             if before is not None:
                 for name in block.writes:
                     kind = register_type(name)
-                    old = before[name] if name in before else np.full(self.n_threads, JUNK[kind], kind)
-                    R[name] = np.where(active, R[name].view(kind), old.view(kind))
+                    R[name] = np.where(active, R[name].view(kind), before[name].view(kind))
             taken = np.ones(self.n_threads, bool)
             if block.guard:
                 taken = ~R[block.guard[1:]] if block.guard[0] == "!" else R[block.guard]
