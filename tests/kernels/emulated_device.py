@@ -1,4 +1,4 @@
-"""A triton driver whose device is the emulator: the real launcher compiles for it as it would for a GPU."""
+"""A triton driver without a GPU: the real launcher compiles for it, and the emulator or the caller gets the launch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import itertools
 import pkgutil
 import struct
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import hybrid_kernels
@@ -22,65 +23,99 @@ from ptx_emulator import Memory, Program
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-
 
 class Race(AssertionError):
     """What the emulator found in a launch."""
 
 
-class Binary:
-    """A loaded kernel. ``ptx`` and ``n_threads`` come with triton's hook for loaded kernels and with the launch."""
+class Launch(NamedTuple):
+    """A compiled kernel with its grid and arguments."""
 
-    def __init__(self, shared_bytes: int) -> None:
-        self.shared_bytes, self.ptx, self.program = shared_bytes, "", None
+    name: str
+    files: dict[str, Path]  # by suffix: "ptx", "ttgir", "cubin"
+    n_threads: int
+    shared_bytes: int
+    grid: tuple[int, int, int]
+    arguments: list[tuple[str, Any]]  # type, value
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for kind, value in self.arguments if kind.startswith("*")]
 
-class Launcher:
-    """What triton calls with a grid and the arguments of a kernel."""
+    def program(self, without: int | None = None) -> Program:
+        return Program(self.files["ptx"].read_text(), self.n_threads, without)
 
-    def __init__(self, source, metadata) -> None:
-        self.n_threads, self.types = metadata.num_warps * 32, list(source.signature.values())
-
-    def __call__(self, x, y, z, stream, binary: Binary, packed, launch_metadata, enter, leave, *arguments) -> None:
-        if binary.program is None:
-            binary.program = Program(binary.ptx, self.n_threads)
-        given = [(kind, value) for kind, value in zip(self.types, arguments) if kind != "constexpr"]
-        buffers = [memory_of(value) for kind, value in given if kind.startswith("*")]
-        order = list(itertools.product(range(x), range(y), range(z)))
+    def run(self, program: Program) -> None:
+        """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""
+        order = list(itertools.product(*map(range, self.grid)))
         np.random.default_rng(len(order)).shuffle(order)
-        bits = [bits_of(kind, value) for kind, value in given]
-        found = binary.program.run((x, y, z), bits, binary.shared_bytes, buffers, order)
+        bits = [_bits(kind, value) for kind, value in self.arguments]
+        buffers = [_memory(tensor) for tensor in self.tensors]
+        found = program.run(self.grid, bits, self.shared_bytes, buffers, order)
         if found:
             raise Race("\n".join(f"{count} x {what}" for what, count in found.most_common(8)))
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[int, Memory]:
-    """Return the address and the bytes of a tensor, from its first element to its last."""
+def _memory(tensor: torch.Tensor) -> tuple[int, Memory]:
+    """Address and bytes of a tensor, from its first element to its last."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
     view = (ctypes.c_uint8 * (extent * tensor.element_size())).from_address(tensor.data_ptr())
     return tensor.data_ptr(), Memory(np.frombuffer(view, np.uint8), "global")
 
 
-def bits_of(kind: str, value) -> int:
-    """Return an argument as a kernel gets it."""
+def _bits(kind: str, value: Any) -> int:
     if kind.startswith("*"):
         return value.data_ptr()
     return struct.unpack("I", struct.pack("f", value))[0] if kind == "fp32" else int(value)
 
 
+_translated: dict[Path, Program] = {}
+
+
+def execute(launch: Launch) -> None:
+    """Run a launch in the emulator; kernels are translated once."""
+    path = launch.files["ptx"]
+    if path not in _translated:
+        _translated[path] = launch.program()
+    launch.run(_translated[path])
+
+
 class Driver:
     """The part of triton's driver interface that its launcher uses."""
 
-    launcher_cls = Launcher
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, capability: int, launch: Callable[[Launch], None]) -> None:
+        self.capability, self.launch = capability, launch
         self.utils = types.SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: (object(), Binary(shared), 0, 0, 1024),
+            load_binary=lambda name, kernel, shared, device: (
+                object(),
+                {"name": name, "shared_bytes": shared},
+                0,
+                0,
+                1024,
+            ),
             unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES[capability]},
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
         )
+
+    def launcher_cls(self, source, metadata) -> Callable[..., None]:
+        """Return what triton calls with a grid and all arguments; ``function`` is the second of `load_binary`."""
+        kinds = list(source.signature.values())
+
+        def launcher(x, y, z, stream, function, packed, launch_metadata, enter, leave, *values) -> None:
+            arguments = [(kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"]
+            driver = triton.runtime.driver.active
+            driver.launch(
+                Launch(
+                    function["name"],
+                    function["files"],
+                    metadata.num_warps * 32,
+                    function["shared"],
+                    (x, y, z),
+                    arguments,
+                )
+            )
+
+        return launcher
 
     def get_current_device(self) -> int:
         return self.capability  # compiled kernels are kept by device
@@ -92,28 +127,8 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def _note_ptx(module, binary: Binary, name: str, files, digest: str) -> None:
-    binary.ptx = next(Path(path) for file, path in files.items() if file.endswith(".ptx")).read_text()
-
-
-@contextlib.contextmanager
-def emulated(capability: int) -> Iterator[None]:
-    """Launch kernels on CPU tensors in the emulator, compiled for a device; new memory holds NaN.
-
-    Triton's cache must be a private one (TRITON_CACHE_DIR): what is compiled here has no machine code.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver(capability)))
-        stack.enter_context(mock.patch.object(triton.knobs.runtime, "kernel_load_end_hook", _note_ptx))
-        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""))  # seconds of ptxas
-        stack.enter_context(mock.patch.object(ssd, "_capability", lambda device: capability))
-        for found in pkgutil.iter_modules(hybrid_kernels.__path__):
-            module = importlib.import_module(f"hybrid_kernels.{found.name}")
-            if hasattr(module, "check_device"):
-                stack.enter_context(mock.patch.object(module, "check_device", lambda *arguments: None))
-        for name in ("empty", "empty_like"):
-            stack.enter_context(mock.patch.object(torch, name, _poisoned(getattr(torch, name))))
-        yield
+def _note_files(module, function: dict, name: str, files: dict[str, str], digest: str) -> None:
+    function["files"] = {Path(file).suffix[1:]: Path(path) for file, path in files.items()}
 
 
 def _poisoned(plain):
@@ -122,3 +137,55 @@ def _poisoned(plain):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     return poisoned
+
+
+@contextlib.contextmanager
+def emulated(capability: int, launch: Callable[[Launch], None] = execute, machine_code: bool = False) -> Iterator[None]:
+    """Hand every launch on CPU tensors, compiled for a device, to ``launch``; new memory holds NaN.
+
+    Without ``machine_code``, ptxas is left out, so triton's cache must be a private one (TRITON_CACHE_DIR).
+    """
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: object, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        replace(triton.runtime.driver, "_active", Driver(capability, launch))
+        replace(triton.knobs.runtime, "kernel_load_end_hook", _note_files)
+        replace(ssd, "_capability", lambda device: capability)
+        if not machine_code:
+            replace(CUDABackend, "make_cubin", lambda *arguments: b"")
+        for found in pkgutil.iter_modules(hybrid_kernels.__path__):
+            module = importlib.import_module(f"hybrid_kernels.{found.name}")
+            if hasattr(module, "check_device"):
+                replace(module, "check_device", lambda *arguments: None)
+        for name in ("empty", "empty_like"):
+            replace(torch, name, _poisoned(getattr(torch, name)))
+        yield
+
+
+def survivors(launch: Launch, before: Sequence[torch.Tensor], kinds: Sequence[str], step: int) -> dict[str, list]:
+    """Leave out every ``step``-th instruction of each kind: how many there were, and which of them nobody notices.
+
+    A mutant is noticed if the emulator reports it or if a bit of what the launch left in memory is another one.
+    ``before`` holds the tensors as they were before the launch.
+    """
+
+    def run(program: Program) -> list[bytes]:
+        for tensor, old in zip(launch.tensors, before):
+            tensor.copy_(old)
+        launch.run(program)
+        return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in launch.tensors]
+
+    clean = launch.program()
+    expected = run(clean)
+    found: dict[str, list] = {}
+    for kind in kinds:
+        numbers = [n for n, i in enumerate(clean.instructions) if i.op.startswith(kind) and i.op != "bar.warp.sync"]
+        for number in numbers[::step]:
+            entry = found.setdefault(kind, [0, []])
+            entry[0] += 1
+            with contextlib.suppress(Exception):
+                if run(launch.program(without=number)) == expected:
+                    entry[1].append(str(clean.instructions[number]))
+    return found

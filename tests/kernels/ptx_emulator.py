@@ -15,7 +15,9 @@ Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, 
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -367,7 +369,9 @@ def scatter(matrix: np.ndarray) -> np.ndarray:
 def to_bf16(x: np.ndarray) -> np.ndarray:
     """Round to nearest even."""
     bits = x.view(U32).astype(U64)
-    return np.where(np.isnan(x), U16(0x7FFF), ((bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16)).astype(U16))
+    return np.where(
+        np.isnan(x), U16(0x7FFF), ((bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16)).astype(U16)
+    )
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:
@@ -544,7 +548,7 @@ class Program:
                 lines += [f"    {line}" for line in self._statements(number, instruction, writes)]
             except (KeyError, ValueError) as error:
                 raise NotImplementedError(f"cannot emulate {instruction}") from error
-        exec(compile("\n".join(lines), f"<block {place}>", "exec"), self.names)
+        exec(_compiled("\n".join(lines)), self.names)
         return self.names[f"block_{place}"], frozenset(writes)  # type: ignore[return-value]
 
     def _operand(self, text: str, kind: type) -> str:
@@ -621,7 +625,9 @@ class Program:
             return [f"cta.copy({to}, {source}, {width}, {size}, {mask}, {number})"]
         if name == "ldmatrix":
             names = members(operands[0])
-            lines = [f"data = cta.load_matrices({self._address(operands[1])}, {len(names)}, {'trans' in parts}, {number})"]
+            lines = [
+                f"data = cta.load_matrices({self._address(operands[1])}, {len(names)}, {'trans' in parts}, {number})"
+            ]
             return lines + [assign(register, f"data[{place}]") for place, register in enumerate(names)]
         if name == "stmatrix":
             values = ", ".join(self._operand(register, U32) for register in members(operands[1]))
@@ -696,6 +702,11 @@ class Program:
         if source == "bf16":
             return f"({value}.astype(U32) << U32(16)).view(F32)"
         return f"{value}.astype({TYPES[to].__name__})"
+
+
+@functools.lru_cache(None)
+def _compiled(source: str) -> types.CodeType:
+    return compile(source, "<a basic block>", "exec")
 
 
 def _bits(kind: type) -> str:
