@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .locking import InUse, locked
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import KwargsHandler
@@ -105,6 +106,13 @@ def connect() -> PartialState:
 
     make_accelerator()
     return PartialState()
+
+
+def own_device() -> torch.device:
+    """Return the device of this process."""
+    import torch
+
+    return torch.device(connect().device or "cpu")
 
 
 def is_launched_main() -> bool:

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
 from ..data import PackedRows, open_tokens, write_logits
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
-from ..distributed import connect
 from ..limits import Count, check_options
 from ..locking import locked
-from ..teacher import load_teacher
+from ..teacher import load_on_own_device
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -60,10 +58,7 @@ class GenerateJob:
 
 def generate(job: GenerateJob) -> str:
     """Do the job, or the rest of it; return a summary."""
-    device = connect().device or torch.device("cpu")
-    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, tokenizer = load_teacher(job.model, dtype=dtype, flag="--model")
-    torch.nn.Module.to(model, device)
+    model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     chat = job.form == "chat" or (job.form == "auto" and bool(tokenizer.chat_template))
     began = time.monotonic()
     with locked(job.out):

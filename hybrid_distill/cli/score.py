@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
@@ -21,7 +21,7 @@ from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
 from ..scoring import HeadScores, score_heads
 from ..scoring.head_scores import Record
-from ..teacher import TINY, head_sites, load_teacher, longest_context
+from ..teacher import TINY, head_sites, load_on_own_device, longest_context
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +117,9 @@ def run_score(job: ScoreJob) -> HeadScores:
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
-        device: Any = connect().device
-        dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-        model, tokenizer = load_teacher(job.model, dtype=dtype, allow_bin=job.allow_bin, flag="--model")
+        model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model")
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
-        model.to(device)
         found: Record = {}
         probe, form = probe_with(job.probe, {**given, "tokenizer": tokenizer}), job.form
         if form == AUTO:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ..config import RunConfig
 from ..data import Batch, on_device
-from ..distributed import connect
+from ..distributed import own_device
 from ..plan import HeadPlan
 from ..student.build import build_student
 from ..teacher import DTYPES, load_config
@@ -28,14 +28,14 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     for runs on several GPUs, and for teachers that a dry run should not have to make."""
     if config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
         return ""
-    device = connect().device or torch.device("cpu")
+    device = own_device()
     lines, whole = [], 0.0
     for name, steps, seconds in _seconds_of_steps(config, plan, device):
         whole += steps * seconds
-        lines.append(f"  {name}: {steps:,} steps of {seconds:,.1f} s, {_duration(steps * seconds)}")
+        lines.append(f"  {name}: {steps:,} steps of {seconds:,.1f} s, {duration(steps * seconds)}")
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     heading = f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
-    return "\n".join([f"{heading}{_duration(whole)}, besides scoring and evaluation", *lines])
+    return "\n".join([f"{heading}{duration(whole)}, besides scoring and evaluation", *lines])
 
 
 def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -> Iterator[tuple[str, int, float]]:
@@ -81,8 +81,9 @@ def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
     return (time.perf_counter() - began) / n
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.0f} s"
+def duration(seconds: float) -> str:
+    """Format a time: 42 s, 12 min, 3 h 20 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60} min"

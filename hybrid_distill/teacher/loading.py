@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ..assets import tiny_teacher_path
+from ..distributed import own_device
 from ..guard import check_checkpoint, check_no_run, is_bin_only
 from ..io import read_json
 from ..model.configuration_hybrid import rope_settings
@@ -105,6 +106,17 @@ def load_teacher(
                 raise ValueError(f"its weights lack {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
     model.name_or_path = str(name_or_path)
     return model.eval(), tokenizer
+
+
+def load_on_own_device(
+    name_or_path: str | Path, *, dtype: str | None, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a teacher onto this process's device; without a ``dtype``, in bfloat16 on a GPU and float32 on a CPU."""
+    device = own_device()
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    model, tokenizer = load_teacher(name_or_path, dtype=dtype, **options)
+    nn.Module.to(model, device)
+    return model, tokenizer
 
 
 def imported_from(name_or_path: str | Path) -> str | None:

@@ -15,13 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal, NamedTuple
 
 import pandas as pd
-import torch
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
-from ...distributed import connect
 from ...io import write_text
 from ...limits import words
 from ...plan import HeadId
@@ -31,7 +28,7 @@ from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, probe_with
-from ...teacher import TINY, eval_mode, load_teacher, longest_context
+from ...teacher import TINY, eval_mode, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
 from ..suites import SuiteJob, check_job, run_suite
 
@@ -142,16 +139,7 @@ class Subject:
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load model and tokenizer; errors name ``flag``."""
-        device = own_device()
-        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-        model, tokenizer = load_teacher(self.model, dtype=dtype, allow_bin=self.allow_bin, flag=flag)
-        nn.Module.to(model, device)
-        return model, tokenizer
-
-
-def own_device() -> torch.device:
-    """Return the device of this process."""
-    return torch.device(connect().device or "cpu")
+        return load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
 
 
 class Task(NamedTuple):

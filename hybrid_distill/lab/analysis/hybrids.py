@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
+from ...distributed import own_device
 from ...model.configuration_hybrid import HybridConfig
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
@@ -39,7 +40,6 @@ from .experiment import (
     Table,
     Variant,
     check_readable,
-    own_device,
 )
 from .figures import draw_bars, draw_lines
 

@@ -13,15 +13,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import alone_in, connect, make_accelerator, on_main_process
+from ...distributed import alone_in, make_accelerator, on_main_process
 from ...io import Record, write_text
 from ...probes import digest
 from ...scoring import describe_run
-from ...teacher import load_teacher, longest_context, read_teacher
+from ...teacher import load_on_own_device, longest_context, read_teacher
 from .job import SuiteJob, SuiteTask, tasks_of
 from .results import FILE, SuiteResult, TaskScore, compare, tables
 from .tasks import Part, check_job, load_part, parts_of, write_part
@@ -79,11 +77,8 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
 
 def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
-    device = torch.device(connect().device or "cpu")
-    dtype = job.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
-    model, tokenizer = load_teacher(name, dtype=dtype, **options)
-    nn.Module.to(model, device)
+    model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
     return run_suite(model, tokenizer, job, out)
 
 

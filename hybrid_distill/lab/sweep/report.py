@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ...io import replacing, write_text
+from ...pipeline.timing import duration
 from ..reporting.document import (
     ABSENT,
     Block,
@@ -26,7 +27,7 @@ from ..reporting.figures import GREY, LOOKS, Row, can_draw, draw_lines, figure, 
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
 from .measured import CONTEXT, NO_SHARES, SETTING, SweepResults, size_text, without
-from .results import FILE, TEACHER, duration
+from .results import FILE, TEACHER
 
 NEEDED = 0.90
 """Share of the teacher's retrieval by which selections are compared."""

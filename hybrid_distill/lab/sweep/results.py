@@ -9,6 +9,7 @@ import pandas as pd
 from ...evaluation.evaluate import EvalResult
 from ...io import Record, replacing
 from ...locking import is_locked
+from ...pipeline.timing import duration
 from ...plan import HeadPlan
 from ..reporting import markdown_table
 from ..reporting.run import all_figures, metrics
@@ -115,11 +116,3 @@ def progress(sweep: Sweep, tasks: pd.DataFrame | None = None, *, at_once: int | 
         seconds = (left.steps - left.steps_done).sum() * done.seconds.sum() / done.steps.sum()
         parts.append(f"about {duration(seconds / at_once)} left with {at_once} at a time")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Format a time: 42 s, 12 min, 3 h 20 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
