@@ -116,7 +116,7 @@ def does_not_launch(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constex
 
 PLANTED = [
     ("recurrence", kernels, "_gate", too_small, "output is off by"),
-    ("recurrence", kernels, "_gate_gradients", writes_nothing, "gradient of z is off by"),
+    ("recurrence", kernels, "_gate_gradients", writes_nothing, "gradient of x is off by"),
     ("recurrence", kernels, "_gate_gradients", does_not_launch, "fails with"),
     ("recurrence", ssd_triton, "_decay_QQ", sees_all, "output is off by"),
     ("convolution", conv, "_weight", mirrored, "output is off by"),
