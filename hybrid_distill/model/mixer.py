@@ -171,6 +171,23 @@ def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
     return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
+def _unprojected(t_BLD: Tensor) -> Tensor:
+    """Stand for the output projection in kept attention. Not a module, which LoRA would take for one by its name."""
+    return t_BLD
+
+
+class _LateBias(nn.Linear):
+    """Linear whose bias is added elsewhere: Mamba-2's stands behind the convolution."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+def _is_plain(projection: nn.Module) -> bool:
+    """Check that a projection is its weight: neither quantized nor with an adapter (LoRA) beside it."""
+    return type(projection) in (nn.Linear, _LateBias) and type(projection.weight) is nn.Parameter
+
+
 class _DecayProjection(nn.Linear):
     """Linear that adds its bias in fp32: near a = 1, a sum in bf16 would put half-lives several percent off."""
 
@@ -217,9 +234,10 @@ class SSMHeads(nn.Module):
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
-        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim)
-        self.b_proj = nn.Linear(hidden_size, n_heads * d_state)
-        self.c_proj = nn.Linear(hidden_size, n_heads * d_state)
+        linear = _LateBias if self.is_mamba2 else nn.Linear
+        self.x_proj = linear(hidden_size, n_heads * head_dim)
+        self.b_proj = linear(hidden_size, n_heads * d_state)
+        self.c_proj = linear(hidden_size, n_heads * d_state)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
         self.a_proj = _DecayProjection(hidden_size, n_heads)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
@@ -314,13 +332,10 @@ class SSMHeads(nn.Module):
         projections = self.x_proj, self.b_proj, self.c_proj
         batch, length, width = hidden_BLD.shape
         on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
-        plain = all(type(projection.weight) is nn.Parameter for projection in projections)  # not quantized
-        if on_kernels and plain and length > 1 and batch * length >= width:
+        if on_kernels and length > 1 and batch * length >= width and all(map(_is_plain, projections)):
             # The weights are fewer than the activations: join those. Padding makes the rows longer than `sizes`.
             bias = None if self.is_mamba2 else _join([projection.bias for projection in projections])
             xbc_BLC = F.linear(hidden_BLD, _join([projection.weight for projection in projections]), bias)
-        elif self.is_mamba2:
-            xbc_BLC = torch.cat([F.linear(hidden_BLD, projection.weight) for projection in projections], dim=-1)
         else:
             xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
         return xbc_BLC, self.a_proj(hidden_BLD)
@@ -508,7 +523,8 @@ class HybridMixer(nn.Module):
                 full = getattr(attention, name)
                 n_rows = len(self.layout.blocks(name, self.kept, self.kv_groups, *n_all)) * self.head_dim
                 setattr(attention, name, nn.Linear(full.in_features, n_rows, bias=full.bias is not None))
-        setattr(attention, self.layout.output, nn.Identity())
+        delattr(attention, self.layout.output)
+        setattr(attention, self.layout.output, _unprojected)
         n_rep = n_kept // n_stored
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:

@@ -436,11 +436,22 @@ def _carry_over(
 
 
 @triton.jit
+def _sigmoid(z):
+    return 1.0 / (1.0 + tl.exp2(-z * LOG2_E))
+
+
+@triton.jit
+def _dsilu(z):
+    open = _sigmoid(z)
+    return open * (1.0 + z * (1.0 - open))
+
+
+@triton.jit
 def _gate(y, z, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """out = y silu(z)."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(z + place, mask=place < n, other=0.0).to(tl.float32)
-    gated = tl.load(y + place, mask=place < n, other=0.0).to(tl.float32) * gate / (1.0 + tl.exp2(-gate * LOG2_E))
+    gated = tl.load(y + place, mask=place < n, other=0.0).to(tl.float32) * gate * _sigmoid(gate)
     tl.store(out + place, narrow(gated, out.dtype.element_ty, MODE), mask=place < n)
 
 
@@ -450,7 +461,6 @@ def _gate_gradients(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constex
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(z + place, mask=place < n, other=0.0).to(tl.float32)
     given = tl.load(dout + place, mask=place < n, other=0.0).to(tl.float32)
-    opening = 1.0 / (1.0 + tl.exp2(-gate * LOG2_E))
-    by_gate = tl.load(y + place, mask=place < n, other=0.0).to(tl.float32) * opening * (1.0 + gate * (1.0 - opening))
-    tl.store(dy + place, narrow(given * gate * opening, dy.dtype.element_ty, MODE), mask=place < n)
-    tl.store(dz + place, narrow(given * by_gate, dz.dtype.element_ty, MODE), mask=place < n)
+    by_gate = given * tl.load(y + place, mask=place < n, other=0.0).to(tl.float32) * _dsilu(gate)
+    tl.store(dy + place, narrow(given * gate * _sigmoid(gate), dy.dtype.element_ty, MODE), mask=place < n)
+    tl.store(dz + place, narrow(by_gate, dz.dtype.element_ty, MODE), mask=place < n)
