@@ -108,7 +108,7 @@ def test_second_derivatives_are_refused_in_words() -> None:
 
 
 def test_no_kernel_is_compiled_anew_for_each_length() -> None:
-    """The lengths are in no key of the compiler's cache: a prompt of 1 or of 16 tokens is none of its own."""
+    """Lengths are not part of the key that the compiler caches by, whether they are 1, multiples of 16, or neither."""
     kernels = [ssd_triton._forward, ssd_triton._backward, ssd_triton._segment_states, ssd_triton._carry_over]
     kernels += [conv._forward, conv._through_silu, conv._backward]
     for kernel in kernels:
