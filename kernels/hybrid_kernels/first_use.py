@@ -86,18 +86,24 @@ def _recurrence(draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed
 
         inputs = draw.given(x), draw.given(a, torch.float32), draw.given(b), draw.given(c)
         options = {
-            "D_H": draw.given(D), "z_BLHP": draw.given(z), "state_BHPN": draw.given(state, torch.float32),
+            "D_H": draw.given(D), "state_BHPN": draw.given(state, torch.float32),
             "seq_idx_BL": document.unsqueeze(0).to(draw.device) if packed else None,
             "softplus": gated, "n_segments": n_segments,
         }  # fmt: skip
-        found_y, found_final, chunk_states = ssd.ssd_forward(*inputs, **options, save_chunk_states=training)
-        yield "output", found_y, y
+        before_gate, found_final, chunk_states = ssd.ssd_forward(*inputs, **options, save_chunk_states=training)
+        yield "output", before_gate if z is None else ssd.gate(before_gate, draw.given(z)), y
         yield "last state", found_final, final
         if training and chunk_states is not None:
-            dy, dfinal = draw(*y.shape).detach(), draw(*final.shape).detach() if n_segments > 1 else None
-            upstream = draw.given(dy), draw.given(dfinal, torch.float32)
-            found = ssd.ssd_backward(*upstream, chunk_states, *inputs, **options)._asdict()
-            leaves = {name: leaf for name, leaf in zip(found, (x, a, b, c, D, z, state)) if leaf is not None}
+            dy = draw(*y.shape).detach().abs() * x.detach().sign()  # so that no sum over tokens is small by chance
+            dfinal = draw(*final.shape).detach() if n_segments > 1 else None
+            found = {}
+            upstream = draw.given(dy)
+            if z is not None:
+                upstream, found["z"] = ssd._gate_gradients_op(upstream, before_gate, draw.given(z))
+            gradients = ssd.ssd_backward(upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options)
+            found |= {name.rpartition("_")[0]: gradient for name, gradient in gradients._asdict().items()}
+            given = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
+            leaves = {name: leaf for name, leaf in given.items() if leaf is not None}
             loss = (y * dy).sum() + (0.0 if dfinal is None else (final * dfinal).sum())
             for name, expected in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
                 yield f"gradient of {name}", found[name], expected

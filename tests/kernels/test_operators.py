@@ -39,8 +39,10 @@ def step_arguments() -> list[Tensor]:
 def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
     """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares them."""
     given = scan_arguments()
-    scan = (*given, documents()) if full else (*given[:4], None, None, None, None)
+    x, a, b, c, D, z, state = given
+    scan = (x, a, b, c, D, state, documents()) if full else (x, a, b, c, None, None, None)
     torch.library.opcheck(ssd._forward_op, (*scan, True, None, True))
+    torch.library.opcheck(ssd.gate, (x, z))
     x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K, requires_grad=True)
     state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
     torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))
@@ -108,7 +110,7 @@ def test_second_derivatives_are_refused_in_words() -> None:
 
 
 def test_no_kernel_is_compiled_anew_for_each_length() -> None:
-    """The lengths are in no key of the compiler's cache: a prompt of 1 or of 16 tokens is none of its own."""
+    """Lengths are not part of the key that the compiler caches by, whether they are 1, multiples of 16, or neither."""
     kernels = [ssd_triton._forward, ssd_triton._backward, ssd_triton._segment_states, ssd_triton._carry_over]
     kernels += [conv._forward, conv._through_silu, conv._backward]
     for kernel in kernels:
