@@ -58,7 +58,7 @@ _BF16_TILES = {
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (90, 64, 64): Tile(64, Launch(4, 2, 2), Launch(4, 3, 2), 1, 547),
+    (90, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 86),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
