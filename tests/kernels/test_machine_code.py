@@ -1,6 +1,6 @@
 """What ptxas makes of the recurrence's kernels, as the launcher specializes them: facts of each main loop, by device.
 
-Prints them with PROVE=1 (`make prove`), which compiles every tile of P = 64; else two.
+With PROVE=1 (`make prove`, which prints them) for tiles of P = 64 on five devices; else for two.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Loop(NamedTuple):
     """Instructions that load from global memory, by the bytes of a thread."""
     hgmma: int
     hmma: int
+    tensor_memory: int
+    """Products of Blackwell's tensor memory."""
     transposed: int
     """Sums of products that are transposed into the operand of a product: wrong on Hopper with triton 3.4 to 3.7.0."""
 
@@ -88,6 +90,7 @@ def loop_of(launch, capability: int) -> Loop:
         loads=dict(sorted(loads.items())),
         hgmma=code.count("HGMMA"),
         hmma=code.count("HMMA"),
+        tensor_memory=code.count("UTCHMMA"),
         transposed=transposed_sums(launch.files["ttgir"].read_text()),
     )
 
@@ -107,18 +110,64 @@ def transposed_sums(ttgir: str) -> int:
     return found
 
 
+# (capability, N) -> forward, backward: programs resident at least, barriers and serial waits of the loop at most
+BUDGETS = {
+    (80, 16): ((2, 10, 1), (2, 35, 1)), (80, 64): ((2, 15, 1), (2, 45, 3)), (80, 128): ((1, 12, 1), (1, 36, 5)),
+    (89, 16): ((2, 10, 1), (2, 35, 1)), (89, 64): ((2, 15, 1), (1, 45, 3)), (89, 128): ((1, 12, 1), (1, 36, 5)),
+    (90, 16): ((2, 12, 1), (2, 36, 1)), (90, 64): ((2, 10, 1), (2, 36, 3)), (90, 128): ((2, 20, 1), (2, 48, 6)),
+    (100, 16): ((2, 12, 1), (2, 36, 1)), (100, 64): ((2, 60, 1), (1, 135, 2)), (100, 128): ((2, 24, 2), (2, 52, 3)),
+    (120, 16): ((2, 12, 1), (2, 36, 1)), (120, 64): ((1, 60, 2), (1, 135, 3)), (120, 128): ((1, 24, 2), (1, 52, 6)),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("d_state", STATES)
 @pytest.mark.parametrize(("gated", "packed"), [(False, False), (True, True)] if PROVE else [(True, True)])
-def test_main_loops(capability: int, d_state: int, gated: bool, packed: bool, compiled, capsys) -> None:
+def test_main_loops(capability: int, d_state: int, gated: bool, packed: bool, compiled) -> None:
     loops = compiled(loops_of, capability, d_state, gated, packed)
-    if PROVE:
-        with capsys.disabled():
-            for name, loop in loops.items():
-                print(f"\nsm_{capability} N={d_state} gated={gated} packed={packed} {name}: {loop}")
-    kernels = {name: loop for name, loop in loops.items() if loop.hmma + loop.hgmma}
-    assert len(kernels) >= 2, loops
-    for name, loop in kernels.items():
-        assert loop.resident >= 1, (name, loop)
-        assert loop.transposed == 0, (name, loop)
+    of_products = {name: loop for name, loop in loops.items() if name.endswith(("_forward", "_backward"))}
+    assert len(of_products) >= 2, loops
+    for name, loop in of_products.items():
+        resident, barriers, waits = BUDGETS[capability, d_state]["backward" in name]
+        print(f"sm_{capability} N={d_state} gated={gated} packed={packed} {name}: {loop}")
+        assert loop.resident >= resident, (name, loop)
+        assert loop.barriers <= barriers, (name, loop)
+        assert loop.waits <= waits, (name, loop)
+        assert loop.hmma + loop.hgmma + loop.tensor_memory > 0, (name, loop)
         assert not loop.hgmma or capability == 90, (name, loop)
+        assert not loop.transposed, (name, loop)
+        assert min(loop.loads) >= 4, (name, loop)
+
+
+def compile_for_amd(name: str) -> int:
+    """Compile a configuration for gfx942; return how many matrix-core instructions it has."""
+    from hybrid_kernels import ssd_triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    (found,) = [one for one in ssd_triton.compilations(80) if one.name == name]
+    arguments = {**found.arguments, "MODE": "hip"}
+    names = list(arguments)
+    source = ASTSource(
+        fn=found.kernel,
+        signature={n: "constexpr" if n in found.constants else str(value) for n, value in arguments.items()},
+        constexprs={(names.index(n),): arguments[n] for n in found.constants},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in found.divisible},
+    )
+    options = {"num_warps": found.num_warps, "num_stages": found.num_stages}
+    compiled = compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
+    assert compiled.asm["hsaco"]
+    return compiled.asm["amdgcn"].count("v_mfma")
+
+
+@pytest.mark.parametrize("d_state", (16, 64, 128) if PROVE else (16,))
+@pytest.mark.parametrize("kind", ["forward", "backward CBX"])
+def test_gfx942_compiles(kind: str, d_state: int, compiled) -> None:
+    from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, tile_for
+
+    kinds = [kind]
+    if kind != "forward":
+        tile = tile_for(80, torch.bfloat16, d_state, 64)
+        kinds = [f"backward {gradients}" for gradients in BACKWARD_KERNELS[tile.n_backward]]
+    for one in kinds:
+        assert compiled(compile_for_amd, f"ssd {one} N={d_state} P=64 bfloat16") > 0
