@@ -64,13 +64,22 @@ def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed
 
 
 def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> None:
+    """One token of two sequences, then one of the first alone."""
     import test_step_kernel as interpreted
     from emulated_device import emulated
+    from hybrid_kernels.step import ssd_step
 
     torch.manual_seed(0)
+    both, first = (interpreted.draw(3, head_dim, d_state, dtype=dtype) for _ in range(2))
+    y, conv_state, state = interpreted.reference(*(t.double() for t in first))
+    unchanged = first[5][1].clone(), first[6][1].clone()
     with emulated(capability):
-        interpreted.check(interpreted.draw(3, head_dim, d_state, dtype=dtype), dtype)
-        interpreted.test_padding_leaves_both_states_alone(None)
+        interpreted.check(both, dtype)
+        y_masked = ssd_step(*first, token_mask_B=torch.tensor([1, 0]))
+    torch.testing.assert_close(y_masked[0].double(), y[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(first[6][0].double(), state[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(first[5][0].double(), conv_state[0])
+    assert torch.equal(first[5][1], unchanged[0]) and torch.equal(first[6][1], unchanged[1])
 
 
 def run_loss(capability: int, kind: str) -> None:
