@@ -171,9 +171,9 @@ class PackedRows:
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
         """Read rows by number."""
-        columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
-        input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
-        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx[:, -1].max()) + 1)
+        columns = [np.stack(column) for column in zip(*(self._row(int(row_id)) for row_id in row_ids))]
+        input_ids, seq_idx, mask = map(torch.from_numpy, columns)
+        lengths = seq_idx.new_zeros(len(seq_idx), int(columns[1].max()) + 1)
         lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from ..io import Record
+from ..teacher import decoder_blocks
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
@@ -147,6 +148,8 @@ class _Training:
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         teacher_forced = not isinstance(self.stage, EndToEnd)
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
+        if self.config.compile_layers:
+            self._compile_layers(teacher_forced)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -183,6 +186,13 @@ class _Training:
                     )
                 if self.step % config.checkpoint_every == 0:
                     self._save()
+
+    def _compile_layers(self, teacher_forced: bool) -> None:
+        """Compile what runs a layer at a time; not a teacher whose inner modules have hooks."""
+        stage = self.strategy.stage
+        teachers = () if teacher_forced else stage.teachers
+        for layer in (*stage.parts(), *(block for teacher in teachers for _, block in decoder_blocks(teacher))):
+            layer.compile()
 
     def _batches(self) -> Iterator[Batch]:
         """Return this process's share of the steps that are left."""

@@ -395,6 +395,20 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
     assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
 
 
+@pytest.mark.parametrize("name", ["align", "distill"])
+def test_compiled_layers_train_the_same(uninterrupted, tmp_path, monkeypatch, name):
+    compiled, graphs = torch.nn.Module.compile, []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counting))
+    train(name, tmp_path, compile_layers=True)
+    curve = [loss for _, loss, _ in losses(tmp_path)]
+    assert graphs and curve == pytest.approx([loss for _, loss, _ in uninterrupted[name][1]], rel=1e-4)
+
+
 def test_an_error_in_a_worker_is_the_loops(tmp_path):
     def fail() -> None:
         raise ValueError("the disk is gone")
