@@ -1,6 +1,7 @@
 """The files around the code keep their promises: the README's links, the launch files."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
         )
         assert "zero3_init_flag: false" in text
         assert "zero_stage: 3" not in text or "zero3_save_16bit_model: true" in text
+
+
+def test_the_figure_of_the_readme_shows_the_measured_numbers() -> None:
+    made = runpy.run_path(str(ROOT / "docs/method_figure.py"))["method_figure"]()
+    assert (ROOT / "docs/method.svg").read_text() == made, "run `python docs/method_figure.py`"
+    assert made.count('class="lit"') == 48 + 6
 
 
 def test_every_launch_file_is_explained() -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from .. import progress
 from ..distributed import WorldError, disconnect, is_launched_main
 from ..locking import InUse
-from ..provenance import check_supported
 from .aliases import in_current_words
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 COMMANDS = {
     "Rank heads": ("score", "compare-scores"),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
-    "Make students": ("run", "demo"),
+    "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
     "Choose": ("memory", "sweep", "sweep-status", "recommend"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
+WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[0] == "--version":
         print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
         return
-    exit_cleanly(lambda: _dispatch(*in_current_words(words)))
+    exit_cleanly(lambda: _dispatch(*in_current_words(_with_style(words))))
 
 
 def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
@@ -62,7 +64,18 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
     from .run import run_with_flags
 
     words = list(sys.argv[1:] if argv is None else argv)
-    exit_cleanly(lambda: run_with_flags(default, words, sys.argv[0], description))
+    exit_cleanly(lambda: run_with_flags(default, _with_style(["run", *words])[1:], sys.argv[0], description))
+
+
+def _with_style(words: list[str]) -> list[str]:
+    """Take --quiet and --json, which all commands share, out of the words. ``serve`` has flags of another program."""
+    asked = [word for word in words if word in ("--quiet", "--json")] if words[0] != "serve" else []
+    if "--json" in asked and words[0] not in WITH_JSON:
+        raise ValueError(f"{words[0]} does not write JSON; leave out --json, which is for {', '.join(WITH_JSON)}.")
+    progress.style = "json" if "--json" in asked else "quiet" if asked else "lines"
+    if asked:
+        logging.getLogger("hybrid_distill").setLevel(logging.WARNING)
+    return [word for word in words if word not in asked]
 
 
 def _dispatch(name: str, *words: str) -> None:
@@ -70,7 +83,6 @@ def _dispatch(name: str, *words: str) -> None:
         near = difflib.get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{name!r} is not a command; {meant}`hybrid-distill --help` lists them.")
-    check_supported()
     with _loading():
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         from .parsing import parse
@@ -80,11 +92,23 @@ def _dispatch(name: str, *words: str) -> None:
     if words[:1] not in (("-h",), ("--help",)):
         with _loading():  # what commands import where they use it, so that their help is quick
             importlib.import_module("hybrid_distill.pipeline")
+            _mute()
     run()
+
+
+def _mute() -> None:
+    """Leave out the progress bars of transformers, but for those of downloads."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if progress.style == "lines":
+        enable_progress_bars()
 
 
 def _help() -> str:
     lines = ["usage: hybrid-distill COMMAND [FLAGS]     (COMMAND --help lists its flags; --version)"]
+    lines.append(f"--quiet leaves out progress; --json ({', '.join(WITH_JSON)}) writes it and the result as JSON lines")
     for title, names in COMMANDS.items():
         lines += ["", f"{title}:", *(f"  {name:<18}{_summary(name)}" for name in names)]
     return "\n".join(lines)
@@ -105,7 +129,7 @@ def _loading() -> Iterator[None]:
         signal.signal(signal.SIGINT, _end)
     report = threading.Timer(QUIET, lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
     report.daemon = True
-    if is_launched_main() and "torch" not in sys.modules:
+    if is_launched_main() and "torch" not in sys.modules and progress.style == "lines":
         report.start()
     logging.disable(logging.WARNING)
     try:
@@ -122,13 +146,23 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+class _Stderr(logging.Handler):
+    """Lines on the stderr of the moment: above a line of progress, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def exit_cleanly(action: Callable[[], object]) -> None:
     """Act; errors that the user can mend end in one line and exit status 2, a saved interruption in status 0.
 
     The end of all work, and no other, creates the file that ``HYBRID_DISTILL_FINISHED`` names, if it names one.
     """
-    logging.basicConfig(level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Stderr()])
+    logging.getLogger("hybrid_distill").setLevel(logging.INFO if is_launched_main() else logging.ERROR)
+    if not sys.warnoptions:  # what libraries warn of is not the user's; what this package warns of is
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="hybrid_distill")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -145,6 +179,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
             raise
         if is_launched_main() or not (status == 0 or isinstance(error, InUse)):  # which all processes of a launch get
             print(f"error: {error}" if status else error, file=sys.stderr)
+            if progress.style == "json":
+                progress.write(error=str(error))
         if status:
             sys.exit(status)
         disconnect()

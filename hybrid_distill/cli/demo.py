@@ -9,6 +9,7 @@ from ..config import config_of
 from ..distributed import is_launched_main
 from ..lab.sweep import compare as comparison
 from ..limits import CountOrZero
+from ..progress import finish
 from .recipes import load_recipe
 
 
@@ -36,4 +37,4 @@ def command(
     )
     folder = comparison.compare(base, students)
     if is_launched_main():
-        print(f"report: {folder / 'report.md'}")
+        finish(f"report: {folder / 'report.md'}", report=str(folder / "report.md"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from ..distributed import alone_in, is_launched_main
+from ..progress import finish
 
 
 def command(
@@ -49,4 +50,4 @@ def command(
         with alone_in(run_dir):
             result = this.evaluate(this.trained_student()[0], again=again)
     if is_launched_main():
-        print(json.dumps(result.to_dict(), indent=2))
+        finish(json.dumps(result.to_dict(), indent=2), **result.to_dict())

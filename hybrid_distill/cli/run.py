@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..distributed import is_launched_main
+from ..progress import finish
 from .parsing import usage
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ OF_DRY_RUNS = ("--dry-run", "--show-config")
 
 
 def main(words: list[str]) -> None:
-    """Run a recipe, a Python file with config(); flags after it override its fields, --help there lists them.
+    """Run a recipe, by name or as a file with config(); flags after it override its fields, --help there lists them.
 
     Goes on where it was stopped.
     """
@@ -37,6 +38,7 @@ def run_with_flags(
 ) -> None:
     """Run a recipe's config, overridden by flags."""
     from ..config import checked_config
+    from ..evaluation.evaluate import EvalResult
     from ..lab.reporting.run import write_report
     from ..pipeline import run
     from .recipes import on_asked_teacher, override
@@ -48,7 +50,9 @@ def run_with_flags(
         return
     out = run(config)
     if is_launched_main():
-        print(f"report: {write_report(out)}")
+        report = write_report(out)
+        figures = EvalResult.load(out / "evaluation.json").figures()
+        finish(f"report: {report}", report=str(report), figures=figures)
 
 
 def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
@@ -57,4 +61,4 @@ def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
 
     text = describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS))
     if is_launched_main():
-        print(text)
+        finish(text, dry_run=text)

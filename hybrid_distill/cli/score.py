@@ -19,6 +19,7 @@ from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.plain_text import text_rows
 from ..probes.registry import options_of, probe_with
+from ..progress import finish
 from ..scoring import HeadScores, score_heads
 from ..scoring.head_scores import Record
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context
@@ -183,5 +184,5 @@ def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
     """
     scores = run_score(job)
     if connect().is_main_process:
-        print(table(scores, job.k))
-        print(f"scores: {job.out}")
+        kept = [list(head) for head in scores.ranking()[: job.k]]
+        finish(f"{table(scores, job.k)}\nscores: {job.out}", scores=str(job.out), kept=kept, baseline=scores.baseline)

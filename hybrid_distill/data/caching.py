@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import alone_in, connect, on_main_process
 from ..io import replacing
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import finish_logits, packed_inputs
+from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
 from .logits import ROW_IDS, CachedLogitsDataset, LogitFolder, LogitHeader, pack, row_ids_of, shard_path
@@ -151,8 +151,7 @@ def _write_shards(
     mine = [n for n in range(state.process_index, len(header.shard_sizes), state.num_processes) if n in missing]
     options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
     n_tokens = sum(header.shard_sizes[number] for number in mine) * header.seq_len
-    hidden = None if state.is_main_process else True  # None: shown on a terminal
-    with tqdm(total=n_tokens, unit="tok", unit_scale=True, desc="logits", disable=hidden) as bar:
+    with Phase("the teacher's logits", n_tokens, unit="tokens") as phase:
         for number in mine:
             first = number * header.shard_rows
             ids = row_ids[first : first + header.shard_rows]
@@ -161,7 +160,7 @@ def _write_shards(
                     batch = on_device(rows.read(ids[begin : begin + micro_batch_size]), teacher.device)
                     known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)
                     file.write(pack(*known, batch["mask"], header).tobytes())
-                    bar.update(batch["mask"].numel())
+                    phase.update(batch["mask"].numel())
 
 
 def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int) -> None:

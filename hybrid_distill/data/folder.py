@@ -13,10 +13,10 @@ from typing import BinaryIO
 
 import numpy as np
 from filelock import FileLock
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..io import Record, read_json, sync
+from ..progress import Phase
 from ..provenance import now
 from .chat import template_hash
 from .documents import BATCH_CHARACTERS, HUB, Place, document_batches, source_fingerprint
@@ -204,9 +204,9 @@ def write_tokens(
     writer = _Writer(folder, begun or header)
     read = made_by[1] if made_by else partial(_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
     dtype, start = id_dtype(tokenizer), writer.header.tokens
-    with tqdm(total=max_tokens, initial=start, unit="tok", unit_scale=True, desc="tokens", disable=None) as bar:
+    with Phase(f"tokens of {folder.name}", max_tokens, done=start, unit="tokens") as phase:
         for texts, place in read(writer.place):
-            bar.update(writer.add(encode(texts, tokenizer, dtype, chat), place))
+            phase.update(writer.add(encode(texts, tokenizer, dtype, chat), place))
             if writer.full:
                 break
     return writer.finish()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
@@ -24,6 +23,7 @@ from ..probes.forms import PLAIN, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import TextBatch, text_batches
+from ..progress import track
 from ..scoring import describe_run
 from ..teacher import ablate_heads, attention_sites, eval_mode
 
@@ -252,7 +252,7 @@ def compare_on_text(
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
     n_tokens, loss, same, kl = 0, 0.0, 0.0, 0.0
-    for batch in tqdm(batches, desc="plain text", disable=not progress):
+    for batch in track(batches, "plain text", hidden=not progress):
         with eval_mode(model):
             logits_BTV = batch.logits(model)
         n_tokens += int(batch.counts_BT.sum())

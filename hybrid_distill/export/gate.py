@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -25,11 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
 from ..io import Record, file_hash, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
+from ..progress import Phase
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
 from .falcon_h1 import container
-
-log = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
 NEW_TOKENS = 16
@@ -202,7 +200,6 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
     process's path, for the form that needs it; the program itself forbids it to the others. Raises ExportError when
     that process ends without a result.
     """
-    log.info("%s: loading it in a separate process, to compare it with its record", called or folder)
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
@@ -215,9 +212,10 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
         command = [sys.executable, program_copy, folder.resolve(), "--device", device, "--json", results]
-        run = subprocess.run(
-            command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        with Phase(f"checking {called or folder} in a separate process"):
+            run = subprocess.run(
+                command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
         if not results.is_file():
             raise ExportError(f"the check of {folder} ended with status {run.returncode}:\n{run.stdout}{run.stderr}")
         return GateReport(tuple(Check(**fields) for fields in json.loads(results.read_text())))

@@ -31,6 +31,7 @@ from ..export import GateReport, export_checkpoint, origin
 from ..io import Record, replacing, write_json
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
+from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
 from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
@@ -186,7 +187,8 @@ class Run(RunInputs):
             data, calibration = self.config.data, None
             if options.init == "fitted":  # to the run's first rows of text
                 calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
-            student, report = self._new_student(plan, options.init, calibration)
+            with Phase("building the student"):
+                student, report = self._new_student(plan, options.init, calibration)
         else:
             student, report = self._new_student(plan)
             graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
@@ -328,19 +330,20 @@ class Run(RunInputs):
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            evaluate(
-                model,
-                self.tokenizer,
-                teacher=self.teacher,
-                n_pairs=options.n_pairs,
-                n_examples=options.n_examples,
-                form=form,
-                seed=self.seed + PROBE_SEEDS["evaluation"],
-                held_out_texts=self.held_out_texts(options.n_texts),
-                knowledge=self.knowledge(),
-                batch_size=options.batch_size,
-                progress=True,
-            ).save(path)
+            with Phase(f"measuring the {'teacher' if model is self.teacher else 'student'}"):
+                evaluate(
+                    model,
+                    self.tokenizer,
+                    teacher=self.teacher,
+                    n_pairs=options.n_pairs,
+                    n_examples=options.n_examples,
+                    form=form,
+                    seed=self.seed + PROBE_SEEDS["evaluation"],
+                    held_out_texts=self.held_out_texts(options.n_texts),
+                    knowledge=self.knowledge(),
+                    batch_size=options.batch_size,
+                    progress=True,
+                ).save(path)
 
         if again or not path.exists():
             on_main_process(measure)

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..progress import track
 from ..teacher import eval_mode
 from . import Example, check_counts
 
@@ -216,7 +216,7 @@ def answer_choices(
     logprob_EC: list[list[float]] = []
     answers: list[int] = []
     with eval_mode(model):
-        for part in _parts(examples, batch_size, "choices", progress):
+        for part in _parts(examples, batch_size, "answers by choice", progress):
             batch = ChoiceBatch([encode_example(tokenizer, example) for example in part], model.device)
             logprob_EC += batch.logprobs(model)
             answers += [example.answer for example in batch.encoded]
@@ -234,7 +234,7 @@ def answer_generation(
     """Return correct_E: whether the greedily generated text begins with the answer as a whole word or number."""
     correct: list[bool] = []
     with eval_mode(model):
-        for part in _parts(examples, batch_size, "generation", progress):
+        for part in _parts(examples, batch_size, "answers by generation", progress):
             texts = generate_greedily(model, tokenizer, part)
             correct += [begins_with(text, example.answer) for text, example in zip(texts, part, strict=True)]
     return torch.tensor(correct)
@@ -243,7 +243,7 @@ def answer_generation(
 def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
     """Split examples into batches, behind a progress bar."""
     check_counts(batch_size=size)
-    for start in tqdm(range(0, len(examples), size), desc=name, disable=not progress):
+    for start in track(range(0, len(examples), size), name, hidden=not progress):
         yield examples[start : start + size]
 
 

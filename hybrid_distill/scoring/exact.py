@@ -26,6 +26,7 @@ from ..plan import HeadId
 from ..probes import Probe, check_counts
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
+from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact
@@ -100,8 +101,10 @@ def score_heads(
         }
         with ablate_heads(model, removed, kind=kind):
             measured = Measured(model, questions, controls, candidates, race)
-            forwards = fastest_exact(model, sites, Rows(model, batch_size), measured.samples(), shared_start(questions))
-            measured.baseline(forwards)
+            with Phase("measuring the model with all its heads", hidden=not progress):
+                rows = Rows(model, batch_size)
+                forwards = fastest_exact(model, sites, rows, measured.samples(), shared_start(questions))
+                measured.baseline(forwards)
             _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)
     return measured.scores(sites, {"chance": probe.chance}, provenance)

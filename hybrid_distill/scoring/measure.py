@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
 from ..io import write_json
 from ..plan import HeadId
+from ..progress import Phase
 from ..teacher import HeadSite
 from .forwards import Forwards
 from .head_scores import HeadScores, Record, spread
@@ -70,7 +70,7 @@ class Measured:
         return [*own_batches(questions), *(own_batches(self.texts) if with_texts else [])]
 
     def _collect(
-        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], bar: tqdm | None = None
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], phase: Phase | None = None
     ) -> tuple[Tensor, Tensor]:
         """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
@@ -88,8 +88,8 @@ class Measured:
                 found_KHB = batch.judge(read_HQ)
                 _check_finite(found_KHB, batch, heads)
                 found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
-                if bar is not None:
-                    bar.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
+                if phase is not None:
+                    phase.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
         for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
@@ -112,10 +112,9 @@ class Measured:
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
         """Measure every head on every example, or in a race as long as a head stays in it."""
-        hidden = not progress or rank_and_world()[0] > 0
         try:
-            with tqdm(bar_format="{l_bar}{bar}| {elapsed}<{remaining}", disable=hidden) as bar:
-                self._ablate(forwards, steps, bar)
+            with Phase("scoring heads", hidden=not progress) as phase:
+                self._ablate(forwards, steps, phase)
         except KeyboardInterrupt:
             kept = (
                 "pass a resume_path to keep them"
@@ -125,36 +124,36 @@ class Measured:
             log.warning("scoring stopped after %d layers; %s", len(steps.measured), kept)
             raise
 
-    def _ablate(self, forwards: Forwards, steps: Steps, bar: tqdm) -> None:
+    def _ablate(self, forwards: Forwards, steps: Steps, phase: Phase) -> None:
         racing, seen, done = list(range(len(self.heads))), 0, 0
         for end in self.rounds:
             tried, is_last = slice(seen, end), end == len(self.order)
             batches = self._batches(self.order[tried], with_texts=is_last)
             forwards.begin(batches)
             questions = [self.questions[number] for number in self.order[seen:]]
-            bar.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
-            bar.set_description(f"{len(racing)} heads, prompts {seen + 1} to {end}")
+            phase.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
+            phase.note = f"{len(racing)} heads, prompts {seen + 1} to {end}"
             rows = [*questions[: end - seen], *(self.texts if is_last else [])]
             for layer in sorted({self.heads[index].layer for index in racing}):
                 of_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in of_layer]
-                step = steps.next(partial(self._step, forwards, batches, heads, tried, bar))
+                step = steps.next(partial(self._step, forwards, batches, heads, tried, phase))
                 self.right_HE[of_layer, tried] = torch.tensor(step["right"], dtype=torch.float64)
                 self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
                 done += forwards.work(rows, [layer] * len(heads))
-                bar.update(done - bar.n)  # steps that were read from the file too
+                phase.update(done - phase.done)  # steps that were read from the file too
             if self.race is not None and not is_last:
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]
             seen = end
 
     def _step(
-        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, bar: tqdm
+        self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, phase: Phase
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, bar)
+        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, phase)
         tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
         if tried.stop == len(self.order):
             tables["loss"] = loss_HT  # this process may have had no text, but others have

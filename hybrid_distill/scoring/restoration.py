@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.layout import CACHE_NAMES
@@ -24,6 +23,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadId
 from ..probes import Probe
 from ..probes.answering import ChoiceResult, answer_choices
+from ..progress import track
 from ..teacher import AttentionSite, attention_sites, replaced_forward
 from .head_scores import HeadScores, describe_run, heads_of
 
@@ -127,7 +127,7 @@ def score_restoration(
 
     baseline, heads = measure(restored), heads_of(sites)
     results = dict.fromkeys(heads, baseline)
-    for head in tqdm([h for h in heads if h not in restored], desc="restoring heads", disable=not progress):
+    for head in track([h for h in heads if h not in restored], "restoring heads", hidden=not progress):
         results[head] = measure([*restored, head])
     right_HE = torch.stack([results[head].correct_E for head in heads]).double()
     logprob_HE = torch.stack([results[head].answer_logprob_E for head in heads])

@@ -27,6 +27,7 @@ from ..distributed import own_device
 from ..guard import check_checkpoint, check_no_run, is_bin_only
 from ..io import read_json
 from ..model.configuration_hybrid import rope_settings
+from ..progress import Phase
 from .llamba import is_llamba, llamba_config, load_llamba
 from .sites import text_config
 
@@ -78,7 +79,7 @@ def load_teacher(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _located(name_or_path, flag)
-    with _refusal(name_or_path, flag):
+    with Phase(f"loading {name_or_path}"), _refusal(name_or_path, flag):
         if isinstance(path, Path) and not is_bin_only(path):
             check_checkpoint(path)
         elif isinstance(path, Path) and not allow_bin:

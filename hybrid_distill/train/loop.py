@@ -17,14 +17,13 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
-from tqdm import tqdm
 
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from ..io import Record
+from ..progress import Phase
 from ..teacher import decoder_blocks
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
@@ -100,9 +99,9 @@ def train_stage(
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    snapshot = snapshot_to_resume(accelerator, checkpoints, resume)
+    snapshot = snapshot_to_resume(checkpoints, resume)
     if snapshot is not None:
-        check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
+        check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding)
@@ -140,7 +139,7 @@ class _Training:
         """Bring everything to where the snapshot left it, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
-            load_trainable_tensors(self.stage, snapshot.tensors["weights"])
+            load_trainable_tensors(self.stage, snapshot.weights)
         self.stage.train()
         micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
@@ -161,27 +160,28 @@ class _Training:
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
         """Run the steps that are left. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
         config = self.config
-        show = progress and self.accelerator.is_main_process
-        bar = tqdm(total=config.steps, initial=self.step, desc=config.name, disable=not show)
+        phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         batches = self._batches()
-        with bar, profiler(trace) as profiled:
+        with phase, profiler(trace) as profiled:
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
-                metrics, stop = self._train_step(batches, stop_requested)
+                metrics, stop = self._train_step(batches, lambda: stop_requested() or self.checkpoints.failed())
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
                 profiled()
-                bar.update()
                 if log or "skipped" in metrics:
                     self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
-                    bar.set_postfix(loss=f"{metrics['loss']:.4g}", refresh=False)
+                    phase.note = f"loss {metrics['loss']:.4g}"
+                phase.update()
                 if self.step == config.steps:
                     return
                 if stop:
+                    path = self._save()
+                    self.checkpoints.wait()
                     raise Interrupted(
-                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {self._save()}; "
+                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {path}; "
                         "run the same command to resume."
                     )
                 if self.step % config.checkpoint_every == 0:
@@ -300,31 +300,28 @@ class _Training:
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
-        """Save a checkpoint of this moment; every process takes part and the main one writes."""
-        tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
-        processes = gather_object([{"rng": rng_state()}])
+        """Begin to save a checkpoint of this moment; every process writes its share."""
         state = {
             "identity": self.identity,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "watch": self.spikes.state_dict(),
-            "processes": processes,
+            "rng": rng_state(),
         }
-        on_main_process(
-            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.gather(tensors)
-        )
+        self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        self.strategy.load_optimizer(snapshot.tensors["optimizer"])
-        self.step, state = snapshot.step, snapshot.state
+        self.strategy.load_optimizer(snapshot.optimizer)
+        self.step, state = snapshot.step, snapshot.states[0]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.spikes.load_state_dict(state["watch"])
-        if self.rank < len(state["processes"]):
-            set_rng_state(state["processes"][self.rank]["rng"])
+        if self.rank < len(snapshot.states):
+            set_rng_state(snapshot.states[self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
+        self.checkpoints.wait()
         self.strategy.unshard()
         student: Any = self.stage.student.eval()
         student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
@@ -335,12 +332,15 @@ class _Training:
             self.checkpoints.clear()
 
         on_main_process(write)
+        if not (self.strategy.whole_everywhere or self.accelerator.is_main_process):
+            checkpoint.load_trained(self.out, student)
         manifest = StageManifest.read(self.out)
         assert manifest is not None
         return manifest
 
     def close(self) -> None:
-        """Close trackers and release what accelerate holds; the process group stays for the next stage."""
+        """Close files and trackers, release what accelerate holds; the process group stays for the next stage."""
+        self.checkpoints.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.accelerator.device.type != "cpu":

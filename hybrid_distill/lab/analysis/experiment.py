@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal, NamedTuple
 
 import pandas as pd
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
@@ -28,6 +27,7 @@ from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, probe_with
+from ...progress import track
 from ...teacher import TINY, eval_mode, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
 from ..suites import SuiteJob, check_job, run_suite
@@ -274,7 +274,7 @@ class Bench(NamedTuple):
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row for each variant; variants of one label are draws, shown as their mean."""
         drawn: dict[str, list[tuple[float, ...]]] = {}
-        for variant in tqdm(variants, desc=label, disable=None):
+        for variant in track(variants, label):
             with variant.changed:
                 values = tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
             drawn.setdefault(variant.label, []).append(values)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...plan import HeadId
 from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
 from ...probes.registry import probe_with
+from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
 from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Subject, Table, check_readable, parse_head
@@ -198,7 +198,7 @@ def mask_patterns(
 
     rows = []
     with eval_mode(model):
-        for label, roles_of, variant in tqdm(wanted, desc="masking", disable=None):
+        for label, roles_of, variant in track(wanted, "masking"):
             values = [100 * accuracy(marked, roles_of, variant) for marked in tasks.values()]
             rows.append(Row(label, tuple(values)))
     named = [f"{role} {' '.join(map(str, own))}" for role, own in heads.items() if own]

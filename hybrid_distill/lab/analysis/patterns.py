@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...plan import HeadId
 from ...probes import Example
 from ...probes.answering import Tokens, encode_example, tokenize
+from ...progress import track
 from ...teacher import HeadKind
 from .mixing import HeadMix, find_heads, mix_heads
 
@@ -194,7 +194,7 @@ def find_patterns(
             f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
         )
     total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
-    for prompt in tqdm([mark_example(tokenizer, example) for example in examples], desc="matrices", disable=None):
+    for prompt in track([mark_example(tokenizer, example) for example in examples], "matrices"):
         measure = partial(sharpness, prompt)
         measured = mix_heads(model, prompt.ids, list(every), measure, kind=kind, max_gb=math.inf)
         total_HM += torch.tensor(measured, dtype=torch.float64)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jinja2
@@ -20,10 +18,11 @@ MINUS = "\N{MINUS SIGN}"
 
 @dataclass(frozen=True)
 class Figure:
-    """An image file in the report's folder, and its caption."""
+    """An image file in the report's folder, its caption, and the same as SVG, whose points have titles, for HTML."""
 
     file: str
     caption: str
+    svg: str
 
 
 Block = str | Sequence[str] | pd.DataFrame | Figure
@@ -71,13 +70,10 @@ def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.Data
     return table
 
 
-def render(
-    title: str, sections: Sequence[Section], form: Literal["md", "html"] = "md", *, folder: Path = Path()
-) -> str:
+def render(title: str, sections: Sequence[Section], form: Literal["md", "html"] = "md") -> str:
     """Render a report; sections without blocks are left out.
 
-    Paragraphs may hold `code` and **bold** and nothing else of Markdown. HTML embeds the figures, PNG files in
-    ``folder``.
+    Paragraphs may hold `code` and **bold** and nothing else of Markdown. HTML embeds the figures and needs no network.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or "", "."), autoescape=form == "html", trim_blocks=True,
@@ -90,7 +86,7 @@ def render(
         "anchor": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-"),
         "markdown_table": markdown_table,
         "html_table": lambda frame, text_columns: Markup(html_table(frame, text_columns=text_columns)),
-        "data": lambda file: base64.b64encode((folder / file).read_bytes()).decode(),
+        "svg": Markup,
     }
     shown = [section for section in sections if section.blocks]
     return environment.get_template(f"report.{form}.jinja").render(title=title, sections=shown)

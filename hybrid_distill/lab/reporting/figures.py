@@ -7,7 +7,9 @@ that a student looks the same in every figure; markers and dashes repeat the dis
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILION, PURPLE = "#D55E00", "#CC79A7"
+SVG = "http://www.w3.org/2000/svg"
 DODGE = 0.04
 """Distance between the error bars of lines, in ticks."""
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
@@ -56,6 +59,7 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 5.5,
     "lines.solid_capstyle": "round",
     "svg.hashsalt": "hybrid-distill",  # the same figure is the same file
+    "svg.fonttype": "none",
 }
 
 log = logging.getLogger(__name__)
@@ -136,6 +140,24 @@ def figure(
             drawing.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
+def as_svg(grid: np.ndarray, titles: Mapping[str, Sequence[str]]) -> str:
+    """Return a drawn figure as SVG, to stand inside a page. The points of artists, by their gid, get titles, which
+    browsers show where the pointer is.
+    """
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context(STYLE):
+        grid[0, 0].figure.savefig(buffer, format="svg", metadata={"Date": None})
+    ET.register_namespace("", SVG)
+    ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    root = ET.fromstring(buffer.getvalue())
+    for group in root.iter(f"{{{SVG}}}g"):
+        for point, title in zip(group.iter(f"{{{SVG}}}use"), titles.get(group.get("id", ""), ())):
+            ET.SubElement(point, f"{{{SVG}}}title").text = title
+    return ET.tostring(root, encoding="unicode")
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of panels: points with columns ``panel``, ``line``, ``x``, ``y`` and perhaps ``error``.
@@ -151,11 +173,13 @@ class Row:
 
 def draw_lines(
     path: Path, rows: Sequence[Row], looks: Mapping[str, Look], xlabel: str, *, even: bool = True, log: bool = False
-) -> None:
+) -> str:
     """Draw panels of lines that are named by ``looks``, with error bars; a name that begins with _ has no legend.
 
-    ``even`` puts the places of x side by side, lines a little apart; ``log`` makes the height logarithmic.
+    ``even`` puts the places of x side by side, lines a little apart; ``log`` makes the height logarithmic. Returns the
+    figure as SVG.
     """
+    titles: dict[str, list[str]] = {}
     panels = [list(row.points.panel.unique()) for row in rows]
     n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
     size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
@@ -168,10 +192,16 @@ def draw_lines(
                     if found.empty:
                         continue
                     x = [ticks.index(x) + DODGE * number for x in found.x] if even else list(found.x)
-                    axes.errorbar(
+                    drawn = axes.errorbar(
                         x, found.y.astype(float), yerr=found["error"].astype(float) if "error" in found else None,
                         color=style.color, marker=style.marker, linestyle=style.dash, elinewidth=1.0, label=line,
                     )  # fmt: skip
+                    errors = found["error"] if "error" in found else [None] * len(found)
+                    titles[gid := f"points-{len(titles)}"] = [
+                        f"{line}: {y:.4g}" + (f" ± {error:.2g}" if error and error > 0 else "") + f" at {x:,}"
+                        for x, y, error in zip(found.x, found.y, errors)
+                    ]
+                    drawn[0].set_gid(gid)
                 for level, height in row.levels.items():
                     color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
                     axes.axhline(height, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level)
@@ -184,6 +214,7 @@ def draw_lines(
                 axes_row[0].set_yscale("log")
         legend(grid)
         grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
+    return as_svg(grid, titles)
 
 
 def legend(grid: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 from ...plan import HeadId
 from ...scoring import HeadScores
 from .document import with_error
-from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, figure
+from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, as_svg, figure
 
 
 class Measure(NamedTuple):
@@ -54,8 +54,11 @@ def score_table(scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] =
 
 def score_map(
     scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = (), label: str = "kept heads"
-) -> None:
-    """Draw heat maps, layer down and head across: retrieval, and the control on plain text. ``kept`` is outlined."""
+) -> str:
+    """Draw heat maps, layer down and head across: retrieval, and the control on plain text. ``kept`` is outlined.
+
+    Returns the figure as SVG.
+    """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -63,6 +66,7 @@ def score_map(
     is_small, n_heads = scores.n_heads <= 16, scores.n_heads
     cell = 0.44 if is_small else 0.19
     size = (len(panels) * (n_heads * cell + 1.3), scores.n_layers * cell + 1.3)
+    titles: dict[str, list[str]] = {}
     with figure(path, 1, len(panels), size=size) as grid:
         for axes, measure in zip(grid[0], panels):
             value_LH = measure.of(scores, "drop_LH")
@@ -77,12 +81,17 @@ def score_map(
                 digits, color = 0 if measure is ACCURACY else 2, "white" if value > 0.6 * top else "#444444"
                 text = "" if np.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
                 axes.text(head, layer, text, color=color, fontsize=7, ha="center", va="center")
+            places = list(np.ndindex(value_LH.shape))
+            titles[measure.name] = [f"{HeadId(*p)}: {value_LH[p]:.{measure.digits}f} {measure.unit}" for p in places]
+            layers, heads = zip(*places)
+            axes.scatter(heads, layers, s=(60 * cell) ** 2, marker="s", alpha=0, linewidths=0, gid=measure.name)
             for layer, head in kept:
                 axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILION, linewidth=2))
             axes.figure.colorbar(image, ax=axes, shrink=0.9, label=measure.unit)
         notes = [f"outlined: {label}"] if kept else []
         notes += ["grey: no attention head"] if scores.accuracy_drop_LH.isnan().any() else []
         grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILION if kept else GREY)
+    return as_svg(grid, titles)
 
 
 def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:

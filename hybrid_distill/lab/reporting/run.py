@@ -1,4 +1,4 @@
-"""Write report.md and its figures for a run or a comparison of runs, from the files on disk alone.
+"""Write report.md, report.html and figures for a run or a comparison of runs, from the files on disk alone.
 
 A run directory holds evaluation.json, plan.json, scores.json, stages/*/metrics.jsonl and teacher/evaluation.json. A
 comparison holds compare.json besides, which names a run directory for each student, and perhaps a run ``aligned``
@@ -84,9 +84,10 @@ class RunRecord:
 
 
 def write_report(directory: str | Path) -> Path:
-    """Write ``report.md`` and its PNG files into a run or compare directory; return the path of report.md.
+    """Write ``report.md`` with its PNG files, and ``report.html``, into a run or compare directory.
 
-    The report lists what the directory lacks. Raises ValueError for a directory that is neither.
+    Returns the path of report.md. The report lists what the directory lacks. Raises ValueError for a directory that is
+    neither.
     """
     directory = Path(directory)
     record = read_record(directory)
@@ -95,7 +96,8 @@ def write_report(directory: str | Path) -> Path:
         figures = _draw(record, directory)
     else:
         record.missing.append("the figures: matplotlib is not installed (`pip install matplotlib`)")
-    write_text(directory / "report.md", render(record.title, _sections(record, figures)))
+    for form in ("md", "html"):
+        write_text(directory / f"report.{form}", render(record.title, _sections(record, figures), form))
     return directory / "report.md"
 
 
@@ -123,7 +125,10 @@ def read_record(directory: Path) -> RunRecord:
         errors.append(standard_errors(result) if result else {})
         left = result.to_dict().get("recurrent_heads_zeroed") if result else None
         if left:
-            record.by_layer += [f"Layer by layer, {label}:", pd.DataFrame(left["by_layer"]).astype(object).round(3)]
+            record.by_layer += [
+                f"Layer by layer, {label}:",
+                pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object),
+            ]
         losses.append(_losses(folder, label))
         if losses[-1].empty:
             record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
@@ -287,15 +292,15 @@ def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
     looks = {label: look(selection, hollow=bool(data)) for label, selection, data in chosen}
     if sizes(record.models, "kv_generation"):
         row = Row(_by_size(record, "kv_generation", 100), "KV retrieval by generation", percent=True)
-        draw_lines(directory / "kv_retrieval.png", [row], looks, "pairs in the dictionary")
+        svg = draw_lines(directory / "kv_retrieval.png", [row], looks, "pairs in the dictionary")
         caption = "Accuracy by generation, by the number of pairs in the dictionary; bars: one standard error."
-        found["Retrieval by dictionary size"] = [Figure("kv_retrieval.png", caption)]
+        found["Retrieval by dictionary size"] = [Figure("kv_retrieval.png", caption, svg)]
     if record.scores is not None:
         kept = record.plan.kept if record.plan else ()
-        score_map(record.scores, directory / "heads.png", kept=kept, label=record.plan_of)
+        svg = score_map(record.scores, directory / "heads.png", kept=kept, label=record.plan_of)
         outlined = f"; outlined: {record.plan_of}" if record.plan else ""
         caption = f"What each head is worth, for KV retrieval and for plain text{outlined}."
-        found["Head scores"] = [Figure("heads.png", caption)]
+        found["Head scores"] = [Figure("heads.png", caption, svg)]
     layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
     if len(layers):
         names, panels = (
@@ -305,21 +310,21 @@ def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
         rows = [layers.loc[layers.panel.isin(panels[i : i + 3])] for i in range(0, len(panels), 3)]
         shades = dict(zip(names, shades_of(len(names))))
         rows = [Row(row, "alignment loss") for row in rows]
-        draw_lines(directory / "alignment_loss.png", rows, shades, "optimizer step", even=False, log=True)
+        svg = draw_lines(directory / "alignment_loss.png", rows, shades, "optimizer step", even=False, log=True)
         caption = "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean)."
-        found["Training"].append(Figure("alignment_loss.png", caption))
+        found["Training"].append(Figure("alignment_loss.png", caption, svg))
     ends = losses[losses.stage.str.contains("distill") & (losses.line == "loss")]
     if len(ends):
         plain = {label: style._replace(marker="") for label, style in looks.items()}
         row = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
-        draw_lines(directory / "distillation_loss.png", [row], plain, "optimizer step", even=False, log=True)
+        svg = draw_lines(directory / "distillation_loss.png", [row], plain, "optimizer step", even=False, log=True)
         caption = "End-to-end distillation: loss against the teacher's predictions (running mean)."
-        found["Training"].append(Figure("distillation_loss.png", caption))
+        found["Training"].append(Figure("distillation_loss.png", caption, svg))
     if sizes(record.models, "cache_bytes"):
         row = Row(_by_size(record, "cache_bytes", 1e-6), "cache of one sequence, MB")
-        draw_lines(directory / "cache.png", [row], looks, "tokens in the context", even=False)
+        svg = draw_lines(directory / "cache.png", [row], looks, "tokens in the context", even=False)
         caption = "Bytes that the cache of one sequence takes, by the length of the context."
-        found["Memory"] = [Figure("cache.png", caption)]
+        found["Memory"] = [Figure("cache.png", caption, svg)]
     return found
 
 

@@ -23,7 +23,7 @@ from ..reporting.document import (
     value_table,
     zeroed_section,
 )
-from ..reporting.figures import GREY, LOOKS, Row, can_draw, draw_lines, figure, legend, look, percent_axis
+from ..reporting.figures import GREY, LOOKS, Row, as_svg, can_draw, draw_lines, figure, legend, look, percent_axis
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
 from .measured import CONTEXT, NO_SHARES, SETTING, SweepResults, size_text, without
@@ -55,10 +55,10 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
     """
     results, folder = SweepResults.read(out, context), Path(to or out)
     folder.mkdir(parents=True, exist_ok=True)
-    captions = _draw(results, folder) if len(results.students) and can_draw() else {}
-    sections = _sections(results, captions)
+    figures = _draw(results, folder) if len(results.students) and can_draw() else {}
+    sections = _sections(results, figures)
     for form in ("md", "html"):
-        write_text(folder / f"report.{form}", render(f"Sweep: {results.name}", sections, form, folder=folder))
+        write_text(folder / f"report.{form}", render(f"Sweep: {results.name}", sections, form))
     if folder.resolve() != Path(out).resolve():
         for source in (Path(out) / name for name in (FILE, SWEEP)):
             if source.exists():
@@ -67,9 +67,9 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
     return folder / "report.md"
 
 
-def _sections(results: SweepResults, captions: dict[str, str]) -> list[Section]:
+def _sections(results: SweepResults, figures: dict[str, Figure]) -> list[Section]:
     def drawn(name: str) -> list[Block]:
-        return [Figure(f"{name}.png", captions[name])] if name in captions else []
+        return [figures[name]] if name in figures else []
 
     students = results.students
     n_settings, n_seeds = len(students[SETTING].drop_duplicates()), students.seed.nunique()
@@ -186,10 +186,15 @@ def _made(results: SweepResults) -> list[Block]:
     return made
 
 
-def _draw(results: SweepResults, folder: Path) -> dict[str, str]:
-    """Draw what the results have numbers for; return the caption of each figure by name."""
+def _draw(results: SweepResults, folder: Path) -> dict[str, Figure]:
+    """Draw what the results have numbers for; return the figures by name."""
     qualities = [quality for name in ("retrieval", "perplexity") if (quality := results.quality(name))]
-    captions, rows = {}, [_row(results, quality) for quality in qualities]
+    figures: dict[str, Figure] = {}
+    rows = [_row(results, quality) for quality in qualities]
+
+    def drawn(name: str, caption: str, svg: str) -> None:
+        figures[name] = Figure(f"{name}.png", caption, svg)
+
     groups = {"knowledge-focused": ["knowledge"]} if "knowledge" in results.rows else {}
     groups |= {"retrieval-heavy": [f"kv_generation_{n}" for n in results.pair_sizes]} if results.pair_sizes else {}
     heads, states = "heads kept", "state size of the recurrent heads"
@@ -198,26 +203,26 @@ def _draw(results: SweepResults, folder: Path) -> dict[str, str]:
         points = pd.concat(parts)
         first = points.selection.iloc[0]
         covered = Row(points.loc[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
-        _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
-        captions["coverage"] = f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}."
+        svg = _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
+        drawn("coverage", f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}.", svg)
     if rows and rows[0].points.heads.nunique() > 1:
-        _panels(folder / "heads.png", rows, "selection", "d_state", "heads", heads)
-        captions["heads"] = f"Against heads kept, by how they are chosen; {BARS}."
+        svg = _panels(folder / "heads.png", rows, "selection", "d_state", "heads", heads)
+        drawn("heads", f"Against heads kept, by how they are chosen; {BARS}.", svg)
     if rows and rows[0].percent:
         if rows[0].points.d_state.nunique() > 1:
-            _panels(folder / "states.png", rows[:1], "selection", "heads", "d_state", states)
-            captions["states"] = f"Retrieval against state size, by heads kept; {BARS}."
+            svg = _panels(folder / "states.png", rows[:1], "selection", "heads", "d_state", states)
+            drawn("states", f"Retrieval against state size, by heads kept; {BARS}.", svg)
         if rows[0].points.selection.nunique() > 1:
-            _panels(folder / "selection.png", rows[:1], "d_state", "selection", "heads", heads)
-            captions["selection"] = f"How heads are chosen; {BARS}."
+            svg = _panels(folder / "selection.png", rows[:1], "d_state", "selection", "heads", heads)
+            drawn("selection", f"How heads are chosen; {BARS}.", svg)
     if qualities:
-        _pareto(results, qualities, folder / "pareto.png")
-        captions["pareto"] = (
+        caption = (
             f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
             "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
             "heads / state."
         )
-    return captions
+        drawn("pareto", caption, _pareto(results, qualities, folder / "pareto.png"))
+    return figures
 
 
 def _row(results: SweepResults, quality: Column) -> Row:
@@ -241,7 +246,7 @@ def _points(mean: pd.DataFrame, margin: pd.DataFrame, name: str, scale: float) -
     return pd.concat(parts).sort_values("heads", kind="stable")
 
 
-def _panels(path: Path, rows: list[Row], panel: str, line: str, x: str, xlabel: str) -> None:
+def _panels(path: Path, rows: list[Row], panel: str, line: str, x: str, xlabel: str) -> str:
     """Draw a row of panels for each figure: a panel and a line for each value of a column."""
     words = {"heads": "{} heads", "d_state": "state {}"}
     shown, first = [], rows[0].points
@@ -254,11 +259,12 @@ def _panels(path: Path, rows: list[Row], panel: str, line: str, x: str, xlabel: 
     looks = {
         words.get(line, "{}").format(name): styles.get(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(lines)
     }
-    draw_lines(path, shown, looks, xlabel)
+    return draw_lines(path, shown, looks, xlabel)
 
 
-def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> None:
-    """Draw quality against bytes: the settings, and the line that none of them beats."""
+def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> str:
+    """Draw quality against bytes: the settings, and the line that none of them beats. Returns the figure as SVG."""
+    titles: dict[str, list[str]] = {}
     with figure(path, 1, len(qualities), size=(4.9 * len(qualities) + 0.6, 4.5)) as grid:
         for quality, axes in zip(qualities, grid[0]):
             every, best = results.compared(quality), results.front(quality)
@@ -273,9 +279,13 @@ def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> None:
             )
             for selection, found in every.groupby(level=0, sort=False):
                 name = NAMES.get(str(selection), "no heads" if selection == NONE else "teacher")
+                titles[gid := f"points-{len(titles)}"] = [
+                    f"{name}: {' / '.join(map(str, setting[1:]))}, {size_text(size)}, {quality.scale * mean:.4g}"
+                    for setting, size, mean in zip(found.index, found.bytes, found["mean"])
+                ]
                 axes.scatter(
                     found.bytes, quality.scale * found["mean"], color=look(str(selection)).color,
-                    marker=look(str(selection)).marker, zorder=3, label=name,
+                    marker=look(str(selection)).marker, zorder=3, label=name, gid=gid,
                 )  # fmt: skip
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: size_text(value).replace(".00", "").replace(".0", ""))
@@ -292,3 +302,4 @@ def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> None:
                     last = size
         legend(grid)
         grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)
+    return as_svg(grid, titles)

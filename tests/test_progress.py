@@ -1,0 +1,96 @@
+"""Progress: a moving line on a terminal, plain lines elsewhere, JSON for machines, nothing when asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+from hybrid_distill import progress
+from hybrid_distill.progress import Phase, finish, track
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that have gone; every phase begins with lines."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "style", "lines")
+    return now
+
+
+def work(clock: list[float]) -> None:
+    """100 steps of a second each, resumed after 40."""
+    with Phase("align", 100, done=40, unit="steps") as phase:
+        for step in range(60):
+            clock[0] += 1.0
+            phase.note = f"loss {step}"
+            phase.update()
+
+
+def test_plain_lines_come_seldom_and_last_at_the_end(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    work(clock)
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [
+        "align: 60 of 100 steps, 0:40 left, loss 19",
+        "align: 80 of 100 steps, 0:20 left, loss 39",
+        "align: 100 of 100 steps, 0:00 left, loss 59",
+        "align: 100 of 100 steps, in 1:00, loss 59",
+    ]
+    assert not shown.out
+
+
+def test_a_phase_says_what_it_waits_for(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Phase("measuring the student"):
+        for _ in track(range(4), "plain text"):
+            clock[0] += 4000.0
+    assert capsys.readouterr().err.splitlines()[1:3] == [
+        "measuring the student: plain text 2 of 4, 2:13:20 left",
+        "measuring the student: plain text 3 of 4, 1:06:40 left",
+    ]
+
+
+def test_quick_quiet_hidden_and_unfinished_phases_have_no_line(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in track(range(3), "quick"):
+        clock[0] += 0.1
+    with pytest.raises(KeyboardInterrupt), Phase("stopped"):
+        clock[0] += 5
+        raise KeyboardInterrupt
+    for _ in track(range(3), "hidden", hidden=True):
+        clock[0] += 60
+    monkeypatch.setenv("RANK", "1")
+    work(clock)
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(progress, "style", "quiet")
+    work(clock)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err, progress._open) == ("", "", [])
+
+
+def test_machines_get_an_object_a_line(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "style", "json")
+    work(clock)
+    finish("report: report.md", report="report.md")
+    *phases, result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["done"] for line in phases] == [40, 60, 80, 100, 100] and phases[-1]["ended"]
+    assert phases[1] | {"phase": "align", "total": 100, "unit": "steps", "seconds_left": 40.0} == phases[1]
+    assert result == {"result": {"report": "report.md"}}
+
+
+def test_a_terminal_gets_one_line_a_phase(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    monkeypatch.setenv("COLUMNS", "100")
+    work(clock)
+    (line,) = filter(None, re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue().rpartition("\r")[2]).split("\n"))
+    assert re.fullmatch("align ━+ 100 of 100 steps, in 1:00, loss 59 *", line)
