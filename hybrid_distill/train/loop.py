@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -194,7 +195,7 @@ class _Training:
         for layer in (*stage.parts(), *(block for teacher in teachers for _, block in decoder_blocks(teacher))):
             layer.compile()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch, None, None]:
         """Return this process's share of the steps that are left."""
         on_gpu = self.accelerator.device.type == "cuda"
         workers = self.config.data_workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -390,7 +391,7 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
 
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
-    assert 0 < losses(tmp_path)[-1][0] < 12
+    assert 0 < losses(tmp_path)[-1][0] < 12 and not multiprocessing.active_children()
     whole, curve = uninterrupted["align"]
     assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
 
@@ -415,6 +416,7 @@ def test_an_error_in_a_worker_is_the_loops(tmp_path):
 
     with pytest.raises(ValueError, match="the disk is gone"):
         train("align", tmp_path, StoppingRows(small_rows(), 3, fail), data_workers=1)
+    assert not multiprocessing.active_children(), "Python would wait for them when it exits"
 
 
 @pytest.mark.parametrize(
