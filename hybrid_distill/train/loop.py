@@ -164,7 +164,7 @@ class _Training:
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         batches = self._batches()
-        with phase, profiler(trace) as profiled:
+        with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
