@@ -5,6 +5,7 @@ Every process must call each of these functions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,8 +102,8 @@ def _register_outside_use(module: nn.Module) -> None:
     """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them."""
     from deepspeed import zero
 
-    for part in module.modules():
-        projection = getattr(part, "a_proj", None)
+    for part, name in itertools.product(module.modules(), ("x_proj", "b_proj", "c_proj", "a_proj")):
+        projection = getattr(part, name, None)
         if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
             zero.register_external_parameter(part, projection.weight)
             zero.register_external_parameter(part, projection.bias)
