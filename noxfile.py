@@ -32,8 +32,8 @@ CELLS = [
     ("3.13", LATEST, LATEST),
 ]
 QUICK = """
-    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py tests/scoring/test_scoring.py
-    tests/train/test_micro_batches.py tests/test_api.py tests/test_guard.py
+    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py
+    tests/train/test_micro_batches.py tests/test_api.py
 """.split()
 ASK = """
 import json, platform, torch, transformers
