@@ -152,17 +152,17 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
         For ``cache_implementation="static"`` transformers compiles the step on a GPU, into a CUDA graph.
         """
+        if getattr(generation_config, "is_assistant", False):
+            raise ValueError(
+                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
+                "tokens. Pass an assistant_model without recurrent heads."
+            )
         kind = generation_config.cache_implementation
         is_static = kind == "static" and self._longrope_switch is None
         if kind not in (None, "dynamic") and not is_static:
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
-            )
-        if getattr(generation_config, "is_assistant", False):
-            raise ValueError(
-                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
-                "tokens. Pass an assistant_model without recurrent heads."
             )
         mask = model_kwargs.get("attention_mask")
         in_pieces = generation_config.prefill_chunk_size is not None
