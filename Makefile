@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs gpu-check oracle
+.PHONY: help demo test lint docs wheel matrix gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -29,10 +29,24 @@ AVOIDED := '"""(Of|What|Whom|Whether) |(?<![Tt]here )\bis no (?!longer)'
 
 lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 	$(BIN)/ruff check .
-	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks tests docs README.md CONTRIBUTING.md CHANGELOG.md
-	@! grep -rnP $(AVOIDED) hybrid_distill kernels recipes benchmarks tests --include='*.py' \
+	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks examples tests docs README.md CONTRIBUTING.md CHANGELOG.md
+	@! grep -rnP $(AVOIDED) hybrid_distill kernels recipes benchmarks examples tests --include='*.py' \
 		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+wheel: $(VENV)/test.stamp ## build dist/*.whl and *.tar.gz, and run the wheel in an empty environment
+	rm -rf dist build/empty
+	$(BIN)/python -m hatchling build
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet $(TORCH)
+	build/empty/bin/python -m pip install --quiet dist/*.whl
+	cd build/empty && bin/hybrid-distill recipes && bin/hybrid-distill run tiny --dry-run
+	rm -rf build/empty
+
+# One environment at a time, deleted afterwards; the versions that cannot be had here are skipped.
+matrix: $(VENV)/torch.stamp ## the quick tests under other versions of Python, torch and transformers; docs/versions.md
+	$(INSTALL) nox uv
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/nox --session matrix
 
 docs: $(VENV)/docs.stamp ## the documentation as a site with search: build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

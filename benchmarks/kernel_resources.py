@@ -4,11 +4,12 @@
     python benchmarks/kernel_resources.py --only "ssd backward CBX N=64"
     python benchmarks/kernel_resources.py --check    # compiles nothing: is the file complete, and are promises kept?
 
-For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, stack, shared
-memory and tensor-core instructions, read from the binary. The file has one section for each version of triton it was
-run with, and the digest of the sources it belongs to. Exit code 1 when a configuration breaks a promise: more spills
-than its tile table accepts (under the triton it was chosen by), more shared memory than a multiprocessor has, no
-tensor-core instruction where one is wanted.
+For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, shared
+memory, programs on a multiprocessor, tensor-core instructions and barriers of the main loop, read from the binary. The
+file has one section for each version of triton it was run with, and the digest of the sources it belongs to. Exit code
+1 when a configuration breaks a promise: more spills than its tile table accepts or fewer resident programs than it
+counts on (under the triton it was chosen by), more shared memory than a multiprocessor has, no tensor-core instruction
+where one is wanted.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ import importlib
 import json
 import os
 import pkgutil
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +31,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interp
 
 import hybrid_kernels
 import triton
+from kernel_time import GPUS, decode, programs_per_processor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -40,9 +39,6 @@ RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 CAPABILITIES = (80, 90)
 TABLE_TRITON = "3.6.0"  # the version the tile tables were chosen by; how much another one spills is recorded, no more
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TENSOR_CORE = re.compile(r"\b(HGMMA|HMMA)\b")
-SPILL = re.compile(r"\b(STL|LDL)\b")
 
 
 def kernel_modules() -> Iterator[ModuleType]:
@@ -58,7 +54,7 @@ def digest(module: ModuleType) -> str:
     hashed = hashlib.sha256()
     for source in (importlib.import_module("hybrid_kernels.common"), module):
         for node in ast.parse(Path(str(source.__file__)).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
                 if ast.get_docstring(node) is not None:
                     node.body = node.body[1:]
                 hashed.update(ast.dump(node).encode())
@@ -87,21 +83,17 @@ def compile_for(compilation: Any, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def resources(compiled: Any) -> dict[str, int]:
+def resources(compiled: Any, num_warps: int, capability: int) -> dict[str, int]:
     """Read from the binary with the tools that come with triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-        code = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    code = decode(compiled.asm["cubin"], compiled.metadata.shared)
     return {
-        "registers": found["REG"],
-        "spills": len(SPILL.findall(code)),
-        "stack_bytes": found["STACK"],
-        "shared_bytes": compiled.metadata.shared,
-        "tensor_core_instructions": len(TENSOR_CORE.findall(code)),
-        "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/", code)),
+        "registers": code.registers,
+        "spills": code.spills,
+        "shared_bytes": code.shared_bytes,
+        "resident": programs_per_processor(code, num_warps, GPUS[capability]),
+        "tensor_core_instructions": sum(i.operation.startswith(("HGMMA", "HMMA")) for i in code.instructions),
+        "instructions": len(code.instructions),
+        "barriers_of_loop": code.count("BAR"),
     }
 
 
@@ -112,6 +104,8 @@ def broken_promises(compilation: Any, capability: int, version: str, found: dict
         broken.append(f"{found['spills']} spill instructions, {compilation.max_spills} accepted")
     if found["shared_bytes"] > MAX_SHARED_BYTES[capability]:
         broken.append(f"{found['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
+    if version == TABLE_TRITON and found["resident"] < compilation.min_resident:
+        broken.append(f"{found['resident']} programs on a multiprocessor, {compilation.min_resident} in the tile table")
     if compilation.tensor_cores and not found["tensor_core_instructions"]:
         broken.append("no tensor-core instruction")
     return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
@@ -167,7 +161,7 @@ def main() -> None:
             rows = {c.name: rows[c.name] for c in wanted if rows.get(c.name, {}).get("key") == key(c)}
             for compilation in wanted:
                 if options.only in compilation.name:
-                    found = resources(compile_for(compilation, capability))
+                    found = resources(compile_for(compilation, capability), compilation.num_warps, capability)
                     rows[compilation.name] = {"key": key(compilation), **found}
                     broken += broken_promises(compilation, capability, triton.__version__, found)
                     print(f"sm_{capability} {compilation.name}: {found}", flush=True)

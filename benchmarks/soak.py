@@ -3,9 +3,9 @@
     python benchmarks/soak.py       # 14 minutes on two busy cores; writes benchmarks/results/soak.json
 
 The run is a small one of two stages on the embedded teacher, with a checkpoint every second step. Kills come while the
-program starts, at any moment of a step, while a checkpoint is being written (seen by its temporary folder) and while a
+program starts, at any moment of a step, while a checkpoint is being written (a folder without a record) and while a
 stage's result is written. Thrice something else is wrong before the next start: the newest checkpoint is cut short, its
-manifest was edited, the disk is full (a tmpfs; left out where it may not be mounted).
+record was edited, the disk is full (a tmpfs; left out where it may not be mounted).
 
 An uninterrupted run is the measure. After every start the metrics and the rows that were read are compared with its
 own, to the last bit; rows are known by the hash of their tokens, written down when the training takes them. In the end
@@ -154,7 +154,12 @@ def batches_read(out: Path) -> int:
 
 def half_written(out: Path) -> bool:
     """Return True if a killed process left an unfinished checkpoint or result."""
-    return any(out.glob("stages/*/checkpoints/.step-*.tmp")) or any(out.glob("stages/*/.*.tmp"))
+    return begun_checkpoint(out) or any(out.glob("stages/*/.*.tmp"))
+
+
+def begun_checkpoint(out: Path) -> bool:
+    """Return True if a checkpoint is being written, or was when its process was killed."""
+    return any(not any(path.glob("rank-*.json")) for path in out.glob("stages/*/checkpoints/step-*"))
 
 
 def agrees(out: Path, reference: Path) -> bool:
@@ -228,7 +233,7 @@ class Soak:
             "batches_read": len(own),
             "left_half_written": half_written(self.out),
             "exact": agrees(self.out, self.reference),
-            "warned": "Going on from step-" in said,
+            "warned": "Resuming from step-" in said,
         }
 
     def _moments(self, kill: Kill, n_stage: int, before: int) -> Iterator[bool]:
@@ -241,7 +246,7 @@ class Soak:
             yield True
         folder = self.out / "stages" / STAGES[n_stage]
         signs = {
-            "checkpoint": lambda: any(self.out.glob("stages/*/checkpoints/.step-*.tmp")),
+            "checkpoint": lambda: begun_checkpoint(self.out),
             "result": lambda: any((folder / name).exists() for name in (".model.safetensors.tmp", "manifest.json")),
         }
         while True:
@@ -255,17 +260,17 @@ class Soak:
 
 
 def whole_checkpoints(out: Path) -> list[Path]:
-    """Those that a start would find, oldest first."""
-    return sorted(path.parent for path in out.glob("stages/*/checkpoints/step-*/manifest.json"))
+    """Records of those that a start would find, oldest first."""
+    return sorted(out.glob("stages/*/checkpoints/step-*/rank-*.json"))
 
 
 def cut_short(out: Path) -> None:
-    path = whole_checkpoints(out)[-1] / "optimizer.safetensors"
+    path = whole_checkpoints(out)[-1].with_suffix(".safetensors")
     os.truncate(path, path.stat().st_size // 2)
 
 
-def edit_manifest(out: Path) -> None:
-    path = whole_checkpoints(out)[-1] / "manifest.json"
+def edit_record(out: Path) -> None:
+    path = whole_checkpoints(out)[-1]
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "step": record["step"] - 1}))
 
@@ -297,7 +302,7 @@ def with_a_full_disk(soak: Soak, disk: Path) -> dict[str, Any]:
 def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any]:
     """Kill, damage, go on, and account for it all."""
     soak = Soak(disk / "run", reference)
-    damages = {"newest checkpoint cut short": cut_short, "its manifest edited": edit_manifest}
+    damages = {"newest checkpoint cut short": cut_short, "its record edited": edit_record}
     starts, faults, damaged = [], {}, None
     for number, kill in enumerate(kills(seed)):
         seen = soak.killed(kill, number // 10)

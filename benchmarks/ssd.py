@@ -50,6 +50,34 @@ def ours() -> Scan:
     return lambda x, raw, b, c: ssd(x, raw, b, c)[0]
 
 
+def ours_milliseconds(s: Shape) -> float | str:
+    """Return the time of our forward and backward at a shape, or why there is none."""
+    args = draw(s, "cuda")
+    with torch.no_grad():
+        x, raw, b, c = args
+        expected = ssd_scan(x.float(), log_decay(raw), b.float(), c.float(), impl="torch")[0].bfloat16()
+    return measure(CONTENDERS["ours"], args, expected)[PASSES[1]]
+
+
+def ours_gated_milliseconds(s: Shape) -> float | str:
+    """Return the same with a skip and a gate."""
+    from hybrid_kernels.ssd import ssd
+    from triton.testing import do_bench
+
+    given = [*draw(s, "cuda"), torch.ones(s.H, device="cuda"), torch.randn_like(draw(s, "cuda")[0])]
+    leaves = [t.requires_grad_() for t in given]
+    upstream = torch.randn_like(leaves[0])
+
+    def step() -> None:
+        y, _ = ssd(*leaves[:4], D_H=leaves[4], z_BLHP=leaves[5])
+        torch.autograd.grad(y, leaves, upstream)
+
+    try:
+        return do_bench(step, return_mode="median")
+    except Exception as error:  # it belongs into the table
+        return f"{type(error).__name__}: {error}"[:160]
+
+
 def plain_torch() -> Scan:
     return lambda x, raw, b, c: ssd_scan(x, log_decay(raw), b, c, impl="torch")[0]
 

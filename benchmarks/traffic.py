@@ -34,6 +34,7 @@ OUR_CHUNK, OUR_CHUNK_OF_WIDE_STATES = 32, 16
 WIDE_STATE = 128  # from here on our backward is two kernels (P = 64, sm_90: the tile table)
 CONV_WIDTH = 4
 LIGER_PASSES = 11
+LOSS_CHUNK = 4096  # tokens, on a GPU of 60 GB or more
 
 
 class Shape(NamedTuple):
@@ -180,27 +181,33 @@ def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> flo
 
 
 class Edge(NamedTuple):
-    """One of the other kernels at one shape: bytes and operations of each contender."""
+    """One of the other kernels at one shape: what each contender runs one after the other, as (bytes, operations)."""
 
     name: str
-    bytes_: dict[str, int]
-    operations: dict[str, int]
+    kernels: dict[str, list[tuple[int, int]]]
+
+    def bytes_(self) -> dict[str, int]:
+        return {name: sum(moved for moved, _ in kernels) for name, kernels in self.kernels.items()}
 
     def milliseconds(self, device: Device) -> dict[str, float]:
-        """Matrix products and passes are kernels of their own, one after the other: but for the limit, times add up."""
-        times = {}
-        for name, moved in self.bytes_.items():
-            parts = moved / device.bandwidth, self.operations.get(name, 0) / device.flops
-            times[name] = 1e3 * (max(parts) if name == "limit" else sum(parts))
-        return times
+        """The longer of moving and computing, kernel by kernel."""
+        return {
+            name: 1e3 * sum(max(moved / device.bandwidth, flops / device.flops) for moved, flops in kernels)
+            for name, kernels in self.kernels.items()
+        }
+
+
+def moving(**moved: int) -> dict[str, list[tuple[int, int]]]:
+    """Contenders that only move bytes; an underscore stands for a dash."""
+    return {name.replace("_", "-"): [(count, 0)] for name, count in moved.items()}
 
 
 def convolution(s: Shape) -> Edge:
     """Forward and backward over x, B and C of all heads; in plain torch each tap is a pass of its own."""
     xbc = s.x() + 2 * s._replace(G=s.H).bc()
     taps_in_torch = 3 * (CONV_WIDTH - 1) + 2
-    moved = {"limit": 5 * xbc, "ours": 5 * xbc, "causal-conv1d": 5 * xbc, "torch": 3 * taps_in_torch * xbc}
-    return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved, {})
+    moved = moving(limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc)
+    return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved)
 
 
 def decoding_step(s: Shape) -> Edge:
@@ -211,28 +218,39 @@ def decoding_step(s: Shape) -> Edge:
     conv_state = 2 * (CONV_WIDTH - 1) * xbc
     once = state + conv_state + xbc + 2 * rows.x() + rows.decay()
     apart = once + 2 * xbc + 2 * rows.decay() + 6 * rows.x()  # what the kernels hand to each other
-    return Edge(f"step B={s.B} H={s.H} N={s.N}", {"limit": state, "ours": once, "mamba-ssm": apart}, {})
+    return Edge(f"step B={s.B} H={s.H} N={s.N}", moving(limit=state, ours=once, mamba_ssm=apart))
 
 
-def loss(tokens: int, vocabulary: int, student: int, teacher: int) -> Edge:
-    """Products of both heads, of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
+def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl") -> Edge:
+    """Products of both heads and of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
+
+    def product(m: int, k: int, n: int, element: int = BF16) -> tuple[int, int]:
+        return (m * k + k * n) * BF16 + m * n * element, 2 * m * k * n
+
+    def chunk(m: int) -> list[tuple[int, int]]:
+        """Logits twice, gradients of hidden states and, added to the sum in fp32, of the head."""
+        moved, flops = product(vocabulary, m, student, 2 * FP32)
+        logits = [product(m, student, vocabulary), product(m, teacher, vocabulary)]
+        return [*logits, product(m, vocabulary, student), (moved, flops)]
+
     logits = tokens * vocabulary
-    inputs = (tokens * (2 * student + teacher) + vocabulary * (student + teacher)) * BF16 + vocabulary * student * FP32
-    products = 6 * logits * student + 2 * logits * teacher
-    moved = {
-        "limit": inputs,
-        "ours": inputs + (2 + 2 + 2 + 1 + 2) * logits * BF16,  # two products, two passes, the gradient, its products
-        "Liger": inputs + LIGER_PASSES * 2 * logits * FP32,
-        "torch": inputs + 2 * LIGER_PASSES * 2 * logits * FP32,
+    whole, in_chunks = chunk(tokens), tokens // LOSS_CHUNK * chunk(LOSS_CHUNK)
+    gradients = (4 * tokens * student * BF16, 0), (vocabulary * student * (2 * FP32 + BF16), 0)  # zeroed, read, scaled
+    # What is read of the logits: the normalizers', for JSD the mean pull's, the gradient's pass, which also writes it.
+    passes = 2 + (0 if kind == "forward_kl" else 2) + 2 + 1
+    contenders = {
+        "limit": [(sum(moved for moved, _ in whole) - 3 * logits * BF16, sum(flops for _, flops in whole))],
+        "ours": [*in_chunks, (passes * logits * BF16, 0), *gradients],
+        "Liger": [*whole, (LIGER_PASSES * 2 * logits * FP32, 0)],
+        "torch": [*whole, (2 * LIGER_PASSES * 2 * logits * FP32, 0)],
     }
-    return Edge(f"loss {tokens} x {vocabulary} x {student}/{teacher}", moved, dict.fromkeys(moved, products))
+    return Edge(f"loss {kind} {tokens} x {vocabulary} x {student}/{teacher}", contenders)
 
 
 EDGES = (
     *(convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)),
     *(decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))),
-    loss(16_384, 128_256, 2048, 2048),
-    loss(16_384, 128_256, 2048, 4096),
+    *(loss(16_384, 128_256, 2048, teacher, kind) for teacher in (2048, 4096) for kind in ("forward_kl", "jsd")),
 )
 
 
@@ -276,15 +294,19 @@ def main() -> None:
         print(f"{s.B:>3}{s.L:>7}{s.H:>4}{s.P:>4}{s.N:>4}{s.G:>4}" + "".join(f"{cell:>18}" for cell in cells))
     print("\nthe other kernels")
     for edge in EDGES:
-        times = edge.milliseconds(DEVICES[options.device])
-        cells = [f"{name} {edge.bytes_[name] / 1e6:.0f} ({times[name]:.3f})" for name in times]
-        print(f"{edge.name:<34}" + "".join(f"{cell:>30}" for cell in cells))
+        times, moved = edge.milliseconds(DEVICES[options.device]), edge.bytes_()
+        cells = [f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times]
+        print(f"{edge.name:<40}" + "".join(f"{cell:>30}" for cell in cells))
     record = {
         "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
         "devices": {name: rates._asdict() for name, rates in DEVICES.items()},
         "rows": [row(s) for s in SHAPES],
         "other kernels": [
-            edge._asdict() | {"milliseconds": {name: edge.milliseconds(rates) for name, rates in DEVICES.items()}}
+            {
+                "name": edge.name,
+                "bytes": edge.bytes_(),
+                "milliseconds": {name: edge.milliseconds(rates) for name, rates in DEVICES.items()},
+            }
             for edge in EDGES
         ],
     }

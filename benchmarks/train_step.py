@@ -3,9 +3,14 @@
     python benchmarks/train_step.py            # the device that is there; writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --small    # two steps of each, written nowhere
     python benchmarks/train_step.py --against 23cdb5e    # a CPU: our step beside that of an older commit
+    python benchmarks/train_step.py --waiting    # two processes on a CPU: what the loop waits for
 
 `--against` unpacks the commit into a temporary folder. A process of each side (`train_step_worker.py`) takes steps in
 turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
+
+`--waiting` trains a few steps of the same shape in the loop, on two processes (`train_loop_worker.py`), with batches
+made by the loop itself and ahead of it by workers: the share of a step spent waiting for data, and how often a step
+would wait for a device. It stops unless the losses of both are equal to the bit.
 
 A step is one micro-batch: forward of teacher and student, backward, AdamW. Both contenders train the same weights of
 the same models, and must say the same loss before they are timed:
@@ -55,6 +60,7 @@ AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the losses, relati
 GOALS = {"align": 0.50, "distill": 0.45}  # of the device's peak
 STEPS = 15
 AGAINST_STEPS = 3
+WAITING_STEPS = 6
 WORKER_TOKENS = 4 * 256
 SHAPES["many words"] = SHAPES["mid"] | {"vocab_size": 128_256}
 Loss = Callable[[Batch], Tensor]
@@ -224,6 +230,36 @@ def in_turns(sides: dict[str, tuple[Path, str, str]], steps: int) -> dict[str, A
     return row
 
 
+def waiting(stages: list[str], steps: int) -> list[dict[str, Any]]:
+    """Train in the loop on two processes, with and without workers that make batches ahead."""
+    here, rows = Path(__file__).resolve().parents[1], []
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    paths = os.pathsep.join([str(here), str(here / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in stages:
+        losses = []
+        for workers in (0, 2):
+            with tempfile.TemporaryDirectory() as out:
+                arguments = [out, name, str(workers), str(steps)]
+                command = [*launcher, str(Path(__file__).with_name("train_loop_worker.py")), *arguments]
+                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+                lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+                reads = json.loads((Path(out) / "reads.json").read_text())
+            losses.append([line["loss"] for line in lines])
+            seconds = [after["seconds"] - before["seconds"] for before, after in itertools.pairwise(lines)]
+            found = {
+                "seconds_a_step": round(statistics.median(seconds), 2),
+                "share_waiting_for_data": statistics.median(line["data_wait"] for line in lines[1:]),
+                "waits_for_the_device": max(sum(step.values()) for step in reads),
+                "where": sorted({place for step in reads for place in step}),
+            }
+            rows.append({"stage": name, "processes": 2, "workers": workers, "last_loss": losses[-1][-1]} | found)
+            print(json.dumps(rows[-1]), flush=True)
+        if losses[0] != losses[1]:
+            raise SystemExit(f"{name}: the losses differ: {losses}")
+    return rows
+
+
 def one_document(batch: Batch) -> Batch:
     """The plain loop knows no packing."""
     return {**batch, "seq_idx": torch.zeros_like(batch["seq_idx"])}
@@ -243,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
     parser.add_argument("--against", metavar="COMMIT", help="compare with an older commit's step, on a CPU")
+    parser.add_argument("--waiting", action="store_true", help="what the loop waits for, on two processes of a CPU")
     parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
     options = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -252,6 +289,13 @@ def main() -> None:
             record["against"] = (
                 about("cpu", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns") | found
             )
+            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        return
+    if options.waiting:
+        found = waiting(options.stages, 2 if options.small else WAITING_STEPS)
+        if not options.small:
+            what = "the loop on two processes with one thread each; medians of the steps after the first"
+            record["waiting"] = about("cpu", what) | {"shape": "SmolLM2-135M", "results": found}
             RESULTS.write_text(json.dumps(record, indent=1) + "\n")
         return
     torch.set_num_threads(1)

@@ -96,6 +96,9 @@ def __getattr__(name: str) -> Any:
 
         value = installed(["hybrid-distill"]).get("hybrid-distill", "unknown")  # for a clone that was not installed
     elif name in _HOMES:
+        from .provenance import check_supported
+
+        check_supported()
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,8 +120,13 @@ def is_launched_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def on_main_process(action: Callable[[], object], others: Callable[[], object] = lambda: None) -> None:
-    """Act on one process; the others do ``others`` and wait until the main one is done, however long it takes.
+def is_first_on_machine() -> bool:
+    """Check whether this is the first process of its machine, or the only one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def on_main_process(action: Callable[[], object]) -> None:
+    """Act on one process; the others wait until it is done, however long it takes.
 
     They poll the store by which all found each other: a collective would give up, NCCL after 10 minutes.
     """
@@ -140,7 +145,6 @@ def on_main_process(action: Callable[[], object], others: Callable[[], object] =
         action()
         store.set(done, "")
     else:
-        others()
         pause = 0.001
         while not store.check([done]):
             time.sleep(pause)

@@ -6,24 +6,36 @@ import datetime
 import importlib.metadata
 import platform
 import re
+import sys
 from collections.abc import Iterable
 
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
-OLDEST = {"python": "3.10", "torch": "2.6", "transformers": "4.56"}
-"""Oldest supported versions, as in pyproject.toml; newer ones are tried as they appear (docs/export.md)."""
+SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.x"), "transformers": ("4.56", "5.x")}
+"""Oldest versions, as in pyproject.toml, and newest ones (docs/versions.md has what was tried)."""
 
 
-def check_supported() -> None:
-    """Raise ValueError for a Python, torch or transformers that is missing, or older than `OLDEST`."""
-    found = {"python": platform.python_version(), **installed(OLDEST)}
-    for name, oldest in OLDEST.items():
-        fix = "use a newer Python" if name == "python" else f"pip install '{name}>={oldest}'"
+def check_supported() -> str | None:
+    """Return a note about a Python, torch or transformers newer than those of `SUPPORTED`, if any is.
+
+    Raises ValueError for one that is older or missing, and on Windows.
+    """
+    if sys.platform == "win32":
+        raise ValueError("this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2.")
+    found, note = {"python": platform.python_version(), **installed(SUPPORTED)}, None
+    for name, (oldest, newest) in SUPPORTED.items():
+        range, fix = f"{oldest} to {newest}", f"pip install '{name}>={oldest}'"
         if name not in found:
-            raise ValueError(f"{name} is not installed. Version {oldest} or newer is needed; {fix}.")
-        ours, least = (tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (found[name], oldest))
+            raise ValueError(f"{name} is not installed. Version {range} is needed; {fix}.")
+        ours, least, most = (
+            tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (found[name], oldest, newest)
+        )
         if ours < least:
-            raise ValueError(f"this is {name} {found[name]}. Version {oldest} or newer is supported; {fix}.")
+            fix = f"use Python {range}" if name == "python" else fix
+            raise ValueError(f"this is {name} {found[name]}. Version {range} is supported; {fix}.")
+        if ours[: len(most)] > most:
+            note = f"this is {name} {found[name]}, which was not tried. Version {range} is supported."
+    return note
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from .. import progress
 from ..distributed import WorldError, disconnect, is_launched_main
 from ..locking import InUse
-from ..provenance import check_supported
 from .aliases import in_current_words
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "Rank heads": ("score", "compare-scores"),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
-    "Make students": ("run", "demo"),
+    "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
     "Pass on": ("export", "verify", "quantize", "publish", "serve"),
     "Choose": ("memory", "sweep", "sweep-status", "recommend"),
@@ -84,7 +83,6 @@ def _dispatch(name: str, *words: str) -> None:
         near = difflib.get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{name!r} is not a command; {meant}`hybrid-distill --help` lists them.")
-    check_supported()
     with _loading():
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         from .parsing import parse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import sys
@@ -26,11 +27,51 @@ FIRST = (
 """The flags that people change first; ``--help`` of a recipe shows these."""
 
 
+def command(name: str | None = None, /) -> None:
+    """List the recipes that `run`, `cache-logits`, `sweep` and `demo` take by name.
+
+    Args:
+        name: The recipe to print instead: `hybrid-distill recipes tiny > mine.py` is the start of one's own.
+    """
+    if name is not None:
+        print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
+        return
+    for short, path in sorted(shipped().items()):
+        print(f"{short:<16}{_first_line(path)}")
+
+
+def shipped() -> dict[str, Path]:
+    """Map names to the recipes that come with the package: inside of it in a wheel, beside it in a clone."""
+    package = Path(__file__).parents[1]
+    folder = next(place for place in (package / "recipes", package.parent / "recipes") if place.is_dir())
+    recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
+    return {path.stem.removeprefix("hybrid_"): path for path in recipes}
+
+
+def find_recipe(path: Path) -> Path:
+    """Return ``path`` if it is a file, else the shipped recipe of that name. Raises ValueError for neither.
+
+    ``recipes/hybrid_tiny.py``, as the documentation calls it, is a name too: it works without a clone.
+    """
+    recipes = shipped()
+    named = recipes.get(path.stem.removeprefix("hybrid_")) if path.parent in (Path(), Path("recipes")) else None
+    if path.is_file() or named is None:
+        named = path
+    if named.suffix != ".py" or not named.is_file():
+        names = ", ".join(sorted(recipes))
+        raise ValueError(f"{path} is not a recipe; pass a Python file with config(), or one of {names}.")
+    return named
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
 def load_recipe(path: Path) -> ModuleType:
-    """Import a recipe file. Raises ValueError for another file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"{path} is not a recipe; pass a Python file with config(), such as recipes/hybrid_tiny.py.")
+    """Import a recipe: a file, or the name of a shipped one. Raises ValueError for anything else."""
+    path = find_recipe(path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
     sys.path.insert(0, str(path.parent.resolve()))  # recipes build on one another
     module = importlib.util.module_from_spec(spec)
     with in_recipe(str(path)):
@@ -43,7 +84,7 @@ def load_recipe(path: Path) -> ModuleType:
 def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     """Split the words of a command into a recipe's path and flags."""
     if not words or words[0].startswith("-"):
-        raise ValueError(f"no recipe; pass a Python file first: `hybrid-distill {command} recipes/hybrid_tiny.py ...`.")
+        raise ValueError(f"no recipe; pass its name or file first: `hybrid-distill {command} tiny ...`.")
     return Path(words[0]), list(words[1:])
 
 

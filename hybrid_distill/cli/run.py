@@ -18,7 +18,7 @@ OF_DRY_RUNS = ("--dry-run", "--show-config")
 
 
 def main(words: list[str]) -> None:
-    """Run a recipe, a Python file with config(); flags after it override its fields, --help there lists them.
+    """Run a recipe, by name or as a file with config(); flags after it override its fields, --help there lists them.
 
     Goes on where it was stopped.
     """

@@ -12,7 +12,7 @@ from .config import DataConfig, check_sources, open_rows
 from .documents import read_documents, read_held_out, source_files
 from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
-from .rows import Batch, PackedRows, Rows, TaughtBatch, on_device, pick_rows
+from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint
 
 __all__ = [
@@ -28,11 +28,13 @@ __all__ = [
     "Tokens",
     "check_same_vocabulary",
     "check_sources",
+    "cu_seqlens",
     "on_device",
     "open_logits",
     "open_rows",
     "open_tokens",
     "pick_rows",
+    "read_ahead",
     "read_documents",
     "read_held_out",
     "source_files",

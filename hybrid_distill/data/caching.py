@@ -23,7 +23,7 @@ from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
 from .logits import ROW_IDS, CachedLogitsDataset, LogitFolder, LogitHeader, pack, row_ids_of, shard_path
-from .rows import Batch, PackedRows, on_device
+from .rows import Batch, PackedRows, cu_seqlens, on_device
 from .tokens import tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def top_k_of(
     decoder, parts = decoder_of(teacher), []
     embedding: Any = teacher.get_output_embeddings()
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
-        packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
+        packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
         hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
             logits_MV = finish_logits(embedding(hidden_ME), decoder.config)[:, :vocab_size]

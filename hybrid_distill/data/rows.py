@@ -5,13 +5,17 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from .tokens import Tokens, hash_of
 
@@ -19,8 +23,8 @@ ORDER = "hybrid-distill/rows/2"
 _ROUNDS = 6
 
 
-class Batch(TypedDict):
-    """Rows of one optimizer step, or a part of them."""
+class _Batch(TypedDict):
+    """What every batch has."""
 
     input_ids: Tensor
     """[B, L] int64."""
@@ -29,6 +33,13 @@ class Batch(TypedDict):
     mask: Tensor
     """[B, L] bool: whether the loss counts the prediction made here. False at padding, which only the last row of a
     source has, and in conversations where the next token is not the assistant's."""
+
+
+class Batch(_Batch, total=False):
+    """Rows of one optimizer step, or a part of them."""
+
+    lengths: Tensor
+    """[B, documents of a row at most] int64: their tokens, 0 behind a row's last."""
 
 
 class TaughtBatch(Batch):
@@ -58,6 +69,15 @@ def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
     return {name: change(tensor) for name, tensor in tensors.items()}  # type: ignore[return-value]
 
 
+def cu_seqlens(batch: Batch) -> Tensor | None:
+    """Return the documents' borders in all rows laid end to end, as FlashAttention takes them; None without `lengths`.
+
+    Rows with fewer documents repeat a border. The host waits for nothing.
+    """
+    lengths = batch.get("lengths")
+    return None if lengths is None else F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+
+
 class Rows(Protocol):
     """Source of a training loop's batches: a pure function of the step."""
 
@@ -66,6 +86,40 @@ class Rows(Protocol):
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
         """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""
         ...
+
+
+@dataclass(frozen=True)
+class _Steps(Dataset[Batch]):
+    """A process's batches, by step."""
+
+    rows: Rows
+    share: tuple[int, int, int]
+    """Rows of a step over all processes, this process and their number."""
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.rows.batch(step, *self.share)
+
+
+def read_ahead(
+    rows: Rows, steps: range, batch_size: int, rank: int = 0, world: int = 1, *, workers: int, pinned: bool
+) -> Iterator[Batch]:
+    """Return a process's batches of some steps, in order, made ahead by other processes if there are ``workers``.
+
+    Workers block signals: one that a launcher sends to all of a job's processes is for the loop, which ends them.
+    """
+    made = _Steps(rows, (batch_size, rank, world))
+    if not workers:
+        return map(made.__getitem__, steps)
+    options: dict[str, Any] = {"multiprocessing_context": "fork", "pin_memory": pinned, "num_workers": workers}
+    own_generator = torch.Generator()  # the loader draws a seed: not from the run's generator
+    loader = DataLoader(
+        made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=own_generator, **options
+    )
+    return iter(loader)
+
+
+def _block_signals(worker: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class PackedRows:
@@ -119,7 +173,9 @@ class PackedRows:
         """Read rows by number."""
         columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
         input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
-        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask}
+        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx[:, -1].max()) + 1)
+        lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
+        return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 
     def _row_id(self, index: int) -> int:
         epoch, place = divmod(index, self.rows_per_epoch)

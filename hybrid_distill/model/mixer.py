@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNED = 16  # elements a row starts at a multiple of, and x, B and C in it: kernels then read 16 bytes at a time
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
 
@@ -169,6 +171,23 @@ def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
     return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
+def _unprojected(t_BLD: Tensor) -> Tensor:
+    """Stand for the output projection in kept attention. Not a module, which LoRA would take for one by its name."""
+    return t_BLD
+
+
+class _LateBias(nn.Linear):
+    """Linear whose bias is added elsewhere: Mamba-2's stands behind the convolution."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+def _is_plain(projection: nn.Module) -> bool:
+    """Check that a projection is its weight: neither quantized nor with an adapter (LoRA) beside it."""
+    return type(projection) in (nn.Linear, _LateBias) and type(projection.weight) is nn.Parameter
+
+
 class _DecayProjection(nn.Linear):
     """Linear that adds its bias in fp32: near a = 1, a sum in bf16 would put half-lives several percent off."""
 
@@ -215,12 +234,14 @@ class SSMHeads(nn.Module):
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
-        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim)
-        self.b_proj = nn.Linear(hidden_size, n_heads * d_state)
-        self.c_proj = nn.Linear(hidden_size, n_heads * d_state)
+        linear = _LateBias if self.is_mamba2 else nn.Linear
+        self.x_proj = linear(hidden_size, n_heads * head_dim)
+        self.b_proj = linear(hidden_size, n_heads * d_state)
+        self.c_proj = linear(hidden_size, n_heads * d_state)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
         self.a_proj = _DecayProjection(hidden_size, n_heads)
-        n_channels = n_heads * (head_dim + 2 * d_state)
+        self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
+        n_channels = sum(self.sizes)
         self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
         self.conv_bias = nn.Parameter(torch.empty(n_channels)) if conv_bias else None
         self.D = nn.Parameter(torch.empty(n_heads))
@@ -309,11 +330,15 @@ class SSMHeads(nn.Module):
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
         projections = self.x_proj, self.b_proj, self.c_proj
-        if self.is_mamba2:
-            parts = [F.linear(hidden_BLD, projection.weight) for projection in projections]
+        batch, length, width = hidden_BLD.shape
+        on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
+        if on_kernels and length > 1 and batch * length >= width and all(map(_is_plain, projections)):
+            # The weights are fewer than the activations: join those. Padding makes the rows longer than `sizes`.
+            bias = None if self.is_mamba2 else _join([projection.bias for projection in projections])
+            xbc_BLC = F.linear(hidden_BLD, _join([projection.weight for projection in projections]), bias)
         else:
-            parts = [projection(hidden_BLD) for projection in projections]
-        return torch.cat(parts, dim=-1), self.a_proj(hidden_BLD)
+            xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
+        return xbc_BLC, self.a_proj(hidden_BLD)
 
     def _gate(self, hidden_BLD: Tensor) -> Tensor:
         return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
@@ -353,26 +378,69 @@ class SSMHeads(nn.Module):
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             n_tokens_B = token_mask_BL.long().sum(dim=1)
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
+        is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
+
+        def in_row(t: Tensor, dim: int = 0) -> Tensor:
+            return _join(t.split(self.sizes, dim), dim) if is_padded else t
+
         xbc_BLC, conv_state_BCK = causal_conv(
             xbc_BLC,
-            self.conv_weight.to(xbc_BLC.dtype),
-            state_BCK=conv_state_BCK,
+            in_row(self.conv_weight).to(xbc_BLC.dtype),
+            state_BCK=None if conv_state_BCK is None else in_row(conv_state_BCK, 1),
             seq_idx_BL=seq_idx_BL,
             n_tokens_B=n_tokens_B,
             impl=self.impl,
         )
+        if is_padded:
+            conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
         if self.conv_bias is not None:
-            xbc_BLC = xbc_BLC + self.conv_bias.to(xbc_BLC.dtype)
-        sizes = [self.n_heads * size for size in (self.head_dim, self.d_state, self.d_state)]
+            xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
         if self.is_mamba2:
-            bias_C = torch.cat([self.x_proj.bias, self.b_proj.bias, self.c_proj.bias])
+            bias_C = in_row(torch.cat([self.x_proj.bias, self.b_proj.bias, self.c_proj.bias]))
             xbc_BLC = F.silu(xbc_BLC + bias_C.to(xbc_BLC.dtype))
-        x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in xbc_BLC.split(sizes, dim=-1))
+        x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in _Parts.apply(xbc_BLC, self.sizes))
         if self.is_mamba2:
             b = b * -log_decay(raw_BLR).unsqueeze(-1).to(b.dtype)
         if token_BL1 is not None:
             x = x * token_BL1.unsqueeze(-1)
         return x, b, c, raw_BLR, conv_state_BCK
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate x, B and C, each filled up with zeros to a multiple of ALIGNED."""
+    filled = []
+    for part in parts:
+        shape = list(part.shape)
+        shape[dim] = -shape[dim] % ALIGNED
+        filled += [part, part.new_zeros(shape)] if shape[dim] else [part]
+    return torch.cat(filled, dim)
+
+
+def _parts(row: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+    """Return x, B and C of a row, filled up or not, as views."""
+    widths = sizes if row.shape[dim] == sum(sizes) else [size + -size % ALIGNED for size in sizes]
+    return tuple(part.narrow(dim, 0, size) for part, size in zip(row.split(widths, dim), sizes, strict=True))
+
+
+class _Parts(torch.autograd.Function):
+    """`_parts` of the last dimension; the gradient is a row again, without a copy where a kernel wrote it as one."""
+
+    @staticmethod
+    def forward(ctx: Any, row_BLC: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.sizes = row_BLC.shape, sizes
+        return _parts(row_BLC, sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        first, (batch, length, width) = grad_outputs[0], ctx.shape
+        n_bytes = batch * length * width * first.itemsize
+        if not torch.compiler.is_compiling() and first.untyped_storage().nbytes() == n_bytes:
+            row_BLC = first.as_strided(ctx.shape, (length * width, width, 1), 0)
+            places = [(t.data_ptr(), t.stride()) for t in _parts(row_BLC, ctx.sizes, -1)]
+            if places == [(t.data_ptr(), t.stride()) for t in grad_outputs]:
+                return row_BLC, None
+        is_padded = width > sum(ctx.sizes)
+        return _join(grad_outputs, -1) if is_padded else torch.cat(grad_outputs, -1), None
 
 
 def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -455,7 +523,8 @@ class HybridMixer(nn.Module):
                 full = getattr(attention, name)
                 n_rows = len(self.layout.blocks(name, self.kept, self.kv_groups, *n_all)) * self.head_dim
                 setattr(attention, name, nn.Linear(full.in_features, n_rows, bias=full.bias is not None))
-        setattr(attention, self.layout.output, nn.Identity())
+        delattr(attention, self.layout.output)
+        setattr(attention, self.layout.output, _unprojected)
         n_rep = n_kept // n_stored
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
@@ -534,10 +603,11 @@ class HybridMixer(nn.Module):
         """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighboring heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
-        taken = {True: 0, False: 0}
-        runs = []
-        for is_kept, run in itertools.groupby(range(self.n_heads), key=lambda head: head in self.kept):
-            start, length = taken[is_kept], len(list(run))
-            runs.append((attended if is_kept else recurred)[:, :, start : start + length])
-            taken[is_kept] += length
-        return torch.cat(runs, dim=2)
+        runs = [
+            (kept, len(list(run))) for kept, run in itertools.groupby(head in self.kept for head in range(self.n_heads))
+        ]
+        parts = {
+            kept: iter(heads.split([length for kept_, length in runs if kept_ == kept], dim=2))
+            for kept, heads in ((True, attended), (False, recurred))
+        }
+        return torch.cat([next(parts[kept]) for kept, _ in runs], dim=2)

@@ -5,12 +5,16 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+import importlib
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
+from torch.utils._pytree import tree_map_only
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -20,11 +24,12 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig, rope_settings
 from .layout import attention_name, decoder_of
-from .mixer import ROW_ARGUMENTS, HybridCache, HybridMixer
+from .mixer import ROW_ARGUMENTS, HybridCache, HybridLayerCache, HybridMixer
 
 # transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
 from .ssd import check_implementation
@@ -37,6 +42,8 @@ LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # 
 FULL = "full_attention"
 # Kinds of layers that do not see everything, and the field of a config with their size.
 LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+FLEX_BLOCK = 128  # tokens of a block of FlexAttention's masks
 
 _known: dict[type[PretrainedConfig], tuple[str, ...]] = {}
 
@@ -127,22 +134,30 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             if mixer.ssm is not None:
                 mixer.ssm.impl = impl
 
-    def new_cache(self, kv_dtype: torch.dtype | None = None) -> HybridCache:
+    def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
         """Make an empty cache that fits this model.
 
         Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), or as they come; recurrent states stay in float32.
+        With ``max_length`` it holds at most so many tokens, in tensors that stay where they are (`StaticLayerCache`).
         """
-        return HybridCache(layer_windows(self.model.config), kv_dtype)
+        cache = HybridCache(layer_windows(self.model.config), kv_dtype)
+        if max_length is not None:
+            cache.layers = [StaticLayerCache(max_length, kv_dtype) for _ in cache.layers]
+        return cache
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong."""
+        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong.
+
+        For ``cache_implementation="static"`` transformers compiles the step on a GPU, into a CUDA graph.
+        """
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        is_static = kind == "static" and self._longrope_switch is None
+        if kind not in (None, "dynamic") and not is_static:
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
-                "leave it out."
+                "leave it out, or pass 'static' for a model without LongRoPE."
             )
         if getattr(generation_config, "is_assistant", False):
             raise ValueError(
@@ -157,12 +172,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "install version 5, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = self.new_cache()
+            _, _, max_length, *_ = args
+            model_kwargs["past_key_values"] = self.new_cache(max_length=max_length if is_static else None)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache where LongRoPE switches to its long factors.
 
-        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there.
+        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there. For a static
+        cache transformers makes 4-D masks, but recurrent heads need to know which tokens of a prompt are padding.
         """
         cache, switch = kwargs.get("past_key_values"), self._longrope_switch
         length = input_ids.shape[1]
@@ -174,7 +191,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             }
             kwargs |= {name: value for name, value in anew.items() if name in kwargs}
         parent: Any = super()
-        return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if isinstance(cache, HybridCache) and cache.is_compileable and inputs["input_ids"].shape[1] > 1:
+            inputs["attention_mask"] = kwargs.get("attention_mask")
+        return inputs
+
+    def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
+        """Make transformers' masks for a static cache, with the windows of the backbone's layers."""
+        return create_masks_for_generate(config=self.model.config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: sequences are laid end to end, and a recurrent state would run from one into the next."""
@@ -263,7 +287,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if not any(mixer.kept for mixer in self.mixers()):
             attention_mask = None  # unread, and the backbone would expand it to length² numbers
         elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
-            packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask)
+            borders = kwargs.pop("cu_seq_lens_q", None)
+            packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask, borders)
             attention_mask = packed["attention_mask"]
             position_ids = packed["position_ids"] if position_ids is None else position_ids
         return self.model(
@@ -293,52 +318,217 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
 
+class StaticLayerCache(HybridLayerCache):
+    """Layer cache for ``max_length`` tokens whose tensors stay where they are: a CUDA graph can replay a step.
+
+    Layers with a window hold all tokens too; the mask hides what is behind the window.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_length: int, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(kv_dtype=kv_dtype)
+        self.max_length = max_length
+        self.n_seen: Tensor | None = None  # on the device: a number would be a constant of the graph
+
+    def advance(self, n_tokens: int) -> None:
+        if self.n_seen is None:
+            held = next(t for t in (self.keys, self.ssm_state) if t is not None)
+            self.n_seen = _static(torch.zeros((), dtype=torch.long, device=held.device))
+        self.n_seen += n_tokens
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, stored KV heads, L, P] behind those before; return all, unwritten ones as 0."""
+        dtype = key_states.dtype
+        if self.keys is None or self.values is None:
+            (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
+            shape = batch, heads, self.max_length, width
+            self.keys, self.values = (_static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2))
+        place_L = torch.arange(key_states.shape[2], device=key_states.device)
+        place_L = place_L if self.n_seen is None else place_L + self.n_seen
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.index_copy_(2, place_L, new.to(held.dtype))
+        return self.keys.to(dtype), self.values.to(dtype)
+
+    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
+        for name, new in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            if new is not None and getattr(self, name) is not None:
+                getattr(self, name).copy_(new)
+            elif new is not None:
+                setattr(self, name, _static(new.clone(memory_format=torch.contiguous_format)))
+
+    def get_seq_length(self) -> Any:
+        return 0 if self.n_seen is None else self.n_seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.max_length, 0
+
+    def reset(self) -> None:
+        self.__init__(self.max_length, self.kv_dtype)
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """Tell torch.compile that a tensor stays where it is."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
 def packed_inputs(
     seq_idx_BL: Tensor,
     dtype: torch.dtype = torch.float32,
     config: PretrainedConfig | None = None,
     mask_BL: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> dict[str, Any]:
     """Make arguments for any transformers decoder that keep the documents packed in a row apart.
 
     Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]: boolean
-    for a ``config`` with sdpa, else additive in ``dtype``, which sdpa and eager both take. Pass the model's ``config``
-    also for its windows and chunks; where layers differ in kind, the mask is a dictionary by layer type. ``mask_BL`` is
-    0 at padding. Raises ValueError for an attention implementation that takes no such mask.
+    for a ``config`` with sdpa (on a GPU a `DocumentMask`), else additive in ``dtype``, which sdpa and eager both take.
+    Pass the model's ``config`` also for its windows and chunks; where layers differ in kind, the mask is a dictionary
+    by layer type. ``mask_BL`` is 0 at padding. ``cu_seqlens``, the documents' borders in all rows laid end to end,
+    saves the host from waiting for them. Raises ValueError for an attention implementation that takes no such mask.
     """
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", None):
         raise ValueError(f"packed rows cannot run on {implementation!r} attention; load the model with 'sdpa'.")
-    length = seq_idx_BL.shape[1]
-    index_L = torch.arange(length, device=seq_idx_BL.device)
+    index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
     starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
     starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
-    position_ids = index_L - torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+    begin_BL = torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+    position_ids = index_L - begin_BL
+    is_token_BL = torch.ones_like(starts_BL) if mask_BL is None else mask_BL.bool()
+    place_BL = is_token_BL.cumsum(dim=1)  # windows count tokens, not padding
 
-    distance_LL = index_L.unsqueeze(1) - index_L
-    n_between = distance_LL
-    if mask_BL is not None:  # windows count tokens, not padding
-        place_BL = mask_BL.bool().cumsum(dim=1)
-        n_between = place_BL.unsqueeze(2) - place_BL.unsqueeze(1)
-    seen = (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)) & (distance_LL >= 0)
-    if mask_BL is not None:
-        seen = seen & (mask_BL.bool().unsqueeze(1) | (distance_LL == 0))
-    as_mask = partial(_additive, dtype=dtype) if implementation != "sdpa" else partial(torch.unsqueeze, dim=1)
     masks = {}
     for kind, window in set(_kinds_and_windows(config)) or {(FULL, None)}:
-        reached = seen
+        first_BL, borders = begin_BL, cu_seqlens
         if window is not None and kind == "sliding_attention":
-            reached = seen & (n_between < window)
+            first_BL = first_BL.maximum(torch.searchsorted(place_BL, place_BL - window, right=True))
         elif window is not None:
-            chunk_BL = position_ids // window
-            reached = seen & (chunk_BL.unsqueeze(2) == chunk_BL.unsqueeze(1))
-        masks[kind] = as_mask(reached)
+            first_BL, borders, window = index_L - position_ids % window, None, None
+        if implementation == "sdpa" and mask_BL is None and _has_document_attention(seq_idx_BL.device):
+            masks[kind] = DocumentMask.of(first_BL, borders, window)
+            continue
+        seen = _seen(first_BL)
+        if mask_BL is not None:
+            seen = seen & (is_token_BL.unsqueeze(1) | torch.eye(len(index_L), dtype=torch.bool, device=index_L.device))
+        masks[kind] = seen.unsqueeze(1) if implementation == "sdpa" else _additive(seen, dtype)
     return {"position_ids": position_ids, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
+
+
+def _seen(first_BL: Tensor) -> Tensor:
+    """Tell which tokens [B, L, L] each token sees: from its first one to itself."""
+    index_L = torch.arange(first_BL.shape[1], device=first_BL.device)
+    return (index_L >= first_BL.unsqueeze(2)) & (index_L <= index_L.unsqueeze(1))
 
 
 def _additive(seen_BLL: Tensor, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(seen_BLL.shape, dtype=dtype, device=seen_BLL.device)
     return mask.masked_fill_(~seen_BLL, torch.finfo(dtype).min).unsqueeze(1)
+
+
+class DocumentMask(Tensor):
+    """Boolean mask [B, 1, L, L] whose numbers `F.scaled_dot_product_attention` does without.
+
+    FlashAttention gets the documents' borders (float16 and bfloat16, where flash-attn is installed), FlexAttention the
+    first token that each token sees. Any other function gets the numbers: the mask is right wherever it ends up.
+    """
+
+    first_BL: Tensor
+    """First token that each token sees; the last is itself."""
+    borders: Tensor | None
+    """Where documents, or their chunks, begin and end in all rows laid end to end, int32; found when it is needed."""
+    window: int | None
+
+    @classmethod
+    def of(cls, first_BL: Tensor, borders: Tensor | None, window: int | None) -> DocumentMask:
+        batch, length = first_BL.shape
+        mask = first_BL.new_empty((), dtype=torch.bool).expand(batch, 1, length, length).as_subclass(cls)
+        mask.first_BL, mask.borders, mask.window = first_BL, borders, window
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attend_documents(*args, **kwargs)
+        if func.__name__ in ("__get__", "size", "dim", "is_floating_point"):  # of shape, dtype and device
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.__getitem__:  # transformers cuts masks to the length of the keys, here to the whole
+            cut = super().__torch_function__(func, types, args, kwargs)
+            if cut.shape == args[0].shape:
+                return args[0]
+        args, kwargs = tree_map_only(cls, lambda mask: _seen(mask.first_BL).unsqueeze(1), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @cached_property
+    def blocks(self) -> flex_attention.BlockMask:
+        """FlexAttention's mask: for each block of tokens the blocks from the first that it sees to itself."""
+        first_BL, length = self.first_BL, self.first_BL.shape[1]
+        first_block_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
+        block_K = torch.arange(first_block_BK.shape[1], device=first_BL.device)
+        seen_BKK = (first_block_BK.unsqueeze(2) + block_K).clamp(max=len(block_K) - 1)
+        return flex_attention.BlockMask.from_kv_blocks(
+            (block_K - first_block_BK + 1).unsqueeze(1).int(),
+            seen_BKK.unsqueeze(1).int(),
+            BLOCK_SIZE=FLEX_BLOCK,
+            mask_mod=lambda b, h, q, kv: (kv >= first_BL[b, q]) & (kv <= q),
+            **({"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}),
+        )
+
+
+def _has_document_attention(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@lru_cache
+def _flash_attention() -> Any:
+    """Return FlashAttention for sequences of different lengths; None where flash-attn is not installed."""
+    try:
+        return importlib.import_module("flash_attn").flash_attn_varlen_func
+    except (ImportError, AttributeError):
+        return None
+
+
+@lru_cache
+def _compiled_flex_attention() -> Any:
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # the name until torch 2.6
+    setattr(config, limit, max(64, getattr(config, limit)))  # beyond it, torch runs all pairs; layers differ in heads
+    return torch.compile(flex_attention.flex_attention)
+
+
+def _attend_documents(
+    query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor, attn_mask: DocumentMask, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Do as `F.scaled_dot_product_attention` does with a `DocumentMask`."""
+    of_heads, device = (query_BHLP, key_BHLP, value_BHLP), query_BHLP.device.type
+    if torch.is_autocast_enabled(device):  # which turns attention's inputs around itself
+        of_heads = tuple(t.to(torch.get_autocast_dtype(device)) for t in of_heads)
+    (batch, _, length, width), flash = query_BHLP.shape, _flash_attention()
+    is_half = all(t.dtype in (torch.float16, torch.bfloat16) and t.shape[-1] == width <= 256 for t in of_heads)
+    if flash is not None and is_half:
+        if (borders := attn_mask.borders) is None:
+            begins = attn_mask.first_BL == torch.arange(length, device=query_BHLP.device)
+            attn_mask.borders = borders = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=batch * length)
+        borders = borders.flatten().int()
+        end_to_end = (t.transpose(1, 2).flatten(0, 1) for t in of_heads)
+        options = {
+            "dropout_p": dropout_p, "softmax_scale": scale, "causal": True,
+            "window_size": (-1, -1) if attn_mask.window is None else (attn_mask.window - 1, 0),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }  # fmt: skip
+        out_THP = flash(*end_to_end, borders, borders, length, length, **options)
+        return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
+    if dropout_p or width < 16 or (device != "cpu" and find_spec("triton") is None):
+        numbers = _seen(attn_mask.first_BL).unsqueeze(1)
+        options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(*of_heads, attn_mask=numbers, **options)
+    attend = flex_attention.flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    return attend(*of_heads, block_mask=attn_mask.blocks, scale=scale, enable_gqa=enable_gqa)
 
 
 def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) -> PreTrainedModel:

@@ -16,8 +16,8 @@ import importlib
 import importlib.util
 import logging
 import math
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -30,10 +30,20 @@ MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
 SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 LARGEST_IN_KERNELS = 128  # head dim and state size; beyond, "auto" is torch
 KERNEL_WIDTHS = (2, 3, 4)  # of convolutions
 
+MODULES = {"ssd": "hybrid_kernels.ssd", "causal_conv": "hybrid_kernels.conv", "ssd_step": "hybrid_kernels.step"}
+KERNELS: dict[str, Callable[..., Any]] = {}  # of MODULES, once they are imported
+
 log = logging.getLogger(__name__)
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache a function's results; torch.compile calls it at once and takes the result as a constant."""
+    cached = cache(function)
+    return torch.compiler.assume_constant_result(wraps(function)(lambda *arguments: cached(*arguments)))
 
 
 def log_decay(raw: Tensor) -> Tensor:
@@ -67,14 +77,15 @@ def ssd_scan(
     Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that is
     not installed.
     """
-    chosen = _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1])
+    sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
+    chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1.")
     batch, length, n_heads, head_dim = x_BLHP.shape
     with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
-            return _kernels("ssd").ssd(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
+            return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
         dtype = _state_dtype(x_BLHP)
         if state_BHPN is None:
             state = x_BLHP.new_zeros(batch, n_heads, head_dim, b_BLHN.shape[-1], dtype=dtype)
@@ -106,10 +117,12 @@ def gated_ssd_scan(
 
     Arguments and errors are those of `ssd_scan`, which takes log a instead of the raw decay.
     """
-    if x_BLHP.shape[1] > 0 and _choose(impl, x_BLHP, x_BLHP.shape[-1], b_BLHN.shape[-1]) == "triton":
+    sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
+    chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
+    if x_BLHP.shape[1] > 0 and chosen == "triton":
         inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
-            return _kernels("ssd").ssd(*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
+            return KERNELS["ssd"](*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     log_a_BLH = log_decay(raw_BLH)
     y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
     return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
@@ -143,10 +156,11 @@ def step_in_place(
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
     fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
-    if not fits or _choose(impl, xbc_BC, *ssm_state_BHPN.shape[2:]) != "triton":
+    sizes = *ssm_state_BHPN.shape[2:], conv_weight_CK.shape[1]
+    if not fits or _choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None) != "triton":
         return None
     inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H
-    return _kernels("step").ssd_step(*inputs, *states, token_mask_B=token_mask_B)
+    return KERNELS["ssd_step"](*inputs, *states, token_mask_B=token_mask_B)
 
 
 def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
@@ -192,9 +206,10 @@ def causal_conv(
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
-    if length > 0 and n_past + 1 in KERNEL_WIDTHS and _choose(impl, x_BLC) == "triton":
+    fits = length > 0 and n_past + 1 in KERNEL_WIDTHS
+    if fits and _choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None) == "triton":
         state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
-        y_BLC, last_BCK = _kernels("conv").causal_conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
+        y_BLC, last_BCK = KERNELS["causal_conv"](x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
         return y_BLC, last_BCK if n_tokens_B is None else _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     if state_BCK is None:
         past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
@@ -223,35 +238,55 @@ def _last_tokens(x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_
 
 
 def check_implementation(impl: str) -> None:
-    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that is not installed."""
+    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run here."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if absent := _absent(impl):
-        raise RuntimeError(f"impl {impl!r}: {', '.join(absent)} is not installed; use 'auto' or 'torch'.")
+    if reason := _unusable(impl):
+        raise RuntimeError(f"impl {impl!r} cannot run: {reason}. Pass 'auto' or 'torch'.")
 
 
-def _choose(impl: str, x: Tensor, *sizes: int) -> str:
-    """Resolve "auto" for a tensor and these head and state sizes; check and return any other name."""
+def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
+    """Resolve "auto" for a kernel on a tensor, with these head and state sizes; check and return any other name."""
     if impl != "auto":
         check_implementation(impl)
         return impl
-    fits = x.dtype in (torch.bfloat16, torch.float32) and all(size <= LARGEST_IN_KERNELS for size in sizes)
-    return "triton" if x.is_cuda and fits and not _absent("triton") else "torch"
+    if not x.is_cuda:
+        return "torch"
+    return _best_on_gpu(kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items()))
 
 
-@cache
-def _absent(impl: str) -> tuple[str, ...]:
-    """Return the packages that ``impl`` needs and are not installed. A broken package raises when it is imported."""
-    needed = {"triton": ("hybrid_kernels", "triton"), "mamba_ssm": ("mamba_ssm",)}.get(impl, ())
-    absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
-    if absent:
-        log.warning("recurrent heads cannot run on %s: %s is not installed", impl, ", ".join(absent))
-    return absent
+@_once
+def _best_on_gpu(
+    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
+) -> str:
+    """Return "triton" if it runs here and its first use on this device gives what torch gives; else log why not."""
+    reason = _unusable("triton")
+    if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
+        reason = f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; got {dtype}, {sizes}"
+    if reason is None:
+        mistake = importlib.import_module("hybrid_kernels.first_use").mistake
+        reason = mistake(kernel, device, dtype, *sizes, training=training, **dict(options))
+    if reason is None:
+        return "triton"
+    log.warning("the %s runs on torch, not on its kernel: %s", kernel, reason)
+    return "torch"
 
 
-def _kernels(name: str) -> ModuleType:
-    """Import a module of kernels by a string, so that transformers does not require the package for an export."""
-    return importlib.import_module(f"hybrid_kernels.{name}")
+@_once
+def _unusable(impl: str) -> str | None:
+    """Return why ``impl`` cannot run here, in one line; else fill KERNELS. A broken package raises when imported.
+
+    Packages are imported by a string, so that transformers does not require them for an export.
+    """
+    package = {"triton": "hybrid_kernels", "mamba_ssm": "mamba_ssm"}.get(impl)
+    if package is None:
+        return None
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    reason = importlib.import_module(package).unusable() if impl == "triton" else None
+    if impl == "triton" and reason is None:
+        KERNELS.update({name: getattr(importlib.import_module(module), name) for name, module in MODULES.items()})
+    return reason
 
 
 def _scan_mamba_ssm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -11,7 +10,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite
 from .config import AlignConfig
 from .losses import l2_norm_loss, normalized_mse, power
-from .stage import Call, TeacherForced, Totals, mixer_parameters
+from .stage import Call, TeacherForced, Totals, mixer_parameters, pick_heads
 
 
 class LayerAlignment(TeacherForced[AlignConfig]):
@@ -60,11 +59,10 @@ class LayerAlignment(TeacherForced[AlignConfig]):
             output = self.student.model.layers[layer](*call.args, **arguments)
             return output[0] if isinstance(output, tuple) else output
         if self.config.train == "ssm" and mixer.kept:  # frozen: they put out what the teacher's do
-            arguments["attended"] = call.heads_BLHP[:, :, list(mixer.kept)]
+            arguments["attended"] = pick_heads(call.heads_BLHP, mixer.kept, dim=2)
         if self.config.target == "head":
             return self._recurrent(layer, mixer.heads(*call.args, **arguments))
         return mixer(*call.args, **arguments)[0]
 
     def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
-        recurrent = torch.tensor(self.student.mixers()[layer].recurrent, device=heads_BLHP.device)
-        return heads_BLHP.index_select(2, recurrent)
+        return pick_heads(heads_BLHP, self.student.mixers()[layer].recurrent, dim=2)

@@ -1,18 +1,20 @@
-"""Checkpoints and results of a stage on disk: folders that appear whole or not at all.
+"""Checkpoints and results of a stage on disk: what is not whole does not count.
 
-A folder holds safetensors files and one ``manifest.json`` with the hash of each of them and of itself: no pickles, so
-reading one runs no code. `Checkpoints` are the states that a run can resume from; `StageManifest` describes a finished
-stage.
+Every process writes its own share of a checkpoint, in the background: its rows of each tensor in a safetensors file,
+then a sealed JSON record with that file's hash. A checkpoint is complete when it has the records of all processes;
+nothing else is agreed on, so a save needs no collective. There are no pickles: reading one runs no code.
+`Checkpoints` are the states that a run can resume from; `StageManifest` describes a finished stage.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,64 +24,52 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..io import Record, file_hash, replacing, sync, write_json
+from ..distributed import compute_everywhere, is_first_on_machine, own_share, rank_and_world
+from ..io import Record, file_hash, save_tensors, sync, write_json
 
-FORMAT = "hybrid-distill/checkpoint/2"
+FORMAT = "hybrid-distill/checkpoint/3"
 STAGE_FORMAT = "hybrid-distill/stage/2"
 MANIFEST = "manifest.json"
 SEAL = "seal"
-STATE = "state.json"
 WEIGHTS = "model.safetensors"
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of dtypes in safetensors."""
 
+class ShardedTensors(Mapping[str, Tensor]):
+    """Tensors whose rows lie in several safetensors files, in their order, each read when it is asked for."""
 
-@dataclass(frozen=True)
-class Sharded:
-    """A tensor spread over the processes, gathered only when it is written."""
-
-    shape: tuple[int, ...]
-    gather: Callable[[], Tensor]
-    """Put it together; every process must call this, tensor by tensor in the same order."""
-    dtype: torch.dtype = torch.float32
-
-
-Content = Mapping[str, Tensor | Sharded]
-"""Tensors of a file, by name."""
-Tensors = Mapping[str, Content]
-"""Contents by file name, without suffix."""
-
-
-def gather(tensors: Tensors) -> None:
-    """Take part, in a process that writes nothing, in what `Checkpoints.save` gathers in the one that writes."""
-    for content in tensors.values():
-        for tensor in in_file_order(content).values():
-            if isinstance(tensor, Sharded):
-                tensor.gather()
-
-
-class TensorFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
+    def __init__(self, paths: Sequence[Path], prefix: str = "") -> None:
+        self._holders: dict[str, list[Any]] = {}
+        for path in paths:
+            file: Any = safe_open(path, framework="pt")
+            names: list[str] = file.keys()
+            for name in names:
+                if name.startswith(prefix):
+                    self._holders.setdefault(name.removeprefix(prefix), []).append(file)
+        self._prefix = prefix
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
+        parts = [file.get_tensor(self._prefix + name) for file in self._holders[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Read some rows of a tensor and nothing else."""
+        found, first = [], 0
+        for file in self._holders[name]:
+            part = file.get_slice(self._prefix + name)
+            n_rows = part.get_shape()[0]
+            found.append(part[max(begin - first, 0) : max(min(end - first, n_rows), 0)])
+            first += n_rows
+        return torch.cat(found)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file.keys())
+        return iter(self._holders)
 
     def __len__(self) -> int:
-        return len(self._file.keys())
+        return len(self._holders)
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint's files do not match its manifest."""
+    """A checkpoint's files do not match their records."""
 
 
 class SaveFailed(OSError):
@@ -91,93 +81,122 @@ class Snapshot:
     """A checkpoint read back."""
 
     step: int
-    tensors: dict[str, Mapping[str, Tensor]]
-    state: Record
+    weights: ShardedTensors
+    optimizer: ShardedTensors
+    states: list[Record]
+    """State of each process that wrote it."""
 
 
 class Checkpoints:
-    """The checkpoints of one stage, ``step-00000100`` and so on; the last ``keep`` of them stay."""
+    """The checkpoints of one stage, ``step-00000100`` and so on; the last ``keep`` of them stay.
+
+    Every process must call each method, but for `failed`, `close` and `clear`.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder, self.keep = Path(folder), keep
+        self._writing: Future[None] | None = None
 
     def paths(self) -> list[Path]:
-        """List the folders of the checkpoints, oldest first, valid or not."""
-        return sorted(p for p in self.folder.glob("step-*") if (p / MANIFEST).exists())
+        """List the folders of complete checkpoints, oldest first, intact or not."""
+        return [path for path in self._folders() if _records(path)]
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: Tensors, state: Record) -> Path:
-        """Write a checkpoint and delete those that are too old.
+    def save(self, step: int, shares: Callable[[], dict[str, Tensor]], state: Record) -> None:
+        """Begin to write what ``shares`` returns, this process's rows of all tensors; training may go on meanwhile.
 
-        Raises SaveFailed, with the earlier checkpoints untouched, when the disk is full or cannot be written.
+        ``shares`` must return copies; it is called when the checkpoint before is complete. Raises as `wait`.
         """
-        path = self.path(step)
-        self._remove_leftovers()
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.mkdir(parents=True)
-            for name, content in tensors.items():
-                save_file(content, temporary / f"{name}.safetensors")
-                sync(temporary / f"{name}.safetensors")
-            write_json(temporary / STATE, state, indent=None)
-            files = {file.name: file_hash(file) for file in sorted(temporary.iterdir())}
-            write_manifest(temporary, {"format": FORMAT, "step": step, "files": files})
-            _remove(path)
-            temporary.rename(path)
-            sync(self.folder)
-        except (OSError, SafetensorError) as error:
-            _remove(temporary)
-            kept = ", ".join(p.name for p in self.paths()) or "none"
-            raise SaveFailed(
-                f"cannot save {path} ({error}); earlier checkpoints are untouched ({kept}): make room and run again."
-            ) from error
-        for old in self.paths()[: -self.keep]:
-            _remove(old)
-        return path
+        self.wait()
+        writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = writer.submit(self._write, self.path(step), step, shares(), state)
+        writer.shutdown(wait=False)
 
-    def latest(self) -> Path | None:
-        """Find the newest checkpoint whose files are intact; None when there is no checkpoint at all.
+    def wait(self) -> None:
+        """Wait until what `save` began is complete, then delete the checkpoints that are too old.
+
+        Raises SaveFailed, with the earlier checkpoints untouched, when the disk is full or cannot be written;
+        OtherProcessError in the processes where it can.
+        """
+        writing, self._writing = self._writing, None
+        compute_everywhere(lambda: writing and writing.result())
+        if rank_and_world()[0] == 0:
+            for old in self.paths()[: -self.keep]:
+                _remove(old)
+
+    def failed(self) -> bool:
+        """Return whether this process could not write what it began to; `wait` raises why."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def close(self) -> None:
+        """Let this process's writing end."""
+        if self._writing is not None:
+            self._writing.exception()
+
+    def latest(self) -> Snapshot | None:
+        """Read the newest checkpoint whose files are intact; None when there is no complete checkpoint at all.
 
         Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
         """
-        problems = []
-        for path in reversed(self.paths()):
+        problems: list[str] = []
+        for path in reversed(compute_everywhere(self.paths)[0]):
             try:
-                verify(path)
+                snapshot = load(path)
             except CorruptCheckpoint as error:
                 problems.append(str(error))
-            else:
-                for problem in problems:
-                    warnings.warn(f"{problem} Resuming from {path.name}.", stacklevel=2)
-                return path
+                continue
+            for problem in problems:
+                warnings.warn(f"{problem} Resuming from {path.name}.", stacklevel=2)
+            return snapshot
         if not problems:
             return None
         found = " ".join(problems)
         raise CorruptCheckpoint(f"no checkpoint in {self.folder} is intact: {found} Begin again with --resume never.")
 
     def clear(self, after: int = -1) -> None:
-        """Delete the checkpoints of later steps than ``after``."""
-        for path in self.paths():
-            if int(path.name.removeprefix("step-")) > after:
+        """Delete the checkpoints of later steps than ``after``, and what killed processes have left."""
+        complete = self.paths()
+        for path in self._folders():
+            if path not in complete or int(path.name.removeprefix("step-")) > after:
                 _remove(path)
-        self._remove_leftovers()
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed process left: half-written checkpoints, half-deleted ones."""
-        for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob("step-*")]:
-            if path.name.startswith(".") or not (path / MANIFEST).exists():
-                _remove(path)
+    def _folders(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))
+
+    def _write(self, folder: Path, step: int, tensors: dict[str, Tensor], state: Record) -> None:
+        rank, world = rank_and_world()
+        record = folder / f"rank-{rank:05d}-of-{world:05d}.json"
+        file = record.with_suffix(".safetensors")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_tensors(file, tensors)
+            files = {file.name: file_hash(file)}
+            write_sealed(record, {"format": FORMAT, "step": step, "files": files, "state": state})
+            sync(folder)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # others may have written more; the next start removes it
+                file.unlink(missing_ok=True)
+                folder.rmdir()
+            kept = ", ".join(p.name for p in self.paths()) or "none"
+            raise SaveFailed(
+                f"cannot save {folder} ({error}); earlier checkpoints are untouched ({kept}): make room and run again."
+            ) from error
 
 
-def verify(folder: str | Path) -> Record:
-    """Return the manifest of a checkpoint with intact files. Raises CorruptCheckpoint naming one that is not."""
-    manifest = _read_manifest(Path(folder), FORMAT)
-    check_files(Path(folder), manifest["files"])
-    return manifest
+def _records(folder: Path) -> list[Path]:
+    """List the records of a checkpoint by rank, none of one that is not complete.
+
+    One of an earlier version, with a manifest, counts as complete, so that it is refused rather than ignored.
+    """
+    found = sorted(folder.glob("rank-*-of-*.json"))
+    if found and len(found) == int(found[0].stem.rpartition("-")[2]):
+        return found
+    return sorted(folder.glob(MANIFEST))
 
 
 def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
@@ -191,13 +210,25 @@ def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
             )
 
 
-def load(folder: str | Path, *, verified: bool = False) -> Snapshot:
-    """Read a checkpoint; ``verified`` skips the hashes. Raises CorruptCheckpoint."""
-    folder = Path(folder)
-    manifest = _read_manifest(folder, FORMAT) if verified else verify(folder)
-    files = [folder / name for name in manifest["files"] if name.endswith(".safetensors")]
-    state = json.loads((folder / STATE).read_text())
-    return Snapshot(manifest["step"], {file.stem: TensorFile(file) for file in files}, state)
+def load(folder: str | Path) -> Snapshot:
+    """Read a checkpoint, written by any number of processes. Every process must call this: each checks some hashes.
+
+    Raises CorruptCheckpoint, in all of them.
+    """
+    folder, records, problem = Path(folder), [], ""
+    try:
+        records = [_read_sealed(path, FORMAT) for path in _records(folder)]
+        for record in own_share(records):
+            check_files(folder, record["files"])
+        if not records:
+            problem = f"{folder} does not hold a complete checkpoint; pass another one, or --resume auto."
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if problems := [found for found in compute_everywhere(lambda: problem) if found]:
+        raise CorruptCheckpoint(problems[0])
+    files = [folder / name for record in records for name in record["files"]]
+    weights, optimizer = ShardedTensors(files, "weights/"), ShardedTensors(files, "optimizer/")
+    return Snapshot(records[0]["step"], weights, optimizer, [record["state"] for record in records])
 
 
 @dataclass(frozen=True)
@@ -226,7 +257,7 @@ class StageManifest:
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
             return None
-        record = _read_manifest(folder, STAGE_FORMAT)
+        record = _read_sealed(folder / MANIFEST, STAGE_FORMAT)
         try:
             return cls(**record)
         except TypeError as error:
@@ -242,11 +273,10 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
     tensors, tied = untied_state(student)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / WEIGHTS) as temporary:
-            save_file(tensors, temporary)
-            files = {WEIGHTS: file_hash(temporary)}
+        save_tensors(folder / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        files = {WEIGHTS: file_hash(folder / WEIGHTS)}
         manifest = StageManifest(**record, weights=weights_hash(student), files=files, tied=tied)
-        write_manifest(folder, asdict(manifest))
+        write_sealed(folder / MANIFEST, asdict(manifest))
     except (OSError, SafetensorError) as error:
         raise SaveFailed(f"cannot save {folder / WEIGHTS} ({error}); make room and run again.") from error
     return manifest
@@ -255,14 +285,15 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
 def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     """Load a finished stage's weights into a student of the same build, every tensor of them.
 
-    Parameters take the stored dtype. A student that shares weights with its teacher must be unshared first, unless the
-    stage left those weights alone. Raises ValueError for another student, CorruptCheckpoint for damaged files.
+    Every process must call this; the first one of each machine checks the hash. Parameters take the stored dtype. A
+    student that shares weights with its teacher must be unshared first, unless the stage left those weights alone.
+    Raises ValueError for another student, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
     manifest = StageManifest.read(folder)
     if manifest is None:
         raise ValueError(f"{folder} does not hold a finished stage (no {MANIFEST}); run the stage first.")
-    check_files(folder, manifest.files)
+    compute_everywhere(lambda: check_files(folder, manifest.files if is_first_on_machine() else {}))
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)
     shapes, expected = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (stored, own))
@@ -279,6 +310,17 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
         else:
             target.data = tensor.to(target.device)
     return manifest
+
+
+def load_trained(folder: Path, student: nn.Module) -> None:
+    """Take the trained parameters from the result of the stage that has just trained them.
+
+    On a CPU they are pages of the file, of which a machine's memory holds one copy until somebody writes to them.
+    """
+    stored = ShardedTensors([folder / WEIGHTS])
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = stored[name].to(parameter.device)
 
 
 def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -310,48 +352,26 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, record: Record) -> None:
-    """Write the record that makes a folder count, with a hash of its own."""
-    write_json(folder / MANIFEST, {**record, SEAL: _seal(record)})
+def write_sealed(path: Path, record: Record) -> None:
+    """Write the record that makes a folder, or a share of it, count, with a hash of its own."""
+    write_json(path, {**record, SEAL: _seal(record)})
 
 
 def _seal(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def save_file(content: Content, path: Path) -> None:
-    """Write a safetensors file, gathering one sharded tensor at a time.
-
-    Its format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes in turn.
-    """
-    ordered = in_file_order(content)
-    header: Record = {}
-    end = 0
-    for name, tensor in ordered.items():
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers want the tensors at a multiple of 8
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered.values():
-            whole = tensor.gather() if isinstance(tensor, Sharded) else tensor
-            flat = whole.detach().cpu().contiguous().as_strided((whole.numel(),), (1,))
-            file.write(flat.view(torch.uint8).numpy().data)
-
-
-def in_file_order(content: Content) -> Content:
-    """Sort wide types first, so that every tensor begins at a multiple of its own."""
-    return dict(sorted(content.items(), key=lambda item: -item[1].dtype.itemsize))
-
-
-def _read_manifest(folder: Path, expected: str) -> Record:
-    path = folder / MANIFEST
+def _read_sealed(path: Path, expected: str) -> Record:
     try:
         record = json.loads(path.read_text())
         found = record.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
+    if found == "hybrid-distill/checkpoint/2":
+        raise ValueError(
+            f"{path.parent} was saved by an earlier version, in whole tensors; finish the stage with that version, or "
+            "begin it again with --resume never."
+        )
     if found != expected:
         raise CorruptCheckpoint(f"{path} has format {found!r}, expected {expected!r}.")
     if record.pop(SEAL, None) != _seal(record):
@@ -360,6 +380,7 @@ def _read_manifest(folder: Path, expected: str) -> Record:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint, its manifest first: one that is half gone does not count."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    """Delete a checkpoint, a record first: one that is half gone does not count."""
+    for record in _records(folder):
+        record.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

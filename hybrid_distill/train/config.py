@@ -13,7 +13,7 @@ import tyro
 
 from ..data import DataConfig
 from ..io import Record
-from ..limits import Count, Limits, Positive, Share, check_options
+from ..limits import Count, CountOrZero, Limits, Positive, Share, check_options
 from ..teacher import TINY
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ Fixed = Annotated[T, tyro.conf.Suppress]
 
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
-     "on_divergence", "max_skips"}
+     "on_divergence", "max_skips", "data_workers"}
 )  # fmt: skip
 """Fields that may differ when a stage resumes."""
 
@@ -87,6 +87,8 @@ class StageConfig:
     """Steps between lines of metrics.jsonl."""
     keep_checkpoints: Count = 2
     """Newest checkpoints left on disk."""
+    data_workers: CountOrZero | None = None
+    """Processes beside each training process that make its batches ahead; empty: 2 for a GPU, none for a CPU."""
 
     def __post_init__(self) -> None:
         check_options(self, f"{self.name}.")

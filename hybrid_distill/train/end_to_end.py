@@ -10,7 +10,7 @@ from hybrid_kernels.loss import distillation_loss as fused_distillation_loss
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data import Batch, TaughtBatch
+from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
 from ..student.build import unshare_weights
@@ -65,7 +65,8 @@ class EndToEnd(Stage[DistillConfig]):
             labels_BL = next_token_labels(input_ids, seq_idx, batch["mask"])
             options |= {"hard_weight": config.hard_weight, "labels_BL": labels_BL}
         theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
-        ours_BLD = self.model.backbone_outputs(input_ids, seq_idx=seq_idx, use_cache=False)[0]
+        packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
+        ours_BLD = self.model.backbone_outputs(input_ids, use_cache=False, **packed)[0]
         return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
 
     def _compare(
@@ -86,7 +87,7 @@ class EndToEnd(Stage[DistillConfig]):
 @torch.no_grad()
 def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
-    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config)
+    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
     return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
 
 

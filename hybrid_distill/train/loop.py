@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 
-from ..data import Batch, Rows, on_device
+from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from ..io import Record
 from ..progress import Phase
@@ -46,6 +45,9 @@ from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
 
 logger = logging.getLogger(__name__)
+
+GPU_WORKERS = 2
+"""Processes that make a GPU's batches ahead. On a CPU, making a batch is less than a thousandth of a step."""
 
 
 class Diverged(RuntimeError):
@@ -96,9 +98,9 @@ def train_stage(
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    snapshot = snapshot_to_resume(accelerator, checkpoints, resume)
+    snapshot = snapshot_to_resume(checkpoints, resume)
     if snapshot is not None:
-        check_same_run(identity, snapshot.state["identity"], checkpoints.folder)
+        check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding)
@@ -136,7 +138,7 @@ class _Training:
         """Bring everything to where the snapshot left it, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
-            load_trainable_tensors(self.stage, snapshot.tensors["weights"])
+            load_trainable_tensors(self.stage, snapshot.weights)
         self.stage.train()
         micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
@@ -157,11 +159,12 @@ class _Training:
         config = self.config
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
+        batches = self._batches()
         with phase, profiler(trace) as profiled:
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
-                metrics, stop = self._train_step(stop_requested)
+                metrics, stop = self._train_step(batches, lambda: stop_requested() or self.checkpoints.failed())
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
                 profiled()
@@ -172,35 +175,49 @@ class _Training:
                 if self.step == config.steps:
                     return
                 if stop:
+                    path = self._save()
+                    self.checkpoints.wait()
                     raise Interrupted(
-                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {self._save()}; "
+                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {path}; "
                         "run the same command to resume."
                     )
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _train_step(self, stop: Callable[[], bool]) -> tuple[Record, bool]:
-        """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
+    def _batches(self) -> Iterator[Batch]:
+        """Return this process's share of the steps that are left."""
+        on_gpu = self.accelerator.device.type == "cuda"
+        workers = self.config.data_workers
+        workers = GPU_WORKERS * on_gpu if workers is None else workers
+        steps, size = range(self.step, self.config.steps), self.config.batch_size
+        return read_ahead(self.rows, steps, size, self.rank, self.world, workers=workers, pinned=on_gpu)
+
+    def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
+        """Run one optimizer step; returns (metrics, whether any process was asked to stop).
+
+        Everything that the host must know comes from the device at once, before the weights change.
+        """
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
         set_learning_rate(self.optimizer, learning_rate)
         with self.meter.waiting_for_data():
-            batch = self.rows.batch(self.step, config.batch_size, self.rank, self.world)
+            batch = on_device(next(batches), self.accelerator.device)
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
         recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
         with on_fast_cpu(self.accelerator.device, recomputes):
-            tokens, loss, layers = self._forward_backward(micro_batches)
-        grad_norm = self.strategy.clip_gradients(config.clip)
-        values = torch.stack([loss, torch.tensor(float(stop()), device=loss.device), *layers.values()])
-        mean_loss, stops, *layer_losses = self._sum(values).tolist()
+            n_tokens, loss, layers = self._forward_backward(micro_batches)
+        norm = self.strategy.clip_gradients(config.clip)
+        sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
+        known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
+        mean_loss, stops, *layer_losses, tokens, grad_norm = known.tolist()
         per_layer = dict(zip(layers, layer_losses))
         skipped = self._reason_to_skip(mean_loss, grad_norm, per_layer)
         if skipped is None:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.tokens += tokens
+        self.tokens += int(tokens)
         metrics = {
             "step": self.step + 1,
             "loss": mean_loss,
@@ -211,30 +228,30 @@ class _Training:
         }
         return metrics | ({} if skipped is None else {"skipped": skipped}), stops > 0
 
-    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[int, Tensor, dict[str, Tensor]]:
-        """Add up the gradients of a step; returns its tokens, its loss and that of each layer, of this process."""
-        tokens, totals = self._totals(micro_batches)
+    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Add up the gradients of a step; returns its tokens, and of this process its loss and that of each layer."""
+        n_tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             with self.accelerator.accumulate(self.model):
-                found = self.model(on_device(micro_batch, self.accelerator.device), totals)
+                found = self.model(micro_batch, totals)
                 loss += found.total.detach()
                 for name, value in found.per_layer.items():
                     layers[name] = layers.get(name, 0.0) + value
                 # accelerate divides by the micro-batches, DDP, DeepSpeed and FSDP2 by the processes.
                 self.accelerator.backward(found.total * (len(micro_batches) * self.world))
-        return tokens, loss, layers
+        return n_tokens, loss, layers
 
-    def _totals(self, micro_batches: list[Batch]) -> tuple[int, Totals]:
+    def _totals(self, micro_batches: list[Batch]) -> tuple[Tensor, Totals]:
         """Count the tokens that a step judges, and add up the denominators of its losses: none where a micro-batch is
         the whole step, which then measures its own as it goes."""
         stage = self.strategy.stage
         if len(micro_batches) * self.world == 1:
-            return int(stage.n_tokens(micro_batches[0])), {}
-        mine = add_totals(stage.totals(on_device(part, self.accelerator.device)) for part in micro_batches)
+            return stage.n_tokens(micro_batches[0]), {}
+        mine = add_totals(stage.totals(part) for part in micro_batches)
         totals = dict(zip(mine, self._sum(torch.stack(list(mine.values())))))
-        return int(totals["tokens"]), totals
+        return totals["tokens"], totals
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over all processes."""
@@ -273,31 +290,28 @@ class _Training:
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
-        """Save a checkpoint of this moment; every process takes part and the main one writes."""
-        tensors = {"weights": self.strategy.weights(), "optimizer": self.strategy.optimizer_tensors()}
-        processes = gather_object([{"rng": rng_state()}])
+        """Begin to save a checkpoint of this moment; every process writes its share."""
         state = {
             "identity": self.identity,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "watch": self.spikes.state_dict(),
-            "processes": processes,
+            "rng": rng_state(),
         }
-        on_main_process(
-            lambda: self.checkpoints.save(self.step, tensors, state), others=lambda: checkpoint.gather(tensors)
-        )
+        self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
     def _restore(self, snapshot: Snapshot) -> None:
-        self.strategy.load_optimizer(snapshot.tensors["optimizer"])
-        self.step, state = snapshot.step, snapshot.state
+        self.strategy.load_optimizer(snapshot.optimizer)
+        self.step, state = snapshot.step, snapshot.states[0]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.spikes.load_state_dict(state["watch"])
-        if self.rank < len(state["processes"]):
-            set_rng_state(state["processes"][self.rank]["rng"])
+        if self.rank < len(snapshot.states):
+            set_rng_state(snapshot.states[self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
+        self.checkpoints.wait()
         self.strategy.unshard()
         student: Any = self.stage.student.eval()
         student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
@@ -308,12 +322,15 @@ class _Training:
             self.checkpoints.clear()
 
         on_main_process(write)
+        if not (self.strategy.whole_everywhere or self.accelerator.is_main_process):
+            checkpoint.load_trained(self.out, student)
         manifest = StageManifest.read(self.out)
         assert manifest is not None
         return manifest
 
     def close(self) -> None:
-        """Close trackers and release what accelerate holds; the process group stays for the next stage."""
+        """Close files and trackers, release what accelerate holds; the process group stays for the next stage."""
+        self.checkpoints.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.accelerator.device.type != "cpu":

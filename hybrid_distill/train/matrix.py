@@ -10,7 +10,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite
 from .config import MatrixConfig
 from .losses import frobenius_loss
-from .stage import Call, TeacherForced, Totals, mixer_parameters, n_rows
+from .stage import Call, TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
 
 UNUSED = ("x_proj", "z_proj")
 """Parameters of recurrent heads that no mixing matrix is made of."""
@@ -47,5 +47,5 @@ class MatrixAlignment(TeacherForced[MatrixConfig]):
     def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
-        maps_BRLS = call.output[1][:, list(mixer.recurrent)]
+        maps_BRLS = pick_heads(call.output[1], mixer.recurrent, dim=1)
         return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], totals.get("rows"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ..data import Batch, on_device, pick_rows
+from ..data import Batch, pick_rows
 from ..model.modeling_hybrid import HybridForCausalLM
 from .config import OnPolicyConfig
 from .end_to_end import EndToEnd
@@ -56,7 +56,6 @@ class OnPolicy(EndToEnd):
     def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
         """As `Stage.micro_batches`, with the student's text. Rows of a kind lie together, so that many are written at
         a time."""
-        batch = on_device(batch, self.model.device)
         writes = [random.Random(seed).random() < self.writing.share for seed in seeds]
         order = sorted(range(len(seeds)), key=lambda row: writes[row])
         return [self._mixed(batch, order[first : first + size], writes, seeds) for first in range(0, len(order), size)]
@@ -150,4 +149,4 @@ class _SampleByRow(LogitsProcessor):
 def _kind_of(batch: Batch, kind: str) -> Batch:
     """Return the given rows of a `MixedBatch`, or the student's own, if need be none."""
     tensors, prefix = cast(dict[str, Tensor], batch), "own_" if kind == "own" else ""
-    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__annotations__})
+    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__required_keys__})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-STATE = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, beside its ``step``."""
 
 NO_DECAY = ("bias", "norm", "conv", "a_proj", ".D")
 """Parts of the names of parameters without weight decay; vectors have none either."""

@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
 from ..io import Record, write_text
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot
@@ -60,16 +57,11 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def snapshot_to_resume(accelerator: Accelerator, checkpoints: Checkpoints, resume: str) -> Snapshot | None:
-    """Read the checkpoint to resume from. The main process chooses and checks it, so that all read the same."""
-    if resume not in ("auto", "never"):
-        return checkpoint.load(resume)
-    chosen: list[Path | None] = [None]
-    if accelerator.is_main_process and resume == "auto":
-        chosen = [checkpoints.latest()]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(chosen)
-    return None if chosen[0] is None else checkpoint.load(chosen[0], verified=True)
+def snapshot_to_resume(checkpoints: Checkpoints, resume: str) -> Snapshot | None:
+    """Read the checkpoint to resume from, the same one in all processes."""
+    if resume == "never":
+        return None
+    return checkpoints.latest() if resume == "auto" else checkpoint.load(resume)
 
 
 def check_same_run(ours: Record, found: Record, place: Path) -> None:

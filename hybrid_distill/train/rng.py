@@ -17,14 +17,15 @@ def row_seeds(seed: int, places: Iterable[int]) -> list[int]:
 
 def rng_state() -> Record:
     """Return the states of the CPU's generator and the current GPU's."""
-    state = {"torch": torch.get_rng_state().tolist()}
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return state
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: state.numpy().tobytes().hex() for name, state in states.items()}
 
 
 def set_rng_state(state: Record) -> None:
     """Restore a state that `rng_state` returned."""
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+    states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in state.items()}
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..data import Batch, pick_rows
+from ..data import Batch, cu_seqlens, pick_rows
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, packed_inputs
 from ..student.build import share_frozen_weights
@@ -164,7 +164,7 @@ class TeacherForced(Stage[Config]):
     def run_teacher(self, batch: Batch, visit: Callable[[int, Call], Tensor]) -> dict[str, Tensor]:
         """Run the teacher on a batch; returns what ``visit`` makes of each watched call, by the layer's name."""
         found: dict[str, Tensor] = {}
-        packed = packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config)
+        packed = packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config, cu_seqlens=cu_seqlens(batch))
         with torch.no_grad(), self._hooks(visit, found):
             decoder_of(self.teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)
         return found
@@ -222,4 +222,9 @@ def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Par
 
 
 def n_rows(mask_BL: Tensor) -> Tensor:
-    return torch.tensor(len(mask_BL), device=mask_BL.device)
+    return mask_BL.new_full((), len(mask_BL), dtype=torch.long)
+
+
+def pick_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """Pick heads. The host does not wait until the device has their numbers, as it does with ``t[:, list(heads)]``."""
+    return t.index_select(dim, torch.tensor(heads).to(t.device, non_blocking=True))

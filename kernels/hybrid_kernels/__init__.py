@@ -6,4 +6,26 @@ triton. They import torch and triton only, never hybrid_distill. Their parent fo
 a package named ``kernels`` would shadow the Hugging Face library of that name.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import functools
+
+__all__ = ["OLDEST_TRITON", "unusable"]
+
+OLDEST_TRITON = (3, 5)
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Return why the installed triton cannot run the kernels, in one line; None if it can."""
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed; pip install 'hybrid-distill[cuda]'"
+    major, minor = triton.__version__.split(".")[:2]
+    if (int(major), int(minor)) >= OLDEST_TRITON:
+        return None
+    return (
+        f"triton is {triton.__version__}; before 3.5 it refuses the backward or aborts the process: "
+        "install torch 2.9 or newer, which brings it"
+    )

@@ -6,6 +6,7 @@ store of a kernel goes through `mm` and `narrow`, which the interpreter runs in 
 
 MODE, a compile-time argument of every kernel, says which arithmetic that is:
     "gpu"     bf16 operands, fp32 sums, on tensor cores
+    "hip"     the same on matrix cores of AMD
     "emu"     the same numbers, computed by the interpreter
     "tf32x3"  fp32 operands on tensor cores, three products each: close to fp32
     "ieee"    fp32 operands, fp32 sums
@@ -31,8 +32,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 def dot_mode(dtype: torch.dtype) -> str:
     """The MODE for inputs of a dtype: bf16 is multiplied as bf16, fp32 as (nearly) fp32."""
     if dtype == torch.bfloat16:
-        return "emu" if INTERPRETED else "gpu"
-    return "ieee" if INTERPRETED else "tf32x3"
+        return "emu" if INTERPRETED else "hip" if torch.version.hip else "gpu"
+    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def rne(x):
 @triton.jit
 def mm(a, b, MODE: tl.constexpr):
     """a @ b with fp32 sums; the contracted dimension must be at least 16."""
-    if MODE == "gpu":
+    if MODE == "gpu" or MODE == "hip":
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif MODE == "emu":
         product = tl.dot(rne(a.to(tl.float32)), rne(b.to(tl.float32)), input_precision="ieee")
@@ -62,12 +63,14 @@ def once(x, MODE: tl.constexpr):
     """x as the operand of products, computed a single time.
 
     Else the compiler repeats the arithmetic that leads to it in the layout of every product it enters, and the copies
-    fill the registers.
+    fill the registers. By PTX, which only NVIDIA's GPUs have.
     """
     if MODE == "gpu":
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.bfloat16)], tl.bfloat16, False, 2)
     elif MODE == "tf32x3":
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, False, 1)
+    elif MODE == "hip":
+        x = x.to(tl.bfloat16)
     elif MODE == "emu":
         x = rne(x)
     return x
@@ -88,7 +91,7 @@ class Compilation(NamedTuple):
     ``arguments`` maps every argument of the kernel to a type ("*bf16", "i32", "fp32") or, if it is a compile-time
     constant, to its value; pointers and integers named in ``divisible`` are multiples of 16, as they are in practice.
     ``tensor_cores`` says whether the binary must contain tensor-core instructions, ``max_spills`` how many
-    spill instructions are known and accepted.
+    spill instructions are known and accepted, ``min_resident`` how many programs a multiprocessor must hold.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Compilation(NamedTuple):
     num_stages: int
     tensor_cores: bool = True
     max_spills: int = 0
+    min_resident: int = 0
 
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int | None], dims: str) -> None:
@@ -154,6 +158,13 @@ def check_seq_idx(seq_idx_BL: Tensor, batch: int, length: int) -> None:
                 f"seq_idx_BL falls from {before} to {after} at row {row}, token {place + 1}; it must ascend: number "
                 "the documents of a row in their order."
             )
+
+
+def no_second_derivative(ctx: object, *_: object) -> None:
+    """Stand in for the gradient of a gradient, which no kernel computes."""
+    raise RuntimeError(
+        "the kernels have no second derivative (create_graph=True): pass impl='reference' to differentiate twice."
+    )
 
 
 def rows(tensor: Tensor) -> tuple[Tensor, int]:

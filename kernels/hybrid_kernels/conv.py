@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from .common import (
     Compilation,
@@ -29,6 +29,7 @@ from .common import (
     check_shape,
     dot_mode,
     narrow,
+    no_second_derivative,
     rows,
 )
 
@@ -65,8 +66,9 @@ def causal_conv(
     Raises ValueError for shapes that do not fit, dtypes other than bfloat16 and float32, an empty x, or a width or
     activation that no kernel exists for.
     """
-    _check(x_BLC, weight_CK, activation, state_BCK, seq_idx_BL)
-    y_BLC = _CausalConv.apply(x_BLC, weight_CK, state_BCK, seq_idx_BL, activation == "silu")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be None or 'silu': apply another one to the result.")
+    y_BLC = _forward_op(x_BLC, weight_CK, state_BCK, seq_idx_BL, activation == "silu")
     return y_BLC, _last_inputs(x_BLC, state_BCK, weight_CK.shape[1] - 1)
 
 
@@ -102,9 +104,7 @@ def compilations(capability: int) -> list[Compilation]:
     return found
 
 
-def _check(
-    x_BLC: Tensor, weight_CK: Tensor, activation: str | None, state_BCK: Tensor | None, seq_idx_BL: Tensor | None
-) -> None:
+def _check(x_BLC: Tensor, weight_CK: Tensor, state_BCK: Tensor | None, seq_idx_BL: Tensor | None) -> None:
     check_shape("x_BLC", x_BLC, (None, None, None), "BLC")
     check_not_empty("x_BLC", x_BLC)
     batch, length, channels = x_BLC.shape
@@ -113,8 +113,6 @@ def _check(
         raise ValueError(
             f"weight_CK has width {weight_CK.shape[1]}; the kernel has widths 2, 3 and 4: pad it with zeros."
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be None or 'silu': apply another one to the result.")
     floats = {"x_BLC": x_BLC, "weight_CK": weight_CK}
     if state_BCK is not None:
         check_shape("state_BCK", state_BCK, (batch, channels, weight_CK.shape[1] - 1), "BCK")
@@ -138,52 +136,76 @@ def _last_inputs(x_BLC: Tensor, state_BCK: Tensor | None, n_past: int) -> Tensor
     return torch.cat([state_BCK[:, :, -missing:].to(x_BLC.dtype), tail_BCK], dim=2)
 
 
-class _CausalConv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_BLC: Tensor, weight_CK: Tensor, state_BCK: Tensor | None, seq_idx_BL: Tensor | None, silu: bool
-    ) -> Tensor:
-        x, x_row = rows(x_BLC)
-        weight = weight_CK.contiguous()
-        state = None if state_BCK is None else state_BCK.contiguous()
-        seq_idx = None if seq_idx_BL is None else seq_idx_BL.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        batch, length, channels = x.shape
-        with torch.cuda.device_of(x):
-            _forward[_grid(FORWARD, batch, length, channels)](
-                x, weight, state, seq_idx, y, length, channels, x_row,
-                SILU=silu, **_constants(FORWARD, weight, state, seq_idx, x.dtype),
-            )  # fmt: skip
-        ctx.save_for_backward(x, weight, state, seq_idx)
-        ctx.x_row, ctx.silu = x_row, silu
-        return y
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? state, Tensor? seq_idx, bool silu"
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, weight, state, seq_idx = ctx.saved_tensors
-        dy = dy_BLC.contiguous()
-        dx = torch.empty_like(dy)
-        dstate = None if state is None else torch.empty_like(state)
-        batch, length, channels = x.shape
-        width = weight.shape[1]
-        n_rows = length if state is None else length + width - 1  # the state's gradient comes as rows before the first
-        grid = _grid(BACKWARD, batch, n_rows, channels)
-        n_tiles = triton.cdiv(n_rows, BACKWARD.tokens)
-        dweight_TKC = torch.empty(batch * n_tiles, width, channels, dtype=torch.float32, device=x.device)
-        with torch.cuda.device_of(x):
-            dpre = dy
-            if ctx.silu:
-                dpre = torch.empty_like(dy)
-                _through_silu[_grid(FORWARD, batch, length, channels)](
-                    dy, x, weight, state, seq_idx, dpre, length, channels, ctx.x_row,
-                    **_constants(FORWARD, weight, state, seq_idx, x.dtype),
-                )  # fmt: skip
-            _backward[grid](
-                dpre, x, weight, state, seq_idx, dx, dstate, dweight_TKC, length, channels, ctx.x_row,
-                **_constants(BACKWARD, weight, state, seq_idx, x.dtype),
+
+@custom_op("hybrid_kernels::causal_conv", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+def _forward_op(x, weight, state, seq_idx, silu) -> Tensor:
+    _check(x, weight, state, seq_idx)
+    x, x_row = rows(x)
+    weight, state, seq_idx = (None if t is None else t.contiguous() for t in (weight, state, seq_idx))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    batch, length, channels = x.shape
+    with torch.cuda.device_of(x):
+        _forward[_grid(FORWARD, batch, length, channels)](
+            x, weight, state, seq_idx, y, length, channels, x_row,
+            SILU=silu, **_constants(FORWARD, weight, state, seq_idx, x.dtype),
+        )  # fmt: skip
+    return y
+
+
+@_forward_op.register_fake
+def _(x, weight, state, seq_idx, silu) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op("hybrid_kernels::causal_conv_gradients", mutates_args=(), schema=f"(Tensor dy, {_ARGUMENTS}) -> Tensor[]")
+def _backward_op(dy, x, weight, state, seq_idx, silu) -> list[Tensor]:
+    """Return the gradients of x, the weight, and the state if there is one."""
+    dy = dy.contiguous()
+    x, x_row = rows(x)
+    weight, state, seq_idx = (None if t is None else t.contiguous() for t in (weight, state, seq_idx))
+    dx = torch.empty_like(dy)
+    dstate = None if state is None else torch.empty_like(state)
+    batch, length, channels = x.shape
+    width = weight.shape[1]
+    n_rows = length if state is None else length + width - 1  # the state's gradient comes as rows before the first
+    grid = _grid(BACKWARD, batch, n_rows, channels)
+    n_tiles = triton.cdiv(n_rows, BACKWARD.tokens)
+    dweight_TKC = torch.empty(batch * n_tiles, width, channels, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        dpre = dy
+        if silu:
+            dpre = torch.empty_like(dy)
+            _through_silu[_grid(FORWARD, batch, length, channels)](
+                dy, x, weight, state, seq_idx, dpre, length, channels, x_row,
+                **_constants(FORWARD, weight, state, seq_idx, x.dtype),
             )  # fmt: skip
-        return dx, dweight_TKC.sum(0).mT.to(weight.dtype), dstate, None, None
+        _backward[grid](
+            dpre, x, weight, state, seq_idx, dx, dstate, dweight_TKC, length, channels, x_row,
+            **_constants(BACKWARD, weight, state, seq_idx, x.dtype),
+        )  # fmt: skip
+    dweight = dweight_TKC.sum(0).mT.to(weight.dtype).contiguous()
+    return [dx, dweight] if dstate is None else [dx, dweight, dstate]
+
+
+@_backward_op.register_fake
+def _(dy, x, weight, state, seq_idx, silu) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (x, weight, state) if t is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight, *dstate = _backward_op(dy, *ctx.saved_tensors, ctx.silu)
+    return dx, dweight, *(dstate or [None]), None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)
+_backward_op.register_autograd(no_second_derivative)
 
 
 def _grid(tile: Tile, batch: int, length: int, channels: int) -> tuple[int]:
@@ -266,7 +288,7 @@ def _before_activation(
     return pre
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _forward(
     x, weight, state, seq_idx, y, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
@@ -289,7 +311,7 @@ def _forward(
     tl.store(y + offset, narrow(out, y.dtype.element_ty, MODE), mask=(t < L)[:, None] & (channel < C)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _through_silu(
     dy, x, weight, state, seq_idx, dpre, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
@@ -322,7 +344,7 @@ def _load_gradient(dpre, first, t, channel, L, C):
     return tl.load(dpre + ((t - first)[:, None] * C + channel[None, :]), mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _backward(
     dpre, x, weight, state, seq_idx, dx, dstate, dweight, L, C, x_row,
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .products import LARGE, product
 
@@ -27,8 +28,9 @@ IGNORE = -100
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-CHUNK_LOGITS = {"triton": 2**28, "torch": 2**25}  # 2,048 tokens of 128k words on a GPU
-ALIGNED = 8  # elements a row of logits starts at a multiple of: tensor cores ask for 16 bytes
+CHUNK_LOGITS = {"triton": 2**29, "torch": 2**25}  # 4,096 tokens of 128k words on a GPU
+LARGE_DEVICE = 60 * 10**9  # bytes; chunks are half as long on a smaller GPU
+ALIGNED = 16  # elements a row of logits starts at a multiple of: for others triton does not compile wide loads
 
 
 class TeacherHead(NamedTuple):
@@ -119,7 +121,7 @@ def distillation_loss(
         n_real=n_real,
         dtype=dtype,
         teacher_dtype=_product_dtype(*teacher, "the teacher's hidden_BLE", "head_WE") if from_head else dtype,
-        chunk_size=chunk_size or _default_chunk(n_real, impl),
+        chunk_size=chunk_size or _default_chunk(n_real, impl, student_hidden_BLD.device),
         of_logits=_maths(impl),
     )
     _check_numbers(problem)
@@ -153,14 +155,21 @@ class _DistillationLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (d_loss,) = grad_outputs
         d_hidden, d_head = ctx.saved_tensors
         return (
-            None if d_hidden is None else d_hidden * d_loss,
-            None if d_head is None else (d_head * d_loss).to(ctx.head_dtype),
+            None if d_hidden is None else _scaled(d_hidden, d_loss, d_hidden.dtype),
+            None if d_head is None else _scaled(d_head, d_loss, ctx.head_dtype),
             None,
         )
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gradient * factor without a copy in another dtype, and in place unless the graph is kept for more."""
+    in_place = gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch.mul(gradient, factor, out=gradient if in_place else torch.empty_like(gradient, dtype=dtype))
 
 
 def _chunked(
@@ -229,21 +238,28 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += product(a, b)
     elif a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif _adds_wide_products(a.dtype, a.device):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        _narrow_adder(a.dtype, a.device)(total, a, b)
 
 
 @functools.cache
-def _adds_wide_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if this torch adds a bf16 product to an fp32 sum; older ones need fp32 copies."""
+def _narrow_adder(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return this torch's best way to add a bf16 product to an fp32 sum, always on bf16 tensor cores."""
+
+    def in_one(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # from torch 2.10 on
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    def wide_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # from torch 2.8 on
+        return total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
     a, total = (torch.zeros(16, 16, dtype=dtype_, device=device) for dtype_ in (dtype, torch.float32))
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
+    for way in (in_one, wide_product):
+        try:
+            way(total, a, a)
+        except (RuntimeError, TypeError):
+            continue
+        return way
+    return lambda total, a, b: total.add_(a @ b)
 
 
 def _tokens(
@@ -298,9 +314,11 @@ def _product_dtype(hidden: Tensor, head: Tensor, hidden_name: str, head_name: st
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _default_chunk(n_real: int, impl: str) -> int:
-    """As many tokens as `CHUNK_LOGITS` allows, in whole tiles of a matrix product."""
+def _default_chunk(n_real: int, impl: str, device: torch.device) -> int:
+    """As many tokens as `CHUNK_LOGITS` and the device allow, in whole tiles of a matrix product."""
     size = CHUNK_LOGITS[impl] // n_real
+    if impl == "triton" and device.type == "cuda":
+        size //= 1 + (torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE)
     return size // 128 * 128 if size >= 128 else max(1, size)
 
 

@@ -1,7 +1,8 @@
 """`loss_torch` as Triton kernels: one program per token, the gradient overwrites the logits.
 
-A row of logits is read once for the normalisers, once for the mean pull (which forward KL knows beforehand: -1), and
-once more for the gradient, which is written over it; log, exp and the sums are in fp32 and to base 2.
+A row of logits is read once for the normalisers, once for the mean pull (which forward KL knows beforehand: -1, and
+which needs both normalisers), and once more for the gradient, which is written over it; log, exp and the sums are in
+fp32 and to base 2. A lane keeps sums of its own until the row ends.
 
 Shapes: M tokens, V vocabulary, K stored tokens of the teacher, O outcomes that are compared.
 """
@@ -28,8 +29,8 @@ LN_2 = tl.constexpr(math.log(2.0))
 NOTHING = tl.constexpr(-1e30)  # the logit of an entry beyond the row: probability 0, and finite
 SMALLEST = tl.constexpr(1e-37)  # a mixture below it has a weight of nothing
 
-BLOCK = 4096
-NUM_WARPS = 16
+BLOCK = 1024
+NUM_WARPS = 4
 
 
 def of_head(student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def compilations(capability: int) -> list[Compilation]:
     floats = ("soft", "hard", "loss", "rest", "rest_at_1", "normaliser_at_1", "of_rest")
     scalars = {"V": "i32", "student_row": "i32", "teacher_row": "i32", "inverse_temperature": "fp32", "beta": "fp32"}
     runtime = pointers | dict.fromkeys(floats, "*fp32") | scalars
-    not_divisible = {"V", "inverse_temperature", "beta", "student_row", "teacher_row"}  # rows: multiples of 8
+    not_divisible = {"V", "inverse_temperature", "beta"}
     kernels: list[tuple[str, Any, dict[str, object]]] = [
         ("loss normalisers", _normalisers, {}),
         ("loss share out", _share_out, {}),
@@ -106,7 +107,6 @@ def compilations(capability: int) -> list[Compilation]:
                 num_warps=NUM_WARPS,
                 num_stages=2,
                 tensor_cores=False,
-                max_spills=6 if kernel is _compare else 0,  # ptxas keeps it to 64 registers a thread
             )
         )
     return found
@@ -122,18 +122,42 @@ def _constants(student_MV: Tensor, options: Options) -> dict[str, Any]:
 
 
 @triton.jit
-def _row(logits, start, V, beyond, BLOCK: tl.constexpr):
-    """A block of a row in fp32, ``beyond`` past its end."""
-    place = start + tl.arange(0, BLOCK)
-    block = tl.load(logits + place, mask=place < V, other=0.0).to(tl.float32)
-    return tl.where(place < V, block, beyond)
+def _places(start, BLOCK: tl.constexpr):
+    """Places of a block's entries, [lanes, 8]: the eight of a lane are read at once, and reduced without the others."""
+    return start + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _read(logits, place, V, beyond, LAST: tl.constexpr):
+    """Entries in fp32, ``beyond`` past the row's end, which only the LAST block sees: a mask may cost wide loads."""
+    if LAST:
+        entries = tl.where(place < V, tl.load(logits + place, mask=place < V, other=0.0).to(tl.float32), beyond)
+    else:
+        entries = tl.load(logits + place).to(tl.float32)
+    return entries
+
+
+@triton.jit
+def _write(logits, place, entries, V, MODE: tl.constexpr, LAST: tl.constexpr):
+    entries = narrow(entries, logits.dtype.element_ty, MODE)
+    if LAST:
+        tl.store(logits + place, entries, mask=place < V)
+    else:
+        tl.store(logits + place, entries)
 
 
 @triton.jit
 def _add_exponentials(largest, total, x):
-    """Running maximum, and running sum of 2^(x - maximum)."""
-    new = tl.maximum(largest, tl.max(x, 0))
-    return new, total * tl.exp2(largest - new) + tl.sum(tl.exp2(x - new), 0)
+    """Each lane's running maximum, and running sum of 2^(x - maximum)."""
+    new = tl.maximum(largest, tl.max(x, 1))
+    return new, total * tl.exp2(largest - new) + tl.sum(tl.exp2(x - new[:, None]), 1)
+
+
+@triton.jit
+def _log2_sum(largest, total):
+    """Reduce the lanes of `_add_exponentials`: log2 of the sum of 2^x."""
+    over_lanes = tl.max(largest, 0)
+    return over_lanes + tl.log2(tl.sum(total * tl.exp2(largest - over_lanes), 0))
 
 
 @triton.jit
@@ -164,49 +188,53 @@ def _compare(
     teacher += token * teacher_row
     soft_scale = tl.load(soft + token).to(tl.float32)
     to_base_2 = inverse_temperature * LOG2_E
+    whole = V // BLOCK * BLOCK
     if HARD:
         hard_scale = tl.load(hard + token).to(tl.float32)
         label = tl.load(labels + token)
         of_label = tl.load(student + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
 
-    q_max = NOTHING
-    p_max = NOTHING
-    q_sum = 0.0
-    p_sum = 0.0
-    hard_max = NOTHING
-    hard_sum = 0.0
-    for start in range(0, V, BLOCK):
-        s = _row(student, start, V, NOTHING, BLOCK)
-        t = _row(teacher, start, V, NOTHING, BLOCK)
-        q_max, q_sum = _add_exponentials(q_max, q_sum, s * to_base_2)
-        p_max, p_sum = _add_exponentials(p_max, p_sum, t * to_base_2)
-        if HARD:
-            hard_max, hard_sum = _add_exponentials(hard_max, hard_sum, s * LOG2_E)
-    log2_q_total = q_max + tl.log2(q_sum)
-    log2_p_total = p_max + tl.log2(p_sum)
-    log2_hard_total = hard_max + tl.log2(hard_sum)
+    q_max = tl.full([BLOCK // 8], NOTHING, tl.float32)
+    q_sum = tl.zeros([BLOCK // 8], tl.float32)
+    p_max, p_sum, hard_max, hard_sum = q_max, q_sum, q_max, q_sum
+    for LAST in tl.static_range(2):
+        for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
+            place = _places(start, BLOCK)
+            s = _read(student, place, V, NOTHING, LAST)
+            t = _read(teacher, place, V, NOTHING, LAST)
+            q_max, q_sum = _add_exponentials(q_max, q_sum, s * to_base_2)
+            p_max, p_sum = _add_exponentials(p_max, p_sum, t * to_base_2)
+            if HARD:
+                hard_max, hard_sum = _add_exponentials(hard_max, hard_sum, s * LOG2_E)
+    log2_q_total = _log2_sum(q_max, q_sum)
+    log2_p_total = _log2_sum(p_max, p_sum)
+    if HARD:
+        log2_hard_total = _log2_sum(hard_max, hard_sum)
 
     mean_pull = -1.0
     if KIND != "forward_kl":
-        pulls = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, V, BLOCK):
-            log2_q = _row(student, start, V, NOTHING, BLOCK) * to_base_2 - log2_q_total
-            log2_p = _row(teacher, start, V, NOTHING, BLOCK) * to_base_2 - log2_p_total
-            q, value, pull = _pull(log2_q, log2_p, beta, KIND)
-            pulls += pull
+        pulls = tl.zeros([BLOCK // 8], tl.float32)
+        for LAST in tl.static_range(2):
+            for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
+                place = _places(start, BLOCK)
+                log2_q = _read(student, place, V, NOTHING, LAST) * to_base_2 - log2_q_total
+                log2_p = _read(teacher, place, V, NOTHING, LAST) * to_base_2 - log2_p_total
+                q, value, pull = _pull(log2_q, log2_p, beta, KIND)
+                pulls += tl.sum(pull, 1)
         mean_pull = tl.sum(pulls, 0)
 
-    values = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        s = _row(student, start, V, NOTHING, BLOCK)
-        log2_p = _row(teacher, start, V, NOTHING, BLOCK) * to_base_2 - log2_p_total
-        q, value, pull = _pull(s * to_base_2 - log2_q_total, log2_p, beta, KIND)
-        values += value
-        gradient = soft_scale * inverse_temperature * (pull - q * mean_pull)
-        if HARD:
-            gradient += hard_scale * (tl.exp2(s * LOG2_E - log2_hard_total) - (place == label).to(tl.float32))
-        tl.store(student + place, narrow(gradient, student.dtype.element_ty, MODE), mask=place < V)
+    values = tl.zeros([BLOCK // 8], tl.float32)
+    for LAST in tl.static_range(2):
+        for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
+            place = _places(start, BLOCK)
+            s = _read(student, place, V, NOTHING, LAST)
+            log2_p = _read(teacher, place, V, NOTHING, LAST) * to_base_2 - log2_p_total
+            q, value, pull = _pull(s * to_base_2 - log2_q_total, log2_p, beta, KIND)
+            values += tl.sum(value, 1)
+            gradient = soft_scale * inverse_temperature * (pull - q * mean_pull)
+            if HARD:
+                gradient += hard_scale * (tl.exp2(s * LOG2_E - log2_hard_total) - (place == label).to(tl.float32))
+            _write(student, place, gradient, V, MODE, LAST)
     total = soft_scale * tl.sum(values, 0)
     if HARD:
         total += hard_scale * (LN_2 * log2_hard_total - of_label)
@@ -221,18 +249,19 @@ def _normalisers(
     """log sum exp of a row's finite entries at temperature T and at 1."""
     token = tl.program_id(0).to(tl.int64)
     student += token * student_row
-    largest = NOTHING
-    total = 0.0
-    hard_max = NOTHING
-    hard_sum = 0.0
-    for start in range(0, V, BLOCK):
-        s = _row(student, start, V, float("-inf"), BLOCK)
-        largest, total = _add_exponentials(largest, total, s * (inverse_temperature * LOG2_E))
-        if HARD:
-            hard_max, hard_sum = _add_exponentials(hard_max, hard_sum, s * LOG2_E)
-    tl.store(rest + token, (largest + tl.log2(total)) * LN_2)
+    whole = V // BLOCK * BLOCK
+    largest = tl.full([BLOCK // 8], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK // 8], tl.float32)
+    hard_max, hard_sum = largest, total
+    for LAST in tl.static_range(2):
+        for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
+            s = _read(student, _places(start, BLOCK), V, float("-inf"), LAST)
+            largest, total = _add_exponentials(largest, total, s * (inverse_temperature * LOG2_E))
+            if HARD:
+                hard_max, hard_sum = _add_exponentials(hard_max, hard_sum, s * LOG2_E)
+    tl.store(rest + token, _log2_sum(largest, total) * LN_2)
     if HARD:
-        tl.store(rest_at_1 + token, (hard_max + tl.log2(hard_sum)) * LN_2)
+        tl.store(rest_at_1 + token, _log2_sum(hard_max, hard_sum) * LN_2)
 
 
 @triton.jit
@@ -243,16 +272,18 @@ def _share_out(
     """The gradient of "any other token" among the finite entries, by their probabilities; and the cross-entropy's."""
     token = tl.program_id(0).to(tl.int64)
     student += token * student_row
+    whole = V // BLOCK * BLOCK
     log2_rest = tl.load(rest + token) * LOG2_E
     scale = tl.load(of_rest + token).to(tl.float32)
     if HARD:
         log2_total = tl.load(normaliser_at_1 + token) * LOG2_E
         hard_scale = tl.load(hard + token).to(tl.float32)
         label = tl.load(labels + token)
-    for start in range(0, V, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        s = _row(student, start, V, float("-inf"), BLOCK)
-        gradient = scale * tl.exp2(s * (inverse_temperature * LOG2_E) - log2_rest)
-        if HARD:
-            gradient += hard_scale * (tl.exp2(s * LOG2_E - log2_total) - (place == label).to(tl.float32))
-        tl.store(student + place, narrow(gradient, student.dtype.element_ty, MODE), mask=place < V)
+    for LAST in tl.static_range(2):
+        for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
+            place = _places(start, BLOCK)
+            s = _read(student, place, V, float("-inf"), LAST)
+            gradient = scale * tl.exp2(s * (inverse_temperature * LOG2_E) - log2_rest)
+            if HARD:
+                gradient += hard_scale * (tl.exp2(s * LOG2_E - log2_total) - (place == label).to(tl.float32))
+            _write(student, place, gradient, V, MODE, LAST)

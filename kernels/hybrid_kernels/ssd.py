@@ -23,6 +23,10 @@ the forward has stored. With dscores_ij = (dy_i . x_j) exp(cum_i - cum_j) for j 
 scores^T is computed as B C^T, never by transposing what a product has left in registers: triton before 3.7.1 compiles
 that wrongly for Hopper. Nothing is shared between programs, so results do not depend on the order they run in.
 
+Two small kernels stand around these: one sums the log decays of all chunks beforehand, one adds up dlog a afterwards
+from what the backward wrote of each token. The gate is a pass of its own: inside, its divisions and exponentials would
+take registers and time where both are scarce.
+
 Where rows and heads are too few for the device, a row is cut into segments: one kernel finds what each adds to the
 state, a small one carries the states over, and the main kernels then run on every segment at once.
 
@@ -32,13 +36,13 @@ Shapes: B batch, L length, H head, P head dim, N state size, Q tokens in a chunk
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from .common import (
     DTYPES,
@@ -48,22 +52,35 @@ from .common import (
     check_seq_idx,
     check_shape,
     dot_mode,
+    no_second_derivative,
     rows,
 )
 from .ssd_tiles import (
     BACKWARD_KERNELS,
+    DECAY_HEADS,
+    DECAYS,
     LARGEST_FP32_BLOCK,
     LARGEST_HEAD_DIM,
     LARGEST_STATE,
     Tile,
     architecture_of,
     block_of,
+    segments,
     tile_for,
 )
-from .ssd_triton import _backward, _carry_over, _forward, _segment_states, wanted
+from .ssd_triton import (
+    _backward,
+    _carry_over,
+    _decay_gradients,
+    _decays,
+    _forward,
+    _gate,
+    _gate_gradients,
+    _segment_states,
+    wanted,
+)
 
-MIN_CHUNKS_PER_SEGMENT = 4
-CARRY_BLOCK = 1024
+CARRY_BLOCK = GATE_BLOCK = 1024
 
 
 def ssd(
@@ -93,54 +110,137 @@ def ssd(
     Raises ValueError for shapes that do not fit, other dtypes, an empty x, N or P above 128, a falling seq_idx (looked
     at on a CPU, or with HYBRID_KERNELS_DEBUG=1).
     """
-    given = (x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, state_BHPN, seq_idx_BL)
-    block = LARGEST_FP32_BLOCK[architecture_of(_capability(x_BLHP.device))]
+    given = (x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL)
+    if z_BLHP is not None:
+        check_shape("z_BLHP", z_BLHP, x_BLHP.shape, "BLHP")
+        check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
+        check_device("z_BLHP", z_BLHP, x_BLHP)
+    block = _largest_fp32_block(x_BLHP.device)
     if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
         _check(*given, n_segments)
-        return _in_blocks(block, *given, softplus, n_segments)
-    return _SSD.apply(*given, softplus, n_segments)
+        y, final = _in_blocks(block, *given, softplus, n_segments)
+    else:
+        y, final = _scan(*given, softplus, n_segments)
+    return (y if z_BLHP is None else gate(y, z_BLHP)), final
 
 
 def _in_blocks(
-    block: int, x, a, b, c, D, z, state, seq_idx, softplus: bool, n_segments: int | None
+    block: int, x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` block by block of the state, none of which enters another; y sums over N, so skip and gate come last."""
+    """`ssd` block by block of the state, none of which enters another; y sums over N, so the skip comes last."""
 
     def blocks(size: int) -> list[slice]:
         return [slice(first, first + block) for first in range(0, size, block)]
 
     def run(p: slice, n: slice) -> tuple[Tensor, Tensor]:
         before = None if state is None else state[:, :, p, n]
-        return _SSD.apply(x[..., p], a, b[..., n], c[..., n], None, None, before, seq_idx, softplus, n_segments)
+        return _scan(x[..., p], a, b[..., n], c[..., n], None, before, seq_idx, softplus, n_segments)
 
     runs = [[run(p, n) for n in blocks(b.shape[-1])] for p in blocks(x.shape[-1])]
     y = torch.cat([torch.stack([y for y, _ in same_p]).sum(0) for same_p in runs], dim=-1)
     final = torch.cat([torch.cat([final for _, final in same_p], dim=-1) for same_p in runs], dim=-2)
-    if D is not None:
-        y = y + D.unsqueeze(-1) * x
-    return y if z is None else y * F.silu(z), final
+    return y if D is None else y + D.unsqueeze(-1) * x, final
 
 
-class _SSD(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, a, b, c, D, z, state, seq_idx, softplus, n_segments) -> tuple[Tensor, Tensor]:
-        options = dict(D_H=D, z_BLHP=z, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
-        needs_gradient = any(ctx.needs_input_grad)
-        y, final, chunk_states = ssd_forward(x, a, b, c, **options, save_chunk_states=needs_gradient)
-        ctx.save_for_backward(x, a, b, c, D, z, state, seq_idx, chunk_states)
-        ctx.softplus, ctx.n_segments = softplus, n_segments
-        ctx.set_materialize_grads(False)
-        return y, final
+def _scan(x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None) -> tuple[Tensor, Tensor]:
+    given = (x, a, b, c, D, state)
+    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    y, final, _ = _forward_op(*given, seq_idx, softplus, n_segments, save)
+    return y, final
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, a, b, c, D, z, state, seq_idx, chunk_states = ctx.saved_tensors
-        gradients = ssd_backward(
-            torch.zeros_like(x) if dy is None else dy, dstate, chunk_states, x, a, b, c,
-            D_H=D, z_BLHP=z, state_BHPN=state, seq_idx_BL=seq_idx, softplus=ctx.softplus, n_segments=ctx.n_segments,
-        )  # fmt: skip
-        return *gradients, None, None, None
+
+_ARGUMENTS = (
+    "Tensor x, Tensor a, Tensor b, Tensor c, Tensor? D, Tensor? state, Tensor? seq_idx, "
+    "bool softplus, SymInt? n_segments"
+)
+
+
+@custom_op("hybrid_kernels::ssd", mutates_args=(), schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor)")
+def _forward_op(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor, Tensor, Tensor]:
+    options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
+    y, final, chunk_states = ssd_forward(x, a, b, c, **options, save_chunk_states=save)
+    return y, final, y.new_empty(0) if chunk_states is None else chunk_states
+
+
+@_forward_op.register_fake
+def _(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, n_heads, head_dim), d_state = x.shape, b.shape[-1]
+    chunk = tile_for(_capability(x.device), x.dtype, d_state, head_dim).chunk
+    saved = (batch, -(-length // chunk), n_heads, d_state, head_dim) if save else (0,)
+    final = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
+    return x.new_empty(x.shape), final, x.new_empty(saved)
+
+
+@custom_op(
+    "hybrid_kernels::ssd_gradients",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor? dstate, Tensor chunk_states, {_ARGUMENTS}) -> Tensor[]",
+)
+def _backward_op(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
+    """Return the gradients of the tensors that were given, in the order of `Gradients`."""
+    options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
+    gradients = ssd_backward(dy, dstate, chunk_states, x, a, b, c, **options)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_backward_op.register_fake
+def _(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (x, a, b, c, D, state) if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.softplus, ctx.n_segments, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *given, seq_idx, chunk_states = ctx.saved_tensors
+    dy = torch.zeros_like(given[0]) if dy is None else dy
+    found = iter(_backward_op(dy, dstate, chunk_states, *given, seq_idx, ctx.softplus, ctx.n_segments))
+    return *(None if tensor is None else next(found) for tensor in given), None, None, None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)
+_backward_op.register_autograd(no_second_derivative)
+
+
+@custom_op("hybrid_kernels::gate", mutates_args=())
+def gate(y: Tensor, z: Tensor) -> Tensor:
+    """y silu(z), for tensors of one shape and dtype."""
+    y, z = y.contiguous(), z.contiguous()
+    out, n = torch.empty_like(y), y.numel()
+    with torch.cuda.device_of(y):
+        _gate[(triton.cdiv(n, GATE_BLOCK),)](y=y, z=z, out=out, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype))
+    return out
+
+
+@custom_op("hybrid_kernels::gate_gradients", mutates_args=())
+def _gate_gradients_op(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    dout, y, z = dout.contiguous(), y.contiguous(), z.contiguous()
+    dy, dz, n = torch.empty_like(y), torch.empty_like(z), y.numel()
+    with torch.cuda.device_of(y):
+        _gate_gradients[(triton.cdiv(n, GATE_BLOCK),)](
+            y=y, z=z, dout=dout, dy=dy, dz=dz, n=n, BLOCK=GATE_BLOCK, MODE=dot_mode(y.dtype)
+        )
+    return dy, dz
+
+
+@gate.register_fake
+def _(y: Tensor, z: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@_gate_gradients_op.register_fake
+def _(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), z.new_empty(z.shape)
+
+
+gate.register_autograd(
+    lambda ctx, dout: _gate_gradients_op(dout, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+_gate_gradients_op.register_autograd(no_second_derivative)
 
 
 class Gradients(NamedTuple):
@@ -151,7 +251,6 @@ class Gradients(NamedTuple):
     b_BLHN: Tensor
     c_BLHN: Tensor
     D_H: Tensor | None
-    z_BLHP: Tensor | None
     state_BHPN: Tensor | None
 
 
@@ -162,18 +261,17 @@ def ssd_forward(
     c_BLHN: Tensor,
     *,
     D_H: Tensor | None = None,
-    z_BLHP: Tensor | None = None,
     state_BHPN: Tensor | None = None,
     seq_idx_BL: Tensor | None = None,
     softplus: bool = True,
     n_segments: int | None = None,
     save_chunk_states: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`ssd` without autograd: y_BLHP, the final state_BHPN, and the states before each chunk, [B, M, H, N, P].
+    """`ssd` without autograd and gate: y_BLHP, the final state_BHPN, and the states before each chunk, [B, M, H, N, P].
 
     The last are what `ssd_backward` needs, in the dtype of x; None without ``save_chunk_states``.
     """
-    call = _Call.of(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, state_BHPN, seq_idx_BL, softplus, n_segments)
+    call = _Call.of(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL, softplus, n_segments, backward=False)
     before = call.states_before_segments()
     y = torch.empty(call.shape, dtype=call.x.dtype, device=call.x.device)
     final = torch.empty(call.state_shape, dtype=torch.float32, device=call.x.device)
@@ -182,9 +280,9 @@ def ssd_forward(
         chunk_states = torch.empty(call.chunk_states_shape, dtype=call.x.dtype, device=call.x.device)
     with torch.cuda.device_of(call.x):
         _forward[call.grid](
-            **call.tensors, before=before, y=y, final=final, chunk_states=chunk_states,
+            **call.tensors, **call.decays, before=before, y=y, final=final, chunk_states=chunk_states,
             **call.sizes, **call.constants, HAS_BEFORE=before is not None, SAVE=save_chunk_states,
-            **call.tile.forward._asdict(),
+            **call.tile.forward.options,
         )  # fmt: skip
     return y, final, chunk_states
 
@@ -199,14 +297,13 @@ def ssd_backward(
     c_BLHN: Tensor,
     *,
     D_H: Tensor | None = None,
-    z_BLHP: Tensor | None = None,
     state_BHPN: Tensor | None = None,
     seq_idx_BL: Tensor | None = None,
     softplus: bool = True,
     n_segments: int | None = None,
 ) -> Gradients:
     """The gradients of `ssd_forward`'s arguments, from those of y and of the final state (None for zero)."""
-    call = _Call.of(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, state_BHPN, seq_idx_BL, softplus, n_segments)
+    call = _Call.of(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL, softplus, n_segments, backward=True)
     check_shape("dy_BLHP", dy_BLHP, call.shape, "BLHP")
     check_shape("chunk_states", chunk_states, call.chunk_states_shape, "BMHNP")
     dy = dy_BLHP.to(call.x.dtype).contiguous()
@@ -217,25 +314,28 @@ def ssd_backward(
 
     like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
     wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
-    dx, dz = torch.empty(call.shape, **like), None if call.z is None else torch.empty(call.shape, **like)
+    dx, da = torch.empty(call.shape, **like), torch.empty_like(call.a)
     db, dc = torch.empty(b_BLHN.shape, **like), torch.empty(c_BLHN.shape, **like)
-    da = torch.empty_like(call.a)
-    partial = torch.empty(a_BLH.shape, **wide) if call.tile.n_backward > 1 else None
+    to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
+    over = torch.empty(call.decay_shape[:3], **wide)
     dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
     dstate = None if state_BHPN is None else torch.empty(call.state_shape, **wide)
     with torch.cuda.device_of(call.x):
         for gradients in BACKWARD_KERNELS[call.tile.n_backward]:
             _backward[call.grid](
-                **call.tensors, dy=dy, chunk_states=chunk_states, after=after,
-                dx=dx, da=da, db=db, dc=dc, dD=dD, dz=dz, dstate=dstate, partial=partial,
+                **call.tensors, **call.decays, dy=dy, chunk_states=chunk_states, after=after,
+                dx=dx, to_tokens=to_tokens, from_tokens=from_tokens, over=over, db=db, dc=dc, dD=dD, dstate=dstate,
                 **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None,
                 **wanted(gradients),
-                **call.tile.backward._asdict(),
+                **call.tile.backward.options,
             )  # fmt: skip
+        _decay_gradients[call.decay_grid](
+            a=call.a, to_tokens=to_tokens, from_tokens=from_tokens, over=over, da=da, **call.decay_options,
+            MODE=dot_mode(call.x.dtype),
+        )  # fmt: skip
     return Gradients(
         dx, da, db, dc,
         None if dD is None or D_H is None else dD.sum((0, 1)).to(D_H.dtype),
-        dz,
         None if dstate is None or state_BHPN is None else dstate.to(state_BHPN.dtype),
     )  # fmt: skip
 
@@ -249,7 +349,6 @@ class _Call:
     b: Tensor
     c: Tensor
     D: Tensor | None
-    z: Tensor | None
     state: Tensor | None
     seq_idx: Tensor | None
     softplus: bool
@@ -260,17 +359,17 @@ class _Call:
     n_segments: int
 
     @classmethod
-    def of(cls, x, a, b, c, D, z, state, seq_idx, softplus: bool, n_segments: int | None) -> _Call:
-        _check(x, a, b, c, D, z, state, seq_idx, n_segments)
+    def of(cls, x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None, *, backward: bool) -> _Call:
+        _check(x, a, b, c, D, state, seq_idx, n_segments)
         batch, length, n_heads, head_dim = x.shape
         tile = tile_for(_capability(x.device), x.dtype, b.shape[-1], head_dim)
         n_chunks = triton.cdiv(length, tile.chunk)
-        wanted = n_segments or _segments_that_fill(x.device, batch * n_heads, n_chunks)
+        launch = tile.backward if backward else tile.forward
+        wanted = n_segments or _segments_that_fill(x.device, batch * n_heads, n_chunks, launch.resident)
         (x, x_row), (b, b_row), (c, c_row) = rows(x), rows(b), rows(c)
         return cls(
             x=x, a=a.contiguous(), b=b, c=c,
             D=None if D is None else D.contiguous(),
-            z=None if z is None else z.contiguous(),
             state=None if state is None else state.float().contiguous(),
             seq_idx=None if seq_idx is None else seq_idx.contiguous(),
             softplus=softplus, x_row=x_row, b_row=b_row, c_row=c_row, tile=tile,
@@ -308,7 +407,32 @@ class _Call:
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        return dict(x=self.x, a=self.a, b=self.b, c=self.c, D=self.D, z=self.z, seq_idx=self.seq_idx)
+        return dict(x=self.x, b=self.b, c=self.c, D=self.D, seq_idx=self.seq_idx)
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.n_heads, self.n_chunks, self.tile.chunk)
+
+    @property
+    def decay_grid(self) -> tuple[int, int, int]:
+        return (self.n_chunks, self.batch, triton.cdiv(self.n_heads, DECAY_HEADS))
+
+    @property
+    def decay_options(self) -> dict[str, Any]:
+        return dict(
+            seq_idx=self.seq_idx, L=self.x.shape[1], H=self.n_heads, Q=self.tile.chunk, HEADS=DECAY_HEADS,
+            SOFTPLUS=self.softplus, PACKED=self.seq_idx is not None, **DECAYS.options,
+        )  # fmt: skip
+
+    @cached_property
+    def decays(self) -> dict[str, Tensor]:
+        """Those of every chunk, as `_decays` describes them."""
+        wide: dict[str, Any] = {"device": self.x.device, "dtype": torch.float32}
+        cum, from_start, to_end = torch.empty(3, *self.decay_shape, **wide)
+        found = dict(cum=cum, from_start=from_start, to_end=to_end, through=torch.empty(self.decay_shape[:3], **wide))
+        with torch.cuda.device_of(self.x):
+            _decays[self.decay_grid](a=self.a, **found, **self.decay_options)
+        return found
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -319,49 +443,50 @@ class _Call:
 
     @property
     def constants(self) -> dict[str, Any]:
-        return dict(HAS_D=self.D is not None, **self._constants(gated=self.z is not None))
+        return dict(HAS_D=self.D is not None, PACKED=self.seq_idx is not None, **self._blocks)
 
-    def _constants(self, gated: bool) -> dict[str, Any]:
+    @property
+    def _blocks(self) -> dict[str, Any]:
         head_dim, d_state = self.state_shape[2:]
         return dict(
             P=head_dim, N=d_state, BLOCK_P=block_of(head_dim), BLOCK_N=block_of(d_state), Q=self.tile.chunk,
-            SOFTPLUS=self.softplus, HAS_Z=gated, PACKED=self.seq_idx is not None, MODE=dot_mode(self.x.dtype),
+            MODE=dot_mode(self.x.dtype),
         )  # fmt: skip
 
     def states_before_segments(self) -> Tensor | None:
         """[B, S, H, P, N], or None where they are zero."""
         if self.n_segments == 1:
             return self.state
-        return self._carry(self.x, self.x_row, self.b, self.b_row, None, self.state, reverse=False)
+        return self._carry(self.x, self.x_row, self.b, self.b_row, self.decays["to_end"], self.state, reverse=False)
 
     def gradients_after_segments(self, dy: Tensor, dstate: Tensor | None) -> Tensor | None:
         """Those of the states after each segment, [B, S, H, P, N], or None where they are zero."""
         if self.n_segments == 1:
             return dstate
-        return self._carry(dy, dy[0, 0].numel(), self.c, self.c_row, self.z, dstate, reverse=True)
+        return self._carry(dy, dy[0, 0].numel(), self.c, self.c_row, self.decays["from_start"], dstate, reverse=True)
 
     def _carry(
-        self, v: Tensor, v_row: int, k: Tensor, k_row: int, z: Tensor | None, first: Tensor | None, *, reverse: bool
+        self, v: Tensor, v_row: int, k: Tensor, k_row: int, weights: Tensor, first: Tensor | None, *, reverse: bool
     ) -> Tensor:
         size = (self.batch, self.n_segments, *self.state_shape[1:])
         states = torch.empty(size, dtype=torch.float32, device=v.device)
-        through = torch.empty(size[:3], dtype=torch.float32, device=v.device)
+        kept = torch.empty(size[:3], dtype=torch.float32, device=v.device)
         sizes = {name: self.sizes[name] for name in ("L", "H", "chunks_per_segment")}
         elements = size[3] * size[4]
         with torch.cuda.device_of(v):
             _segment_states[self.grid](
-                v=v, k=k, a=self.a, z=z, seq_idx=self.seq_idx, states=states, through=through,
-                **sizes, v_row=v_row, k_row=k_row, **self._constants(gated=z is not None), REVERSE=reverse,
-                **self.tile.forward._asdict(),
+                v=v, k=k, weights=weights, through=self.decays["through"], states=states, kept=kept,
+                **sizes, v_row=v_row, k_row=k_row, **self._blocks, REVERSE=reverse,
+                **self.tile.forward.options,
             )  # fmt: skip
             _carry_over[(self.n_heads, self.batch, triton.cdiv(elements, CARRY_BLOCK))](
-                states=states, through=through, first=first, H=self.n_heads, n_segments=self.n_segments,
+                states=states, kept=kept, first=first, H=self.n_heads, n_segments=self.n_segments,
                 SIZE=elements, BLOCK=CARRY_BLOCK, HAS_FIRST=first is not None, REVERSE=reverse,
             )  # fmt: skip
         return states
 
 
-def _check(x, a, b, c, D, z, state, seq_idx, n_segments: int | None) -> None:
+def _check(x, a, b, c, D, state, seq_idx, n_segments: int | None) -> None:
     check_shape("x_BLHP", x, (None,) * 4, "BLHP")
     check_not_empty("x_BLHP", x)
     batch, length, n_heads, head_dim = x.shape
@@ -377,7 +502,6 @@ def _check(x, a, b, c, D, z, state, seq_idx, n_segments: int | None) -> None:
         ("b_BLHN", b, (batch, length, n_heads, d_state), (x.dtype,)),
         ("c_BLHN", c, (batch, length, n_heads, d_state), (x.dtype,)),
         ("D_H", D, (n_heads,), DTYPES),
-        ("z_BLHP", z, (batch, length, n_heads, head_dim), (x.dtype,)),
         ("state_BHPN", state, (batch, n_heads, head_dim, d_state), DTYPES),
     )
     check_device("x_BLHP", x, x)
@@ -394,18 +518,22 @@ def _check(x, a, b, c, D, z, state, seq_idx, n_segments: int | None) -> None:
 
 
 def _capability(device: torch.device) -> int:
-    """90 for an H100; the interpreter takes the same tiles."""
-    if device.type != "cuda":
+    """90 for an H100; the interpreter takes the same tiles, AMD's GPUs those of sm_80, which spill less on gfx942."""
+    if torch.version.hip:
+        return 80
+    if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor's device need not exist
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-def _segments_that_fill(device: torch.device, programs: int, n_chunks: int) -> int:
-    """Two programs per multiprocessor, unless one each is there already: cutting a row reads x and B once more."""
+@torch.compiler.assume_constant_result
+def _largest_fp32_block(device: torch.device) -> int:
+    return LARGEST_FP32_BLOCK[architecture_of(_capability(device))]
+
+
+def _segments_that_fill(device: torch.device, programs: int, n_chunks: int, resident: int) -> int:
+    """Return into how many segments a row is cut; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
-    n_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if programs >= n_processors:
-        return 1
-    return max(1, min(triton.cdiv(2 * n_processors, programs), n_chunks // MIN_CHUNKS_PER_SEGMENT))
+    return segments(programs, n_chunks, resident * torch.cuda.get_device_properties(device).multi_processor_count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,14 +11,26 @@ import triton
 LARGEST_STATE = LARGEST_HEAD_DIM = 128
 LARGEST_FP32_BLOCK = {90: 64, 80: 32}  # architecture -> of N and of P, in one program
 SMALLEST_BLOCK = 16  # of a dimension that a product contracts
+MIN_CHUNKS_PER_SEGMENT = 4
+SEGMENT_PASS = 0.35  # what finding the states of segments first costs, of the kernel that follows
+START_CHUNKS = 1.5  # what a program does once, in chunks
 BACKWARD_KERNELS = {1: ("CBX",), 2: ("C", "BX"), 3: ("C", "B", "X")}  # the gradients each of them finds, in order
 
 
 class Launch(NamedTuple):
-    """Warps of a kernel, and how many chunks ahead it loads."""
+    """Warps of a kernel, how many chunks it holds in flight, and how many of its programs a multiprocessor does."""
 
     num_warps: int
     num_stages: int
+    resident: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return what the compiler is told."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+DECAYS, DECAY_HEADS = Launch(4, 1), 16  # of the kernels that have no loop, and the heads in a program of theirs
 
 
 class Tile(NamedTuple):
@@ -37,7 +50,7 @@ class Tile(NamedTuple):
 _BF16_TILES = {
     (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (90, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (90, 16, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 16),
     (90, 16, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
@@ -45,15 +58,15 @@ _BF16_TILES = {
     (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (90, 64, 64): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=2),
+    (90, 64, 64): Tile(64, Launch(4, 2, 2), Launch(4, 3, 2), 1, 547),
     (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (90, 128, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=2, spills=0),
+    (90, 128, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 521),
     (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=0),
     (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (80, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (80, 16, 64): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 2),
     (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
@@ -61,7 +74,7 @@ _BF16_TILES = {
     (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (80, 64, 64): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (80, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 266),
     (80, 64, 128): Tile(32, Launch(8, 1), Launch(8, 1), n_backward=3, spills=0),
     (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=3, spills=0),
@@ -98,6 +111,22 @@ def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -
             f"{LARGEST_FP32_BLOCK[architecture]} of each here: call `ssd`, which runs it in blocks."
         )
     return TILES[key]
+
+
+@lru_cache(maxsize=1024)
+def segments(programs: int, n_chunks: int, places: int) -> int:
+    """Return into how many segments to cut each row: those that end first, by waves of programs times chunks of each.
+
+    ``programs`` is the number of rows times heads, ``places`` how many programs the device runs at once.
+    """
+
+    def time(n_segments: int) -> tuple[float, int]:
+        chunks = triton.cdiv(n_chunks, n_segments)
+        waves = triton.cdiv(programs * triton.cdiv(n_chunks, chunks), places)
+        cut = 1.0 if n_segments == 1 else 1.0 + SEGMENT_PASS
+        return waves * (chunks + START_CHUNKS) * cut, n_segments
+
+    return min(map(time, range(1, max(1, n_chunks // MIN_CHUNKS_PER_SEGMENT) + 1)))[1]
 
 
 def block_of(size: int) -> int:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from .common import Compilation, check_device, check_dtype, check_not_empty, check_shape, dot_mode, narrow
 from .conv import WIDTHS
@@ -47,21 +48,39 @@ def ssd_step(
     Raises ValueError for shapes that do not fit, dtypes other than bfloat16 and float32, states that are not contiguous
     or an ssm_state that is not float32, an empty batch, and for inputs that need a gradient.
     """
-    _check(xbc_BC, a_BH, z_BHP, conv_weight_CK, D_H, conv_state_BCK, ssm_state_BHPN)
-    if token_mask_B is not None:
-        check_shape("token_mask_B", token_mask_B, (len(xbc_BC),), "B")
-        check_device("token_mask_B", token_mask_B, xbc_BC)
-        token_mask_B = token_mask_B.to(torch.int32).contiguous()
-    xbc, a, z, weight, D = (t.contiguous() for t in (xbc_BC, a_BH, z_BHP, conv_weight_CK, D_H))
-    batch, n_heads, head_dim, d_state = ssm_state_BHPN.shape
+    given = (xbc_BC, a_BH, z_BHP, conv_weight_CK, D_H, conv_state_BCK, ssm_state_BHPN)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        raise ValueError("an argument needs a gradient, which a step in place has not: use torch.no_grad().")
+    return _op(*given, token_mask_B)
+
+
+@custom_op(
+    "hybrid_kernels::ssd_step",
+    mutates_args=("conv_state", "ssm_state"),
+    schema="(Tensor xbc, Tensor a, Tensor z, Tensor weight, Tensor D, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
+    "Tensor? mask) -> Tensor",
+)
+def _op(xbc, a, z, weight, D, conv_state, ssm_state, mask) -> Tensor:
+    _check(xbc, a, z, weight, D, conv_state, ssm_state)
+    if mask is not None:
+        check_shape("token_mask_B", mask, (len(xbc),), "B")
+        check_device("token_mask_B", mask, xbc)
+        mask = mask.to(torch.int32).contiguous()
+    xbc, a, z, weight, D = (t.contiguous() for t in (xbc, a, z, weight, D))
+    batch, n_heads, head_dim, d_state = ssm_state.shape
     y = torch.empty(z.shape, dtype=xbc.dtype, device=xbc.device)
     with torch.cuda.device_of(xbc):
         _step[(batch * n_heads,)](
-            xbc, a, z, weight, D, conv_state_BCK, ssm_state_BHPN, token_mask_B, y, n_heads,
+            xbc, a, z, weight, D, conv_state, ssm_state, mask, y, n_heads,
             P=head_dim, N=d_state, **_blocks(head_dim, d_state), WIDTH=weight.shape[1],
-            MASKED=token_mask_B is not None, MODE=dot_mode(xbc.dtype), num_warps=NUM_WARPS,
+            MASKED=mask is not None, MODE=dot_mode(xbc.dtype), num_warps=NUM_WARPS,
         )  # fmt: skip
     return y
+
+
+@_op.register_fake
+def _(xbc, a, z, weight, D, conv_state, ssm_state, mask) -> Tensor:
+    return xbc.new_empty(z.shape)
 
 
 def compilations(capability: int) -> list[Compilation]:
@@ -120,10 +139,6 @@ def _check(xbc: Tensor, a: Tensor, z: Tensor, weight: Tensor, D: Tensor, conv_st
     for name, tensor in states.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; it is written in place: make it contiguous.")
-    if torch.is_grad_enabled():
-        for name, tensor in (inputs | states).items():
-            if tensor.requires_grad:
-                raise ValueError(f"{name} needs a gradient, which a step in place has not: use torch.no_grad().")
 
 
 @triton.jit

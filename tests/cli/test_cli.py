@@ -27,7 +27,7 @@ from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.cli.parsing import flags_of
-from hybrid_distill.cli.recipes import FIRST
+from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import RunConfig, current_flags, from_json
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -207,24 +207,45 @@ def test_slow_imports_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("package", "version", "said"),
     [
-        ("torch", "2.5.1", "this is torch 2.5.1. Version 2.6 or newer is supported; pip install 'torch>=2.6'."),
-        ("transformers", None, "transformers is not installed. Version 4.56 or newer is needed; pip install"),
-        ("python", "3.9.18", "this is python 3.9.18. Version 3.10 or newer is supported; use a newer Python."),
+        ("torch", "2.5.1", "this is torch 2.5.1. Version 2.6 to 2.x is supported; pip install 'torch>=2.6'."),
+        ("transformers", None, "transformers is not installed. Version 4.56 to 5.x is needed; pip install"),
+        ("python", "3.9.18", "this is python 3.9.18. Version 3.10 to 3.13 is supported; use Python 3.10 to 3.13."),
+        ("platform", "win32", "this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2."),
     ],
 )
-def test_an_unsupported_version_is_named_when_a_command_starts(
-    package: str, version: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_unsupported_version_is_named_with_the_range(
+    package: str, version: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"torch": "2.10.0+cpu", "transformers": "5.23.0", package: version}
     monkeypatch.setattr(provenance, "installed", lambda _: {name: v for name, v in found.items() if v})
-    if package == "python":
-        monkeypatch.setattr(provenance.platform, "python_version", lambda: version)
-    with pytest.raises(SystemExit, match="2"):
-        main(["score", "--help"])
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    monkeypatch.setattr(provenance.platform, "python_version", lambda: found.get("python", "3.13.0"))
+    monkeypatch.setattr(provenance.sys, "platform", found.get("platform", "linux"))
+    with pytest.raises(ValueError) as raised:
+        provenance.check_supported()
+    assert str(raised.value).startswith(said)
+
+
+def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     project = (RECIPES.parent / "pyproject.toml").read_text()
     needed = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={}"'}
-    assert all(line.format(provenance.OLDEST[name]) in project for name, line in needed.items())
+    assert all(line.format(provenance.SUPPORTED[name][0]) in project for name, line in needed.items())
+    assert f'"Programming Language :: Python :: {provenance.SUPPORTED["python"][1]}"' in project
+    monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.13.9")
+    assert provenance.check_supported() is None
+    monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.14.0")
+    assert (note := provenance.check_supported()) and note.startswith("this is python 3.14.0, which was not tried.")
+
+
+@pytest.mark.parametrize("command", ["-m hybrid_distill score", f"{RECIPES / 'hybrid_tiny.py'} --dry-run"])
+def test_a_command_names_an_unsupported_version_before_it_imports_anything(tmp_path: Path, command: str) -> None:
+    (tmp_path / "torch-2.5.1.dist-info").mkdir()
+    (tmp_path / "torch-2.5.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.5.1\n")
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
+    path = os.pathsep.join([str(tmp_path), str(RECIPES.parent)])
+    words, environment = [sys.executable, *command.split()], {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, "") and len(ran.stderr.splitlines()) == 1
+    assert ran.stderr.startswith("error: this is torch 2.5.1. Version 2.6 to 2.x is supported")
 
 
 @pytest.mark.parametrize("command", ["run", "cache-logits"])
@@ -392,7 +413,7 @@ def test_an_export_is_not_evaluated_as_a_run(tmp_path: Path, capsys: pytest.Capt
         ("export --out x", "--model PATH is missing; --help lists the flags."),
         ("evaluate", "RUN_DIR is missing; --help lists the flags."),
         ("evaluate nowhere", "nowhere is not a folder; pass the folder of a finished run."),
-        ("run", "no recipe; pass a Python file first"),
+        ("run", "no recipe; pass its name or file first"),
     ],
 )
 def test_a_bad_value_of_a_command_ends_in_one_line(
@@ -402,3 +423,22 @@ def test_a_bad_value_of_a_command_ends_in_one_line(
         main(words.format(tmp_path).split())
     said_all = capsys.readouterr().err.splitlines()
     assert said_all[-1].startswith(f"error: {said}") and not any(line.startswith("error") for line in said_all[:-1])
+
+
+def test_recipes_are_listed_printed_and_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["recipes"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == {"llama_1b", "qwen2_1_5b", "smollm2_135m", "tiny", "sweep_llama_1b", "sweep_tiny"}
+    main(["recipes", "tiny"])
+    assert capsys.readouterr().out == (RECIPES / "hybrid_tiny.py").read_text()
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "hybrid_tiny", "recipes/hybrid_tiny.py"):
+        assert find_recipe(Path(name)) == RECIPES / "hybrid_tiny.py"
+    (tmp_path / "tiny.py").touch()
+    assert find_recipe(Path("tiny.py")) == Path("tiny.py"), "a file of the user's comes first"
+    with pytest.raises(SystemExit, match="2"):
+        main(["recipes", "large"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: large is not a recipe; pass a Python file with config(), or one of llama_1b, ")

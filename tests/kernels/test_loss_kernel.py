@@ -3,7 +3,9 @@
 import itertools
 import subprocess
 import sys
+from typing import Any
 
+import hybrid_kernels.loss as loss_module
 import pytest
 import torch
 from hybrid_kernels.loss import IGNORE, KINDS, TeacherHead, TeacherTopK, distillation_loss
@@ -95,11 +97,13 @@ def test_value_and_gradients_are_the_references(kind, temperature, hard_weight, 
     close(ours, case.expected(**options), TOLERANCE[impl, dtype])
 
 
+@pytest.mark.parametrize("words", [REAL, 32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_longer_than_a_block(kind, monkeypatch, interpreter):
+def test_rows_longer_than_a_block(kind, words, monkeypatch, interpreter):
     from hybrid_kernels import loss_triton
 
     monkeypatch.setattr(loss_triton, "BLOCK", 16)
+    monkeypatch.setitem(globals(), "REAL", words)
     case = Case()
     options = {"kind": kind, "hard_weight": 0.5}
     ours = case.run(
@@ -247,6 +251,46 @@ def test_the_backward_scales_and_frozen_parts_get_nothing():
     alone = distillation_loss(hidden, head.detach(), case.teacher)
     assert torch.equal(torch.autograd.grad(alone, hidden)[0], once[0])
     assert not distillation_loss(hidden.detach(), head.detach(), case.teacher).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_overwrites_what_nobody_needs(dtype):
+    case = Case(dtype)
+    hidden, head = case.hidden.requires_grad_(), case.head.requires_grad_()
+    loss = distillation_loss(hidden, head, case.teacher)
+    saved: Any = loss.grad_fn
+    addresses = [gradient.data_ptr() for gradient in saved.saved_tensors]
+    loss.backward()
+    assert hidden.grad is not None and head.grad is not None
+    assert hidden.grad.data_ptr() == addresses[0]
+    assert (head.grad.data_ptr() == addresses[1]) == (dtype == torch.float32)  # for bf16, the fp32 sum is rounded
+    assert head.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("version", ["2.10", "2.8", "2.6"])
+def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
+    """What torch's CUDA build of that version can do, on a CPU; all of them multiply bf16 numbers."""
+    addmm, mm, multiplied = torch.addmm, torch.mm, []
+
+    def wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        multiplied.append(a.dtype)
+        return mm(a.to(out_dtype), b.to(out_dtype))
+
+    def wide_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        multiplied.append(a.dtype)
+        return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+    def absent(*args: Any, **kwargs: Any) -> Tensor:
+        raise TypeError("no out_dtype")
+
+    monkeypatch.setattr(torch, "addmm", wide_addmm if version == "2.10" else absent)
+    monkeypatch.setattr(torch, "mm", absent if version == "2.6" else wide_mm)
+    add = loss_module._narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
+    total, a, b = torch.randn(5, 6), torch.randn(5, 7).bfloat16(), torch.randn(7, 6).bfloat16()
+    expected = total.double() + a.double() @ b.double()
+    add(total, a, b)
+    close([total], [expected], 1e-2 if version == "2.6" else 1e-6)
+    assert set(multiplied) == (set() if version == "2.6" else {torch.bfloat16})
 
 
 def test_autocast_multiplies_in_bf16_and_sums_the_head_in_fp32():

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common
 
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
@@ -50,6 +51,36 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
     for name, gradient in actual_gradients.items():
         scale = expected_gradients[name].abs().max().clamp_min(1e-8)
         torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize(("d_state", "segment_len", "packed"), [(5, None, True), (5, 7, False), (16, None, False)])
+def test_one_input_projection_with_padded_rows(recurrence, d_state, segment_len, packed) -> None:
+    """Rows of 3 heads of 5 states are padded; values, gradients and the cache are those of separate projections."""
+    heads = SSMHeads(12, 3, 16, d_state, 4, conv_bias=True, recurrence=recurrence)
+    torch.manual_seed(0)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    heads.segment_len = segment_len
+    hidden = torch.randn(2, 16, 12, requires_grad=True)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 11:] = 0
+    seq_idx = torch.arange(16).ge(6).long().expand(2, 16) if packed else None
+    found = {}
+    for impl in ("torch", "triton"):
+        heads.impl = impl
+        cache = HybridLayerCache()
+        y = heads(hidden, mask, seq_idx, None if packed else cache) * mask[:, :, None, None]
+        gradients = torch.autograd.grad(
+            (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [hidden, *heads.parameters()]
+        )
+        states = [] if packed else [cache.conv_state, cache.ssm_state]
+        if not packed:  # the row goes on from its states
+            with torch.no_grad():
+                states.append(heads(hidden, mask, None, cache) * mask[:, :, None, None])
+        found[impl] = [y, *states, *gradients]
+    for actual, expected in zip(found["triton"], found["torch"], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()

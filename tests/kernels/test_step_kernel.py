@@ -116,7 +116,7 @@ def test_inputs_of_any_strides():
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), "ssm_state_BHPN is bfloat16; it must be float32"),
         ("ssm_state_BHPN", torch.zeros(0, 2, 16, 4), "needs at least one element"),
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
-        ("D_H", torch.zeros(2, requires_grad=True), "D_H needs a gradient"),
+        ("D_H", torch.zeros(2, requires_grad=True), "needs a gradient, which a step in place has not"),
     ],
 )
 def test_bad_input_is_named(name, value, message):

@@ -21,7 +21,7 @@ from students import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from hybrid_distill.export.check import TOLERANCE
 from hybrid_distill.model import HybridForCausalLM
@@ -192,10 +192,43 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student.generate(ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2, **GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized", "paged"])
+@pytest.mark.parametrize("kind", ["offloaded", "quantized", "paged"])
 def test_another_kind_of_cache_is_refused(llama_student: HybridForCausalLM, kind: str) -> None:
     with pytest.raises(ValueError, match="cache_implementation.*'" + kind):
         llama_student.generate(tokens(1, 6), cache_implementation=kind, **GREEDY)
+
+
+@pytest.mark.parametrize("way", [GREEDY, SAMPLE, BEAM], ids=["greedy", "sample", "beam"])
+def test_a_static_cache_gives_the_same_text(student: HybridForCausalLM, way: dict[str, Any]) -> None:
+    """Rows with padding, prompts longer and shorter than a window; on a GPU its steps are a CUDA graph."""
+    ids, mask = left_padded([tokens(12), tokens(4)])
+    texts = []
+    for kind in (None, "static"):
+        torch.manual_seed(0)
+        texts.append(student.generate(ids, attention_mask=mask, cache_implementation=kind, **way))
+    assert torch.equal(*texts)
+
+
+def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: HybridForCausalLM) -> None:
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def addresses() -> list[int]:
+        held = [tensor for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, Tensor)]
+        return [tensor.data_ptr() for tensor in held]
+
+    config = CompileConfig(fullgraph=True, backend=counting, mode=None)
+    config._compile_all_devices = True
+    ids, cache = tokens(2, 6), llama_student.new_cache(max_length=20)
+    expected = llama_student.generate(ids, **GREEDY)
+    llama_student(ids[:, :-1], past_key_values=cache)
+    before = addresses()
+    found = llama_student.generate(ids, past_key_values=cache, compile_config=config, **GREEDY)
+    assert torch.equal(found, expected) and len(graphs) == 1
+    assert addresses() == before and len(before) == 13  # keys, values, states and counts of three layers
 
 
 def test_what_must_roll_a_cache_back_is_refused(family_model: Callable[..., PreTrainedModel]) -> None:

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_distill.io import save_tensors
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
 from hybrid_distill.student.init import LayerTrace, init_ssm
 from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, trace_mixers
-from hybrid_distill.train.checkpoint import save_file
 
 FamilyModel = Callable[..., PreTrainedModel]
 ATTENTION_BIAS = {
@@ -334,7 +334,7 @@ def test_a_layer_with_one_recurrent_head_can_be_saved(family_model, tmp_path) ->
     calibration = {"input_ids": torch.randint(3, 97, (2, 32))}
     student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=calibration)
     odd = torch.empty(8)[::8]  # one element, stride 8: contiguous to torch, and no view of bytes
-    save_file({**student.state_dict(), "odd": odd}, tmp_path / "weights.safetensors")
+    save_tensors(tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd})
     assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from training import die, killed, small_models
@@ -18,39 +20,86 @@ from hybrid_distill.train.checkpoint import (
     Checkpoints,
     CorruptCheckpoint,
     SaveFailed,
-    Sharded,
     StageManifest,
     load_stage,
+    load_trained,
     save_stage,
     weights_hash,
 )
+from hybrid_distill.train.parallel import strategy
 
 
-def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
-    return {"weights": {"a": torch.full((64, 64), float(step)), "b": torch.arange(3)}}
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"weights/a": torch.full((64, 64), float(step)), "optimizer/step/a": torch.tensor(step)}
 
 
 @pytest.fixture
 def checkpoints(tmp_path) -> Checkpoints:
     """Three were saved; the last two remain."""
-    saved = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (4, 8, 12):
-        saved.save(step, tensors(step), {"tokens": step})
-    return saved
+        save(checkpoints, step)
+    return checkpoints
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save(step, lambda: tensors(step), {"tokens": step})
+    checkpoints.wait()
 
 
 def newest(checkpoints: Checkpoints) -> int:
-    path = checkpoints.latest()
-    assert path is not None
-    return checkpoint.load(path).step
+    snapshot = checkpoints.latest()
+    assert snapshot is not None
+    return snapshot.step
 
 
 def test_what_is_saved_is_read_back_and_the_oldest_goes(checkpoints):
     assert [path.name for path in checkpoints.paths()] == ["step-00000008", "step-00000012"]
     found = checkpoint.load(checkpoints.paths()[-1])
-    assert found.step == 12 and found.state == {"tokens": 12}
-    assert torch.equal(found.tensors["weights"]["a"], tensors(12)["weights"]["a"])
-    assert found.tensors["weights"]["b"].dtype == torch.int64
+    assert found.step == 12 and found.states == [{"tokens": 12}]
+    assert dict(found.weights).keys() == {"a"} and torch.equal(found.weights["a"], tensors(12)["weights/a"])
+    assert found.optimizer["step/a"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_shares_of_any_number_of_processes_make_the_same_tensors(tmp_path, monkeypatch, world):
+    """Of five rows, a process of seven has none; each tensor is read whole, and by the rows of four processes."""
+    whole = {"weights/a": torch.randn(3, 5).t(), "weights/b": torch.arange(4), "optimizer/step/a": torch.tensor(3.0)}
+    for rank in range(world):
+        for module in (strategy, checkpoint):
+            monkeypatch.setattr(module, "rank_and_world", lambda rank=rank: (rank, world))
+        shares = {name: strategy.own_rows(tensor) for name, tensor in whole.items()}
+        assert not list(checkpoint.Checkpoints(tmp_path).paths()), "complete before all have written"
+        Checkpoints(tmp_path)._write(tmp_path / "step-1", 1, {n: t for n, t in shares.items() if t is not None}, {})
+    monkeypatch.undo()
+    found = checkpoint.load(tmp_path / "step-1")
+    assert len(found.states) == world and torch.equal(found.optimizer["step/a"], whole["optimizer/step/a"])
+    for name in ("a", "b"):
+        assert torch.equal(found.weights[name], whole[f"weights/{name}"])
+        for rank in range(4):
+            monkeypatch.setattr(strategy, "rank_and_world", lambda rank=rank: (rank, 4))
+            begin, end = strategy.row_bounds(len(found.weights[name]))
+            assert torch.equal(found.weights.rows(name, begin, end), whole[f"weights/{name}"][begin:end])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    checkpoints, may_write = Checkpoints(tmp_path), threading.Event()
+    real = checkpoint.save_tensors
+    monkeypatch.setattr(checkpoint, "save_tensors", lambda *args: may_write.wait(60) and real(*args))
+    checkpoints.save(4, lambda: tensors(4), {})
+    assert checkpoints.paths() == [] and not checkpoints.failed()
+    may_write.set()
+    checkpoints.wait()
+    assert newest(checkpoints) == 4
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(checkpoints):
+    folder = checkpoints.path(16)
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"format": "hybrid-distill/checkpoint/2"}')
+    for read in (checkpoints.latest, lambda: checkpoint.load(folder)):
+        with pytest.raises(ValueError, match=r"step-00000016 was saved by an earlier version.*--resume never"):
+            read()
 
 
 def flip(path: Path) -> None:
@@ -59,20 +108,21 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
+def edit(manifest: Path, **changes: object) -> None:
     """As somebody would by hand."""
-    manifest = folder / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
 
 
+RECORD = "rank-00000-of-00001.json"
+FILE = "rank-00000-of-00001.safetensors"
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": lambda folder: flip(folder / "weights.safetensors"),
-    "a cut file": lambda folder: os.truncate(folder / "weights.safetensors", 100),
-    "a missing file": lambda folder: (folder / "weights.safetensors").unlink(),
-    "a changed state": lambda folder: (folder / "state.json").write_text('{"tokens": 13}'),
-    "a manifest of another step": lambda folder: edit_manifest(folder, step=4),
-    "a manifest of fewer files": lambda folder: edit_manifest(folder, files={}),
-    "a torn manifest": lambda folder: os.truncate(folder / "manifest.json", 20),
+    "a flipped bit": lambda folder: flip(folder / FILE),
+    "a cut file": lambda folder: os.truncate(folder / FILE, 100),
+    "a missing file": lambda folder: (folder / FILE).unlink(),
+    "a changed state": lambda folder: edit(folder / RECORD, state={"tokens": 13}),
+    "a record of another step": lambda folder: edit(folder / RECORD, step=4),
+    "a record of fewer files": lambda folder: edit(folder / RECORD, files={}),
+    "a torn record": lambda folder: os.truncate(folder / RECORD, 20),
 }
 
 
@@ -87,71 +137,54 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_used(checkpoints, da
 
 def test_when_all_are_broken_it_says_so(checkpoints):
     for path in checkpoints.paths():
-        flip(path / "weights.safetensors")
+        flip(path / FILE)
     with pytest.raises(CorruptCheckpoint, match=r"no checkpoint in .* is intact.*--resume never"):
         checkpoints.latest()
 
 
-def full_disk(real: Callable, after_bytes: int = 1000) -> Callable:
-    def save_file(content, path, *args):
-        real(content, path, *args)
-        os.truncate(path, after_bytes)
+@pytest.fixture
+def full_disk(checkpoints, monkeypatch) -> None:
+    """A disk that fills up in the middle of any file of tensors from now on."""
+    real = safetensors.torch.save_file
+
+    def save_file(tensors, path, **options):
+        real(tensors, path, **options)
+        os.truncate(path, 1000)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    return save_file
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
 
 
-def test_what_is_written_tensor_by_tensor_is_what_safetensors_reads(tmp_path):
-    """Odd sizes of narrow types before wide ones, in the order of the dictionary; one tensor at a time is whole."""
-    kinds = (torch.int8, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.float64)
-    content = {f"{i}": torch.arange(2 * i + 1).to(kind) for i, kind in enumerate(kinds)}
-    content |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "rows": torch.randn(4, 3).t()}
-    asked = []
-
-    def whole() -> torch.Tensor:
-        asked.append("sharded")
-        return torch.full((3, 2), 7.0)
-
-    sharded = Sharded((3, 2), whole)
-    checkpoint.save_file({**content, "sharded": sharded}, tmp_path / "a.safetensors")
-    found = load_file(tmp_path / "a.safetensors")
-    assert found.keys() == {*content, "sharded"} and asked == ["sharded"]
-    for name, tensor in {**content, "sharded": torch.full((3, 2), 7.0)}.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    checkpoint.gather({"weights": {**content, "sharded": sharded}})
-    assert asked == ["sharded"] * 2
-
-
-def test_a_full_disk_leaves_the_earlier_checkpoints(checkpoints, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save_file", full_disk(checkpoint.save_file))
+def test_a_full_disk_leaves_the_earlier_checkpoints(checkpoints, full_disk):
     with pytest.raises(SaveFailed, match=r"cannot save .*step-00000016 .*No space left.*step-00000012"):
-        checkpoints.save(16, tensors(16), {})
+        save(checkpoints, 16)
     assert newest(checkpoints) == 12
-    assert [p.name for p in checkpoints.folder.iterdir() if p.name.startswith(".")] == []
+    assert list(checkpoints.folder.iterdir()) == checkpoints.paths()
 
 
-@pytest.mark.parametrize("moment", ["save_file", "write_json", "file_hash", "sync", "_remove"])
+@pytest.mark.parametrize("moment", ["save_tensors", "write_json", "file_hash", "sync", "_remove"])
 def test_killed_at_any_moment_of_a_save(checkpoints, moment):
     """``kill -9`` when this step of a save begins."""
 
-    def save() -> None:
+    def action() -> None:
         setattr(checkpoint, moment, die)
-        checkpoints.save(16, tensors(16), {"tokens": 16})
+        save(checkpoints, 16)
 
-    killed(save)
-    assert newest(checkpoints) in (12, 16)
-    checkpoints.save(20, tensors(20), {})
+    killed(action)
+    assert newest(checkpoints) == (16 if moment in ("sync", "_remove") else 12)
+    checkpoints.clear(after=newest(checkpoints))
+    save(checkpoints, 20)
     assert newest(checkpoints) == 20
-    assert len(checkpoints.paths()) == 2 and not list(checkpoints.folder.glob(".*"))
+    assert len(checkpoints.paths()) == 2 == len(list(checkpoints.folder.iterdir()))
 
 
-RECORD = {"name": "align", "steps": 3, "parent": "p" * 64, "data": "d", "seed": 0, "config": {"steps": 3}}
+STAGE = {"name": "align", "steps": 3, "parent": "p" * 64, "data": "d", "seed": 0, "config": {"steps": 3}}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stage_is_read_back_whole(tmp_path, tied):
     student, _ = small_models(tie_word_embeddings=tied)
-    saved = save_stage(tmp_path, student, **RECORD)
+    saved = save_stage(tmp_path, student, **STAGE)
     assert StageManifest.read(tmp_path) == saved
     assert set(load_file(tmp_path / "model.safetensors")) | set(saved.tied) == set(student.state_dict())
     assert bool(saved.tied) == tied
@@ -164,9 +197,26 @@ def test_a_stage_is_read_back_whole(tmp_path, tied):
     assert weights_hash(other) == saved.weights == weights_hash(student)
 
 
+def test_trained_parameters_are_pages_of_the_result_and_training_them_leaves_it_alone(tmp_path):
+    student, _ = small_models()
+    saved = save_stage(tmp_path, student, **STAGE)
+    other = small_models()[0]
+    for parameter in other.parameters():
+        parameter.data = strategy.placeholder(parameter)
+    load_trained(tmp_path, other)
+    assert weights_hash(other) == saved.weights
+    weight = other.lm_head.weight
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in mapped if line[-1] == str(tmp_path / "model.safetensors")]
+    assert any(int(begin, 16) <= weight.data_ptr() < int(end, 16) for begin, end in ranges)
+    with torch.no_grad():
+        weight.add_(1.0)
+    checkpoint.check_files(tmp_path, saved.files)
+
+
 def test_loading_takes_over_the_stored_precision(tmp_path):
     student, _ = small_models()
-    saved = save_stage(tmp_path, student, **RECORD)
+    saved = save_stage(tmp_path, student, **STAGE)
     other = small_models()[0].bfloat16()
     load_stage(tmp_path, other)
     assert weights_hash(other) == saved.weights
@@ -183,7 +233,7 @@ def test_a_hash_does_not_depend_on_precision_but_on_every_value():
 
 
 def test_another_student_is_refused(tmp_path):
-    save_stage(tmp_path, small_models()[0], **RECORD)
+    save_stage(tmp_path, small_models()[0], **STAGE)
     with pytest.raises(ValueError, match="another student"):
         load_stage(tmp_path, small_models(k=0)[0])
     with pytest.raises(ValueError, match=r"another student: .* of shape"):
@@ -198,21 +248,20 @@ def test_a_folder_without_a_finished_stage_is_refused(tmp_path):
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path):
     student, _ = small_models()
-    save_stage(tmp_path, student, **RECORD)
+    save_stage(tmp_path, student, **STAGE)
     flip(tmp_path / "model.safetensors")
     with pytest.raises(CorruptCheckpoint, match=r"model.safetensors is corrupt"):
         load_stage(tmp_path, student)
-    edit_manifest(tmp_path, steps=4)
+    edit(tmp_path / "manifest.json", steps=4)
     with pytest.raises(CorruptCheckpoint, match=r"manifest.json was changed .*; undo that, or delete"):
         StageManifest.read(tmp_path)
-    checkpoint.write_manifest(tmp_path, {"format": checkpoint.STAGE_FORMAT, "name": "align"})
+    checkpoint.write_sealed(tmp_path / "manifest.json", {"format": checkpoint.STAGE_FORMAT, "name": "align"})
     with pytest.raises(CorruptCheckpoint, match="is not the manifest of a stage"):
         StageManifest.read(tmp_path)
 
 
-def test_a_full_disk_at_the_end_of_a_stage_leaves_no_result(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_end_of_a_stage_leaves_no_result(tmp_path, full_disk):
     student, _ = small_models()
-    monkeypatch.setattr(checkpoint, "save_file", full_disk(checkpoint.save_file))
     with pytest.raises(SaveFailed, match="No space left"):
-        save_stage(tmp_path, student, **RECORD)
-    assert StageManifest.read(tmp_path) is None and not list(tmp_path.iterdir())
+        save_stage(tmp_path / "stage", student, **STAGE)
+    assert StageManifest.read(tmp_path / "stage") is None and not list((tmp_path / "stage").iterdir())

@@ -153,20 +153,20 @@ def test_killed_between_steps_and_resumed_gives_the_same_weights(uninterrupted, 
     assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("nth", [1, 2, 3])
 def test_killed_in_the_middle_of_writing_a_file(uninterrupted, tmp_path, nth):
-    """The 1st holds the weights of a checkpoint, the 2nd its optimizer state, the 5th the result."""
+    """The first two are checkpoints, the 3rd is the result."""
 
     def action() -> None:
-        real, count = checkpoint.save_file, iter(range(1, 100))
+        real, count = checkpoint.save_tensors, iter(range(1, 100))
 
-        def half(content, path) -> None:
-            real(content, path)
+        def half(path, tensors) -> None:
+            real(path, tensors)
             if next(count) == nth:
                 os.truncate(path, path.stat().st_size // 2)
                 die()
 
-        checkpoint.save_file = half
+        checkpoint.save_tensors = half
         train("align", tmp_path)
 
     killed(action)
@@ -378,6 +378,47 @@ def test_the_schedule_rises_stays_and_falls():
     assert rates[90:] == pytest.approx([1.0 - 0.1 * i for i in range(10)])
     assert [wsd(step, 3, 0.0, 0.0) for step in range(3)] == [1.0] * 3
     assert all(0 < wsd(step, n, 0.1, 0.1) <= 1 for n in (1, 2, 7) for step in range(n))
+
+
+def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp_path):
+    """A signal to all processes, as SLURM sends it, stops the loop alone: it saves, and its workers work until then."""
+    trainer = os.getpid()
+
+    def to_all() -> None:
+        for process in (os.getpid(), trainer):
+            os.kill(process, signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
+    assert 0 < losses(tmp_path)[-1][0] < 12
+    whole, curve = uninterrupted["align"]
+    assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
+
+
+def test_an_error_in_a_worker_is_the_loops(tmp_path):
+    def fail() -> None:
+        raise ValueError("the disk is gone")
+
+    with pytest.raises(ValueError, match="the disk is gone"):
+        train("align", tmp_path, StoppingRows(small_rows(), 3, fail), data_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("align", {"target": "head"}), ("align", {"target": "layer", "train": "mixer"}), ("distill", {}), ("long", {})],
+)
+def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, name, changes):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from train_loop_worker import counted, counting_reads
+
+    with counting_reads() as reads:  # the counter sees each kind
+        mask = torch.tensor([True, False])
+        mask[mask], mask.nonzero(), mask[0].item(), bool(mask[0]), mask.tolist(), mask.cpu(), mask.numpy()
+    assert sum(reads.places.values()) == 7
+    found = []
+    monkeypatch.setattr(loop._Training, "_train_step", counted(loop._Training._train_step, found))
+    train(name, tmp_path, steps=2, **changes)
+    assert [sum(places.values()) for places in found] == [1, 1], found
 
 
 def test_a_stage_reports_to_a_tracker(tmp_path):

@@ -33,7 +33,7 @@ NEVER = 2**62  # longer than any row
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default; the launch files leave it
 LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps as many elements gathered that it will soon use again: its default
 KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
-KERNEL_LOGITS, TORCH_LOGITS = 2**28, 2**25  # of a chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
+KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # of a chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
 LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, of a chunk's size; in plain torch
 
 
@@ -280,7 +280,7 @@ def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float
 
 
 def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
-    """Bytes of the loss over the vocabulary: in its forward, or where its gradients are scaled."""
+    """Bytes of the loss over the vocabulary."""
     item = shape.itemsize
     if not fused:  # logits of all tokens, the student's with their gradient once there are several chunks
         logits = tokens * shape.vocabulary
@@ -292,4 +292,4 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     buffers = 2 * item if kernels else LOGIT_BUFFERS[shape.kind] * FP32 + (item if item < FP32 else 0)
     copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
     gradients = (head * FP32 if shape.trains_all else 0) + tokens * shape.width * shape.hidden_itemsize
-    return max(gradients + copies + chunk * buffers, 2 * gradients)
+    return gradients + copies + chunk * buffers

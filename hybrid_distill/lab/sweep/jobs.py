@@ -123,7 +123,8 @@ def share_of_machine(slot: int, slots: int) -> dict[str, str]:
     """Return the environment of one of several jobs: its threads and its GPUs, which submitit would hide."""
     import torch
 
-    threads = max(1, len(os.sched_getaffinity(0)) // slots)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    threads = max(1, cores // slots)
     share = {"OMP_NUM_THREADS": str(min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus := visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]:

@@ -2,14 +2,13 @@
 student's strategy, the teacher's weights (`with_sharded_teacher`).
 
 torch cannot undo `fully_shard`. So a copy of the stage is sharded, modules without their weights' storage; the given
-stage keeps its own whole weights, where they are, and gets the trained ones at the end.
+stage keeps its own frozen weights, where they are, and gets the trained ones at the end.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -19,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ...distributed import rank_and_world
 from ...model.layout import decoder_of
 from ...teacher import decoder_blocks
-from ..checkpoint import Content, Sharded
-from ..optimizer import STATE, optimizer_tensors, trainable
+from ..checkpoint import ShardedTensors
+from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
-from .strategy import Strategy, stage_adamw
+from .strategy import Strategy, placeholder, row_bounds, stage_adamw
 
 
 class Fsdp2(Strategy):
@@ -35,32 +35,29 @@ class Fsdp2(Strategy):
             raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
         self._whole, self._device = stage, accelerator.device
         self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
+        for parameter in trainable(stage).values():
+            parameter.data = placeholder(parameter)
         for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
 
-    def weights(self) -> Content:
-        return _sharded(trainable(self.stage))
-
-    def optimizer_tensors(self) -> Content:
-        return _sharded(optimizer_tensors(self.stage, self.optimizer))
-
-    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_optimizer(self, tensors: ShardedTensors) -> None:
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
-            for key in STATE:
-                value = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
-                state[parameter][key] = value if key == "step" else _share(value, cast(DTensor, parameter))
+            for key in MOMENTS:
+                mine = tensors.rows(f"{key}/{name}", *row_bounds(len(parameter))).to(parameter.device)
+                state[parameter][key] = _sharded_as(cast(DTensor, parameter), mine)
+            state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)
 
-    def clip_gradients(self, max_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return float(_whole(norm))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        return _whole(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> None:
-        with torch.no_grad():
-            targets = trainable(self._whole)
-            for name, parameter in trainable(self.stage).items():
-                targets[name].copy_(_whole(parameter))
+        targets = trainable(self._whole)
+        for name, parameter in trainable(self.stage).items():
+            whole = _whole(parameter)
+            if rank_and_world()[0] == 0:
+                targets[name].data = whole.cpu()
         del self.model, self.stage, self.optimizer
         self._whole.place(self._device)
 
@@ -115,23 +112,10 @@ def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable
     return copy.deepcopy(stage, known)
 
 
-def _sharded(tensors: Mapping[str, Tensor]) -> Content:
-    return {name: Sharded(tuple(tensor.shape), partial(_whole, tensor)) for name, tensor in tensors.items()}
-
-
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _share(whole: Tensor, like: DTensor) -> DTensor:
-    """Return this process's rows of a whole tensor, sharded as ``like`` is."""
-    mesh = like.device_mesh
-    rows = whole.tensor_split(_bounds(len(whole), mesh.size()))[mesh.get_local_rank()]
-    return DTensor.from_local(rows.contiguous(), mesh, like.placements, shape=whole.shape, stride=whole.stride())
-
-
-def _bounds(n_rows: int, n_parts: int) -> list[int]:
-    """Return where one process's rows end and the next one's begin: all have as many, but for the last."""
-    each = -(-n_rows // n_parts)
-    return [min(part * each, n_rows) for part in range(1, n_parts)]
+def _sharded_as(like: DTensor, rows: Tensor) -> DTensor:
+    return DTensor.from_local(rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -1,21 +1,24 @@
 """Spread a stage over the processes that train it. The loop knows this interface alone.
 
-Checkpoints hold whole float32 tensors under the parameters' names, whatever the strategy, so that a run can resume with
-another number of processes or another strategy. They are gathered, written and read one by one.
+Whatever the strategy, a process writes the same share of a checkpoint: its rows of every float32 tensor, cut as FSDP2
+cuts them, under the parameters' names. So a run can resume with another number of processes or another strategy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from ..checkpoint import Content
-from ..optimizer import STATE, make_adamw, optimizer_tensors, trainable
+from ...distributed import rank_and_world
+from ..checkpoint import ShardedTensors
+from ..optimizer import MOMENTS, make_adamw, optimizer_tensors, trainable
 from ..stage import Stage
 
 
@@ -27,29 +30,65 @@ class Strategy(ABC):
     model: Any
     """Module that takes a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
+    whole_everywhere = False
+    """True where `unshard` gives every process the trained parameters, False where the main one alone."""
 
     @abstractmethod
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None: ...
 
-    @abstractmethod
-    def weights(self) -> Content:
-        """Return the trained parameters, in float32."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the trained parameters, in float32, as ``weights/NAME`` and AdamW's state as ``optimizer/KEY/NAME``."""
+        for name, parameter in trainable(self.stage).items():
+            yield f"weights/{name}", parameter.detach()
+        for name, tensor in optimizer_tensors(self.stage, self.optimizer).items():
+            yield f"optimizer/{name}", tensor
+
+    def shares(self) -> dict[str, Tensor]:
+        """Copy this process's rows of `tensors` to the CPU; the first process has what has no rows."""
+        shares = {name: own_rows(tensor) for name, tensor in self.tensors()}
+        return {name: share for name, share in shares.items() if share is not None}
 
     @abstractmethod
-    def optimizer_tensors(self) -> Content:
-        """Return AdamW's state, as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
+    def load_optimizer(self, tensors: ShardedTensors) -> None:
+        """Load what `tensors` yielded of the optimizer; weights are loaded into a stage before it is spread."""
 
     @abstractmethod
-    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `optimizer_tensors` returned; weights are loaded into a stage before it is spread."""
-
-    @abstractmethod
-    def clip_gradients(self, max_norm: float) -> float:
-        """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes."""
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes,
+        on the device."""
 
     @abstractmethod
     def unshard(self) -> None:
-        """End the training: leave the trained parameters, whole, in the given stage on its device."""
+        """End the training: leave the trained parameters, whole, in the main process's given stage on its device.
+
+        The others have placeholders in their place, and read the file that the main process writes: a machine's
+        memory then holds it once.
+        """
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape in the memory of one element."""
+    return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def own_rows(tensor: Tensor) -> Tensor | None:
+    """Copy this process's rows of a tensor, whole or sharded, to the CPU; None where it has no rows and others do."""
+    rank, _ = rank_and_world()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    elif tensor.ndim:
+        begin, end = row_bounds(len(tensor))
+        tensor = tensor[begin:end]
+    elif rank:
+        return None
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def row_bounds(n_rows: int) -> tuple[int, int]:
+    """Return where this process's rows begin and end: all have as many, but for the last ones."""
+    rank, world = rank_and_world()
+    each = -(-n_rows // world)
+    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
 def stage_adamw(stage: Stage) -> AdamW:
@@ -61,25 +100,21 @@ def stage_adamw(stage: Stage) -> AdamW:
 class Replicated(Strategy):
     """One process, or DDP: every process holds everything."""
 
+    whole_everywhere = True
+
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
 
-    def weights(self) -> Content:
-        return {name: parameter.detach() for name, parameter in trainable(self.stage).items()}
-
-    def optimizer_tensors(self) -> Content:
-        return optimizer_tensors(self.stage, self.optimizer)
-
-    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_optimizer(self, tensors: ShardedTensors) -> None:
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
-            for key in STATE:  # a fused optimizer counts its steps on the device
+            for key in ("step", *MOMENTS):  # a fused optimizer counts its steps on the device
                 state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
 
-    def clip_gradients(self, max_norm: float) -> float:
-        return float(cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        return cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> None:
         pass

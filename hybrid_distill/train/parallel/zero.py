@@ -5,8 +5,8 @@ Every process must call each of these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ...distributed import build_whole_models
-from ..checkpoint import Content, Sharded
-from ..optimizer import trainable
+from ..checkpoint import ShardedTensors
+from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
-from .strategy import Strategy, stage_adamw
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from .strategy import Strategy, placeholder, stage_adamw
 
 
 class Zero(Strategy):
@@ -38,27 +36,27 @@ class Zero(Strategy):
         if any(hasattr(parameter, "ds_id") for parameter in stage.parameters()) and not stage.shardable:
             raise ValueError(f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
 
-    def weights(self) -> dict[str, Sharded]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        parameters = trainable(self.stage).items()
-        return {name: Sharded(_shape(p), partial(_got, safe_get_full_fp32_param, p)) for name, p in parameters}
-
-    def optimizer_tensors(self) -> Content:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather one tensor at a time."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        for name, weight in self._weights():
+            yield f"weights/{name}", weight
         _link_states(self.optimizer)
         states = self.optimizer.optimizer.optimizer.state.values()
         step = next(state["step"] for state in states if "step" in state)
-        tensors: dict[str, Tensor | Sharded] = {}
         for name, parameter in trainable(self.stage).items():
-            tensors[f"step/{name}"] = torch.tensor(float(step))
+            yield f"optimizer/step/{name}", torch.tensor(float(step))
             for key in MOMENTS:
-                whole = partial(_got, safe_get_full_optimizer_state, parameter, key)
-                tensors[f"{key}/{name}"] = Sharded(_shape(parameter), whole)
-        return tensors
+                yield f"optimizer/{key}/{name}", _got(safe_get_full_optimizer_state(parameter, key))
 
-    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in trainable(self.stage).items():
+            yield name, _got(safe_get_full_fp32_param(parameter))
+
+    def load_optimizer(self, tensors: ShardedTensors) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         step = tensors[next(name for name in tensors if name.startswith("step/"))]
@@ -75,16 +73,17 @@ class Zero(Strategy):
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
 
-    def clip_gradients(self, max_norm: float) -> float:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """DeepSpeed was told the norm by `set_batch`, and has clipped."""
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return 0.0 if norm is None else float(norm)
+        return torch.as_tensor(0.0 if norm is None else norm, device=self._accelerator.device)
 
     def unshard(self) -> None:
         """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
         from deepspeed import zero
 
-        whole = {name: tensor.gather().cpu() for name, tensor in self.weights().items()}
+        keep = Tensor.cpu if self._accelerator.is_main_process else placeholder
+        whole = {name: keep(tensor) for name, tensor in self._weights()}
         for name, parameter in self.stage.named_parameters():
             if name not in whole:
                 with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -103,8 +102,8 @@ def _register_outside_use(module: nn.Module) -> None:
     """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them."""
     from deepspeed import zero
 
-    for part in module.modules():
-        projection = getattr(part, "a_proj", None)
+    for part, name in itertools.product(module.modules(), ("x_proj", "b_proj", "c_proj", "a_proj")):
+        projection = getattr(part, name, None)
         if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
             zero.register_external_parameter(part, projection.weight)
             zero.register_external_parameter(part, projection.bias)
@@ -138,13 +137,7 @@ def _set_part(parameter: Any, value: Tensor, key: str) -> None:
     part[: mine.numel()].copy_(mine)
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
-    """Return the whole parameter's shape; ZeRO-3 leaves none of it in place."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _got(getter: Callable[..., Tensor | None], *args: Any) -> Tensor:
-    tensor = getter(*args)
+def _got(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise RuntimeError("DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3.")
     return tensor.detach()

@@ -1,0 +1,179 @@
+"""A test of each kernel on the user's own device, before its first use: tiny inputs, forward and backward, against
+the definition in float64 on the CPU.
+
+No machine can try every GPU, driver and version of triton beforehand. A kernel that does not compile, does not launch
+or computes something else is told from here, so that the caller can use torch instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import conv, ssd, step
+
+LENGTH = 150  # at least two chunks and a ragged end
+N_HEADS = 3
+DOCUMENT = 37  # tokens, so that documents end inside of chunks
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}  # relative to the largest element: mistakes, not rounding
+
+
+@functools.cache
+def mistake(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: bool) -> str | None:
+    """Return what is wrong with a kernel on a device, in one line; None if it is right, or the device does not exist.
+
+    ``kernel`` is one of `TESTS`, which say what sizes and options are. Runs in a thread of its own, where no mode,
+    hook or graph of the caller reaches.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+        return None
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_first_difference, kernel, device, dtype, sizes, options).result()
+
+
+def _first_difference(
+    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], options: dict[str, bool]
+) -> str | None:
+    try:
+        for name, actual, expected in TESTS[kernel](_Draw(device, dtype), *sizes, **options):
+            scale = expected.abs().max().clamp_min(1e-12)
+            error = ((actual.cpu().double() - expected).abs().max() / scale).nan_to_num(torch.inf).item()
+            if error > TOLERANCE[dtype]:
+                return f"on {device} its {name} is off by {error:.1e} of the largest element ({dtype}, sizes {sizes})"
+    except Exception as error:  # whatever a compiler, a driver or a launch may raise
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return f"on {device} it fails with {type(error).__name__}: {first_line[:200]} ({dtype}, sizes {sizes})"
+    return None
+
+
+class _Draw:
+    """Draw leaves in float64 on the CPU that hold what the kernel's dtype can represent."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *size: int) -> Tensor:
+        drawn = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
+        return drawn.to(self.dtype).double().requires_grad_()
+
+    def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+        """Return what the kernel gets for a leaf."""
+        return None if leaf is None else leaf.detach().to(self.device, dtype or self.dtype)
+
+
+Triples = Iterator[tuple[str, Tensor, Tensor]]
+"""Names, and what the kernel and the definition give."""
+
+
+def _recurrence(draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed: bool, training: bool) -> Triples:
+    """Test `ssd` in one part and without a state, then in two parts and with one."""
+    tokens = (1, LENGTH, N_HEADS)
+    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    for n_segments in (1, 2):
+        x, a, b, c = draw(*tokens, head_dim), draw(*tokens), draw(*tokens, d_state), draw(*tokens, d_state)
+        if not gated:
+            a = -a.detach().abs().requires_grad_()
+        D, z = (draw(N_HEADS), draw(*tokens, head_dim)) if gated else (None, None)
+        state = draw(1, N_HEADS, head_dim, d_state) if n_segments > 1 else None
+        y, final = _define_recurrence(x, a, b, c, D, z, state, document)
+
+        inputs = draw.given(x), draw.given(a, torch.float32), draw.given(b), draw.given(c)
+        options = {
+            "D_H": draw.given(D), "z_BLHP": draw.given(z), "state_BHPN": draw.given(state, torch.float32),
+            "seq_idx_BL": document.unsqueeze(0).to(draw.device) if packed else None,
+            "softplus": gated, "n_segments": n_segments,
+        }  # fmt: skip
+        found_y, found_final, chunk_states = ssd.ssd_forward(*inputs, **options, save_chunk_states=training)
+        yield "output", found_y, y
+        yield "last state", found_final, final
+        if training and chunk_states is not None:
+            dy, dfinal = draw(*y.shape).detach(), draw(*final.shape).detach() if n_segments > 1 else None
+            upstream = draw.given(dy), draw.given(dfinal, torch.float32)
+            found = ssd.ssd_backward(*upstream, chunk_states, *inputs, **options)._asdict()
+            leaves = {name: leaf for name, leaf in zip(found, (x, a, b, c, D, z, state)) if leaf is not None}
+            loss = (y * dy).sum() + (0.0 if dfinal is None else (final * dfinal).sum())
+            for name, expected in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
+                yield f"gradient of {name}", found[name], expected
+
+
+def _define_recurrence(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    state: Tensor | None,
+    document: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute y = T x and the last state for a row, with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s."""
+    cum_BLH = (a if z is None else -F.softplus(a)).cumsum(1)
+    seen = (document.unsqueeze(1) == document).tril()
+    decay_BLSH = (cum_BLH.unsqueeze(2) - cum_BLH.unsqueeze(1)).masked_fill(~seen[None, :, :, None], -torch.inf).exp()
+    y = torch.einsum("blsh,blhn,bshn,bshp->blhp", decay_BLSH, c, b, x)
+    final = torch.einsum("bsh,bshn,bshp->bhpn", decay_BLSH[:, -1], b, x)
+    if state is not None:
+        kept_BLH = cum_BLH.exp() * (document == document[0])[None, :, None]
+        y = y + torch.einsum("blh,blhn,bhpn->blhp", kept_BLH, c, state)
+        final = final + kept_BLH[:, -1, :, None, None] * state
+    if D is not None and z is not None:
+        y = (y + D.unsqueeze(-1) * x) * F.silu(z)
+    return y, final
+
+
+def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Triples:
+    """Test `causal_conv` without and with a state."""
+    n_channels = 80  # more than a program holds
+    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
+    with_past = torch.cat([document[:1].expand(width - 1), document])
+    for state in (None, draw(1, n_channels, width - 1)):
+        x, weight = draw(1, LENGTH, n_channels), draw(n_channels, width)
+        past = x.new_zeros(1, width - 1, n_channels) if state is None else state.mT
+        taps = torch.cat([past, x], 1).unfold(1, LENGTH, 1).permute(3, 2, 1, 0)  # [L, C, K, 1]
+        same = (with_past.unfold(0, LENGTH, 1).mT == document.unsqueeze(1)).unsqueeze(1)
+        y = (taps.squeeze(-1) * weight * same).sum(-1).unsqueeze(0)
+
+        given = draw.given(x), draw.given(weight), draw.given(state), seq_idx, False
+        yield "output", conv._forward_op(*given), y
+        if training:
+            dy = draw(*y.shape).detach()
+            leaves = [leaf for leaf in (x, weight, state) if leaf is not None]
+            found = conv._backward_op(draw.given(dy), *given)
+            for name, actual, expected in zip("x weight state".split(), found, torch.autograd.grad(y, leaves, dy)):
+                yield f"gradient of {name}", actual, expected
+
+
+def _decoding_step(draw: _Draw, head_dim: int, d_state: int, width: int, *, masked: bool, training: bool) -> Triples:
+    """Test `ssd_step` on two rows, the second one padding if ``masked``."""
+    parts = [N_HEADS * head_dim, N_HEADS * d_state, N_HEADS * d_state]
+    xbc, past, weight = draw(2, sum(parts)), draw(2, sum(parts), width - 1), draw(sum(parts), width)
+    a, D, z = draw(2, N_HEADS), draw(N_HEADS), draw(2, N_HEADS, head_dim)
+    state = draw(2, N_HEADS, head_dim, d_state)
+    window = torch.cat([past, xbc.unsqueeze(-1)], -1)
+    x, b, c = (t.unflatten(1, (N_HEADS, -1)) for t in (window * weight).sum(-1).split(parts, 1))
+    new = (-F.softplus(a)).exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
+    y = ((new * c.unsqueeze(-2)).sum(-1) + D.unsqueeze(-1) * x) * F.silu(z)
+
+    states = draw.given(past), draw.given(state, torch.float32)
+    given = draw.given(xbc), draw.given(a, torch.float32), draw.given(z), draw.given(weight), draw.given(D)
+    is_token = torch.tensor([True, not masked], device="cpu")
+    with torch.no_grad():
+        found = step.ssd_step(*given, *states, token_mask_B=is_token.to(draw.device) if masked else None)
+    yield "output", found[is_token.to(draw.device)], y[is_token]
+    for name, actual, before, after in zip(("inputs", "state"), states, (past, state), (window[..., 1:], new)):
+        yield f"new {name}", actual, torch.where(is_token.view(2, *(1,) * (after.dim() - 1)), after, before)
+
+
+TESTS: dict[str, Callable[..., Triples]] = {
+    "recurrence": _recurrence,  # P, N; gated (with D, on raw decays), packed
+    "convolution": _convolution,  # K; packed
+    "decoding step": _decoding_step,  # P, N, K; masked
+}

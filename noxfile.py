@@ -1,0 +1,91 @@
+"""`make matrix`: the quick tests under other versions of Python, torch and transformers, one environment at a time.
+
+nox -s matrix                       # every cell whose Python is installed; writes the table of docs/versions.md
+nox -s "matrix(py3.10-torch2.6-transformers4.56)"      # one
+
+torch comes from where pip or uv find it. On Linux that is a build for CUDA of several gigabytes, unless uv is told
+otherwise: UV_TORCH_BACKEND=cpu.
+"""
+
+import datetime
+import json
+import os
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["matrix"]
+ROOT = Path(__file__).parent
+PAGE, RESULTS = ROOT / "docs/versions.md", ROOT / "benchmarks/results/matrix.json"
+LATEST = "latest"
+CELLS = [
+    ("3.10", "2.6.0", "4.56.2"),  # the oldest of each
+    ("3.11", "2.13.0", "4.57.6"),
+    ("3.11", "2.13.0", "5.0.0"),
+    ("3.11", "2.13.0", "5.10.4"),
+    ("3.11", "2.13.0", LATEST),
+    ("3.12", "2.9.1", "4.57.6"),
+    ("3.13", LATEST, LATEST),
+]
+QUICK = """
+    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py tests/scoring/test_scoring.py
+    tests/train/test_micro_batches.py tests/test_api.py tests/test_guard.py
+""".split()
+ASK = """
+import json, platform, torch, transformers
+print(json.dumps([platform.python_version(), torch.__version__, transformers.__version__]))
+"""
+
+
+def named(python: str, torch: str, transformers: str) -> str:
+    """Name a cell by its minor versions: ``py3.10-torch2.6-transformers4.56``."""
+    minor = (version if version == LATEST else ".".join(version.split(".")[:2]) for version in (torch, transformers))
+    return "py{}-torch{}-transformers{}".format(python, *minor)
+
+
+@nox.session
+@nox.parametrize("python,torch,transformers", [nox.param(*cell, id=named(*cell)) for cell in CELLS])
+def matrix(session: nox.Session, torch: str, transformers: str) -> None:
+    """Run the quick tests in a fresh environment, record them, and delete it."""
+    assert isinstance(session.python, str)
+    name = named(session.python, torch, transformers)
+    report = Path(session.create_tmp()) / f"{name}.xml"
+    try:
+        session.install("torch" if torch == LATEST else f"torch=={torch}")
+        pin = "transformers" if transformers == LATEST else f"transformers=={transformers}"
+        session.install(".[plot]", pin, "pytest", *([] if torch == LATEST else [f"torch=={torch}"]))
+        versions = json.loads(str(session.run("python", "-c", ASK, silent=True)).splitlines()[-1])
+        flags = ["-q", "-p", "no:cacheprovider", "-m", "not launched", f"--junitxml={report}", *session.posargs]
+        session.run("python", "-m", "pytest", *QUICK, *flags, success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"})
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+    failed = record(name, versions, report)
+    if failed:
+        session.error(f"{failed} tests failed")
+
+
+def record(name: str, versions: list[str], report: Path) -> int:
+    """Add a cell's counts to the results, write the page anew, and return how many tests failed."""
+    suite = ElementTree.parse(report).getroot()[0]
+    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    wrong = [f"{case.get('classname')}.{case.get('name')}" for case in suite.iter("testcase") if len(case) and
+             case[0].tag in ("failure", "error")]  # fmt: skip
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    results[name] = {
+        "python": versions[0], "torch": versions[1], "transformers": versions[2],
+        "passed": counts["tests"] - failed - counts["skipped"], "failed": failed, "skipped": counts["skipped"],
+        "wrong": wrong[:20], "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    RESULTS.write_text(json.dumps({key: results[key] for key in sorted(results)}, indent=1) + os.linesep)
+    columns = ("python", "torch", "transformers", "passed", "failed", "skipped", "date")
+    rows = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    rows += ["| " + " | ".join(str(results[key][column]) for column in columns) + " |" for key in sorted(results)]
+    table = "\n".join(["<!-- table -->", *rows, "<!-- end -->"])
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(r"<!-- table -->.*<!-- end -->", table, page, flags=re.DOTALL), encoding="utf-8")
+    return failed

@@ -1,0 +1,191 @@
+"""A triton driver without a GPU: the real launcher compiles for it, and the emulator or the caller gets the launch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import pkgutil
+import struct
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import hybrid_kernels
+import numpy as np
+import torch
+import triton
+from hybrid_kernels import ssd
+from ptx_emulator import Memory, Program
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+
+
+class Race(AssertionError):
+    """What the emulator found in a launch."""
+
+
+class Launch(NamedTuple):
+    """A compiled kernel with its grid and arguments."""
+
+    name: str
+    files: dict[str, Path]  # by suffix: "ptx", "ttgir", "cubin"
+    n_threads: int
+    shared_bytes: int
+    grid: tuple[int, int, int]
+    arguments: list[tuple[str, Any]]  # type, value
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for kind, value in self.arguments if kind.startswith("*")]
+
+    def program(self, without: int | None = None) -> Program:
+        return Program(self.files["ptx"].read_text(), self.n_threads, without)
+
+    def run(self, program: Program) -> None:
+        """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""
+        order = list(itertools.product(*map(range, self.grid)))
+        np.random.default_rng(len(order)).shuffle(order)
+        bits = [_bits(kind, value) for kind, value in self.arguments]
+        buffers = [_memory(tensor) for tensor in self.tensors]
+        found = program.run(self.grid, bits, self.shared_bytes, buffers, order)
+        if found:
+            raise Race("\n".join(f"{count} x {what}" for what, count in found.most_common(8)))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, Memory]:
+    """Address and bytes of a tensor, from its first element to its last."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+    view = (ctypes.c_uint8 * (extent * tensor.element_size())).from_address(tensor.data_ptr())
+    return tensor.data_ptr(), Memory(np.frombuffer(view, np.uint8), "global")
+
+
+def _bits(kind: str, value: Any) -> int:
+    if kind.startswith("*"):
+        return value.data_ptr()
+    return struct.unpack("I", struct.pack("f", value))[0] if kind == "fp32" else int(value)
+
+
+_translated: dict[Path, Program] = {}
+
+
+def execute(launch: Launch) -> None:
+    """Run a launch in the emulator; kernels are translated once."""
+    path = launch.files["ptx"]
+    if path not in _translated:
+        _translated[path] = launch.program()
+    launch.run(_translated[path])
+
+
+class Driver:
+    """The part of triton's driver interface that its launcher uses."""
+
+    def __init__(self, capability: int, launch: Callable[[Launch], None]) -> None:
+        self.capability, self.launch = capability, launch
+        self.utils = types.SimpleNamespace(
+            load_binary=lambda name, kernel, shared, device: (
+                object(),
+                {"name": name, "shared_bytes": shared},
+                0,
+                0,
+                1024,
+            ),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        )
+
+    def launcher_cls(self, source, metadata) -> Callable[..., None]:
+        """Return what triton calls with a grid and all arguments; ``function`` is the second of `load_binary`."""
+        kinds = list(source.signature.values())
+
+        def launcher(x, y, z, stream, function, packed, launch_metadata, enter, leave, *values) -> None:
+            arguments = [(kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"]
+            driver = triton.runtime.driver.active
+            driver.launch(
+                Launch(
+                    function["name"],
+                    function["files"],
+                    metadata.num_warps * 32,
+                    function["shared"],
+                    (x, y, z),
+                    arguments,
+                )
+            )
+
+        return launcher
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def _note_files(module, function: dict, name: str, files: dict[str, str], digest: str) -> None:
+    function["files"] = {Path(file).suffix[1:]: Path(path) for file, path in files.items()}
+
+
+def _poisoned(plain):
+    def poisoned(*arguments, **options):
+        tensor = plain(*arguments, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return poisoned
+
+
+@contextlib.contextmanager
+def emulated(capability: int, launch: Callable[[Launch], None] = execute, machine_code: bool = False) -> Iterator[None]:
+    """Hand every launch on CPU tensors, compiled for a device, to ``launch``; new memory holds NaN.
+
+    Without ``machine_code``, ptxas is left out, so triton's cache must be a private one (TRITON_CACHE_DIR).
+    """
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: object, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        replace(triton.runtime.driver, "_active", Driver(capability, launch))
+        replace(triton.knobs.runtime, "kernel_load_end_hook", _note_files)
+        replace(ssd, "_capability", lambda device: capability)
+        if not machine_code:
+            replace(CUDABackend, "make_cubin", lambda *arguments: b"")
+        for found in pkgutil.iter_modules(hybrid_kernels.__path__):
+            module = importlib.import_module(f"hybrid_kernels.{found.name}")
+            if hasattr(module, "check_device"):
+                replace(module, "check_device", lambda *arguments: None)
+        for name in ("empty", "empty_like"):
+            replace(torch, name, _poisoned(getattr(torch, name)))
+        yield
+
+
+def survivors(launch: Launch, before: Sequence[torch.Tensor], kinds: Sequence[str], step: int) -> dict[str, list]:
+    """Leave out every ``step``-th instruction of each kind: how many there were, and which of them nobody notices.
+
+    A mutant is noticed if the emulator reports it or if a bit of what the launch left in memory is another one.
+    ``before`` holds the tensors as they were before the launch.
+    """
+
+    def run(program: Program) -> list[bytes]:
+        for tensor, old in zip(launch.tensors, before):
+            tensor.copy_(old)
+        launch.run(program)
+        return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in launch.tensors]
+
+    clean = launch.program()
+    expected = run(clean)
+    found: dict[str, list] = {}
+    for kind in kinds:
+        numbers = [n for n, i in enumerate(clean.instructions) if i.op.startswith(kind) and i.op != "bar.warp.sync"]
+        for number in numbers[::step]:
+            entry = found.setdefault(kind, [0, []])
+            entry[0] += 1
+            with contextlib.suppress(Exception):
+                if run(launch.program(without=number)) == expected:
+                    entry[1].append(str(clean.instructions[number]))
+    return found

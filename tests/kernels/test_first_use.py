@@ -1,0 +1,153 @@
+"""What "auto" does with a GPU: versions, dtypes and sizes it refuses, and a kernel that computes something else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import hybrid_kernels
+import triton
+import triton.language as tl
+from hybrid_kernels import common, conv, first_use, ssd_triton, step
+
+from hybrid_distill.model import ssd
+
+pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+ALL = {"gated": True, "packed": True}
+CALLS = {
+    "recurrence": ((16, 4), {"gated": True, "packed": True}),
+    "convolution": ((4,), {"packed": True}),
+    "decoding step": ((16, 4, 4), {"masked": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    """Forget what was found before, here and afterwards; draw less than on a GPU."""
+    monkeypatch.setattr(first_use, "LENGTH", 70)
+    monkeypatch.setattr(first_use, "N_HEADS", 1)
+    first_use.mistake.cache_clear()
+    hybrid_kernels.unusable.cache_clear()
+    yield
+    first_use.mistake.cache_clear()
+    hybrid_kernels.unusable.cache_clear()
+
+
+def mistake(kernel: str, dtype: torch.dtype = FP32, training: bool = True, **options: bool) -> str | None:
+    sizes, usual = CALLS[kernel]
+    return first_use.mistake(kernel, CPU, dtype, *sizes, training=training, **{**usual, **options})
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("kernel", CALLS)
+def test_right_kernels_pass(kernel: str, dtype: torch.dtype) -> None:
+    assert mistake(kernel, dtype) is None
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_right_kernels_pass_without_options(kernel: str) -> None:
+    assert mistake(kernel, training=False, **dict.fromkeys(CALLS[kernel][1], False)) is None
+
+
+@triton.jit
+def too_small(z):
+    return 0.9 / (1.0 + tl.exp2(-z * ssd_triton.LOG2_E))
+
+
+@triton.jit
+def forgets_z(z):
+    return z * 0.0 + 1.0
+
+
+@triton.jit
+def sees_all(cum, document, Q: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr):
+    q = tl.arange(0, Q)
+    seen = q[:, None] <= q[None, :] if TRANSPOSED else q[:, None] >= q[None, :]
+    difference = cum[None, :] - cum[:, None] if TRANSPOSED else cum[:, None] - cum[None, :]
+    return tl.exp2(tl.where(seen, difference, float("-inf")))
+
+
+@triton.jit
+def mirrored(weight, channel, back, C, WIDTH: tl.constexpr):
+    return tl.load(weight + channel * WIDTH + back, mask=channel < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def keeps_the_past(newest, conv_state, channel, mask, WIDTH: tl.constexpr, MODE: tl.constexpr):
+    pass
+
+
+@triton.jit
+def does_not_launch(z):
+    return z.no_such_thing
+
+
+PLANTED = [
+    ("recurrence", ssd_triton, "_sigmoid", too_small, "output is off by"),
+    ("recurrence", ssd_triton, "_dsilu", forgets_z, "gradient of z_BLHP is off by"),
+    ("recurrence", ssd_triton, "_decay_QQ", sees_all, "output is off by"),
+    ("recurrence", ssd_triton, "_dsilu", does_not_launch, "fails with"),
+    ("convolution", conv, "_weight", mirrored, "output is off by"),
+    ("decoding step", step, "_push", keeps_the_past, "new inputs is off by"),
+]
+
+
+@pytest.mark.parametrize("kernel, module, name, wrong, found", PLANTED, ids=lambda value: str(value)[:20])
+def test_a_planted_mistake_is_found(kernel, module, name, wrong, found, monkeypatch) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    assert found in mistake(kernel)
+
+
+def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
+    """Inside a checkpointed, autocast, seeded region: neither hooks, nor modes, nor the random numbers see it."""
+    packed = []
+    state = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+            assert mistake("recurrence") is None
+    assert not packed and torch.equal(torch.get_rng_state(), state)
+
+
+def best(kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)) -> str:
+    return ssd._best_on_gpu(kernel, CPU, dtype, sizes, True, tuple(ALL.items()))
+
+
+@pytest.fixture
+def fresh_choice(monkeypatch) -> None:
+    """`_best_on_gpu` and `_unusable` without what they remember."""
+    for name in ("_unusable", "_best_on_gpu"):
+        monkeypatch.setattr(ssd, name, ssd._once(getattr(ssd, name).__wrapped__))
+
+
+def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
+    assert best() == "triton" and not caplog.records
+
+
+@pytest.mark.parametrize("case", ["mistake", "float16", "N=256", "triton 3.2", "no triton"])
+def test_auto_falls_back_to_torch_with_one_warning(case: str, fresh_choice, monkeypatch, caplog) -> None:
+    arguments = {"float16": ("recurrence", torch.float16), "N=256": ("recurrence", BF16, (64, 256))}.get(case, ())
+    if case == "mistake":
+        monkeypatch.setattr(ssd_triton, "_sigmoid", too_small)
+    elif "triton" in case:
+        monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.2.0") if "3" in case else None)
+    with caplog.at_level(logging.WARNING):
+        assert [best(*arguments) for _ in range(3)] == ["torch"] * 3
+    (record,) = caplog.records
+    assert "runs on torch" in record.message and "\n" not in record.message
+
+
+@pytest.mark.parametrize("version, usable", [("3.4.0", False), ("3.5.0", True), ("3.10.0+git1", True), ("4.0", True)])
+def test_kernels_named_on_an_old_triton_are_a_clear_error(version, usable, fresh_choice, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    assert (hybrid_kernels.unusable() is None) == usable
+    if not usable:
+        with pytest.raises(RuntimeError, match=rf"impl 'triton' cannot run: triton is {version}; .* Pass 'auto'"):
+            ssd.check_implementation("triton")

@@ -1,0 +1,116 @@
+"""The kernels as operators of torch: what torch.compile, fake tensors and autograd are promised holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hybrid_kernels import common, conv, ssd, ssd_triton, step
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybrid_distill.model.ssd import _choose, causal_conv, gated_ssd_scan, ssd_scan, step_in_place
+
+pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+
+B, L, H, P, N, K = 2, 21, 2, 16, 4, 4
+
+
+def scan_arguments(length: int = L) -> list[Tensor]:
+    """x, raw decays, B, C, D, z and the state before."""
+    tokens = (B, length, H)
+    sizes = [(*tokens, P), tokens, (*tokens, N), (*tokens, N), (H,), (*tokens, P), (B, H, P, N)]
+    return [torch.randn(size, requires_grad=True) for size in sizes]
+
+
+def documents(length: int = L) -> Tensor:
+    return torch.arange(length).expand(B, length) // 8
+
+
+def step_arguments() -> list[Tensor]:
+    channels = H * (P + 2 * N)
+    sizes = [(B, channels), (B, H), (B, H, P), (channels, K), (H,), (B, channels, K - 1), (B, H, P, N)]
+    return [torch.randn(size) for size in sizes]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
+    """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares them."""
+    given = scan_arguments()
+    scan = (*given, documents()) if full else (*given[:4], None, None, None, None)
+    torch.library.opcheck(ssd._forward_op, (*scan, True, None, True))
+    x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K, requires_grad=True)
+    state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
+    torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))
+    torch.library.opcheck(step._op, (*step_arguments(), torch.tensor([1, 0]) if full else None))
+
+
+def layer(given: list[Tensor], weight_CK: Tensor, seq_idx_BL: Tensor) -> Tensor:
+    x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP = given
+    x_BLC, _ = causal_conv(x_BLHP.flatten(2), weight_CK, seq_idx_BL=seq_idx_BL, impl="triton")
+    inputs = x_BLC.view_as(x_BLHP), raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP
+    y_BLHP, state = gated_ssd_scan(*inputs, seq_idx_BL=seq_idx_BL, impl="triton")
+    plain_BLHP, _ = ssd_scan(y_BLHP, -raw_BLH.exp(), b_BLHN, c_BLHN, impl="triton")
+    return plain_BLHP.square().sum() + state.sum()
+
+
+def test_a_layer_compiles_without_a_graph_break_and_once_for_all_lengths() -> None:
+    compiled_for = []
+
+    def count(graph, inputs):
+        compiled_for.append(inputs)
+        return graph.forward
+
+    whole = torch.compile(layer, fullgraph=True, backend=count, dynamic=True)
+    weight_CK = torch.randn(H * P, K, requires_grad=True)
+    for length in (L, 40, 7):
+        given, seq_idx_BL = scan_arguments(length)[:6], documents(length)
+        leaves = [*given, weight_CK]
+        expected = torch.autograd.grad(layer(given, weight_CK, seq_idx_BL), leaves)
+        actual = torch.autograd.grad(whole(given, weight_CK, seq_idx_BL), leaves)
+        for found, wanted in zip(actual, expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert len(compiled_for) == 1
+
+
+@torch.no_grad()
+def test_a_decoding_step_compiles_without_a_graph_break() -> None:
+    whole = torch.compile(step_in_place, fullgraph=True, backend="aot_eager")
+    given = step_arguments()
+    again = [t.clone() for t in given]
+    torch.testing.assert_close(whole(*given, impl="triton"), step_in_place(*again, impl="triton"))
+    for written, expected in zip(given[-2:], again[-2:], strict=True):
+        assert torch.equal(written, expected)
+
+
+@torch.no_grad()
+def test_a_fake_gpu_needs_no_gpu() -> None:
+    """A plan of memory traces the kernels on a machine that has none."""
+    with FakeTensorMode():
+        given = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
+        assert _choose("auto", "recurrence", given[0], P, N, gated=True, packed=False) == "triton"
+        y, final = gated_ssd_scan(*given[:-1], state_BHPN=given[-1])
+        assert y.is_cuda and y.shape == given[0].shape and final.shape == given[-1].shape
+
+
+def test_second_derivatives_are_refused_in_words() -> None:
+    given = scan_arguments()
+    y, _ = ssd.ssd(*given[:4])
+    (dx,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+    x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K)
+    (dx,) = torch.autograd.grad(conv.causal_conv(x_BLC, weight_CK)[0].square().sum(), x_BLC, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
+def test_no_kernel_is_compiled_anew_for_each_length() -> None:
+    """Lengths are not part of the key that the compiler caches by, whether they are 1, multiples of 16, or neither."""
+    kernels = [ssd_triton._forward, ssd_triton._backward, ssd_triton._segment_states, ssd_triton._carry_over]
+    kernels += [conv._forward, conv._through_silu, conv._backward]
+    for kernel in kernels:
+        lengths = {"L", "chunks_per_segment", "n_segments"} & set(kernel.arg_names)
+        assert lengths and lengths <= set(kernel.kwargs["do_not_specialize"])

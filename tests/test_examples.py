@@ -1,0 +1,66 @@
+"""The notebook and the scripts of examples/ run as they are, at smaller sizes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybrid_distill
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALLER = {"EXAMPLES = 64": "EXAMPLES = 8", "ALIGN_STEPS, DISTILL_STEPS = 60, 30": "ALIGN_STEPS, DISTILL_STEPS = 1, 1"}
+
+
+@pytest.mark.launched
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
+    pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
+    import nbformat
+
+    notebook = nbformat.read(EXAMPLES / "heads.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed"
+    for whole, small in SMALLER.items():
+        [cell] = [cell for cell in notebook.cells if whole in cell.source]
+        cell.source = cell.source.replace(whole, small)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "six at random" in printed and "6 heads kept, 42 recurrent" in printed
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+def test_the_scripts_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def printed(name: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    assert re.search(r"48 heads.*\n  L2H6 ", printed("rank_heads.py"))
+    assert "6 heads kept, 42 recurrent" in printed("build_student.py")
+    student, tokenizer = hybrid_distill.load_student("student")
+    assert tokenizer is not None and isinstance(student.lm_head.weight, torch.Tensor)
+    pytest.importorskip("trl", reason="pip install 'hybrid-distill[finetune]'")
+    pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
+    (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
+    assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
+    assert hybrid_distill.load_student("tuned")
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_a_script_is_short_and_uses_the_public_names_alone(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    ours = [line for line in lines if "hybrid_distill" in line and "import" in line]
+    assert len(lines) < 40 and len(ours) == 1 and ours[0].startswith("from hybrid_distill import ")
+    names = ours[0].removeprefix("from hybrid_distill import ").split(", ")
+    assert set(names) <= set(hybrid_distill.__all__)

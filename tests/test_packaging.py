@@ -1,0 +1,58 @@
+"""The wheel: everything that a command needs is in it, and it runs where there is no clone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the wheel, as pip lays them into site-packages."""
+    pytest.importorskip("hatchling", reason="builds wheels; pip install hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    [path] = folder.glob("*.whl")
+    zipfile.ZipFile(path).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    homes = {
+        "hybrid_distill": ROOT / "hybrid_distill",
+        "hybrid_kernels": ROOT / "kernels/hybrid_kernels",
+        "hybrid_distill/recipes": ROOT / "recipes",
+    }
+    ours = {
+        str(Path(name) / path.relative_to(home))
+        for name, home in homes.items()
+        for path in home.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    [info] = wheel.glob("*.dist-info")
+    found = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file() and info not in path.parents}
+    assert found == ours and "hybrid_distill/assets/tiny_teacher/model.safetensors" in found
+    assert "hybrid-distill = hybrid_distill.__main__:main" in (info / "entry_points.txt").read_text()
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("recipe", ["tiny", "recipes/hybrid_tiny.py"])
+def test_without_a_clone_a_recipe_runs_by_name_and_as_the_docs_call_it(
+    wheel: Path, tmp_path: Path, recipe: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path[1:]])}
+    words = ["run", recipe, "--dry-run", "--align.steps", "1", "--distill.steps", "1"]
+    code = "import hybrid_distill.cli as cli; print(cli.__file__); cli.main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(str(wheel)) and f"hybrid-distill run {recipe}" in ran.stdout
