@@ -6,6 +6,7 @@ store of a kernel goes through `mm` and `narrow`, which the interpreter runs in 
 
 MODE, a compile-time argument of every kernel, says which arithmetic that is:
     "gpu"     bf16 operands, fp32 sums, on tensor cores
+    "hip"     the same on matrix cores of AMD
     "emu"     the same numbers, computed by the interpreter
     "tf32x3"  fp32 operands on tensor cores, three products each: close to fp32
     "ieee"    fp32 operands, fp32 sums
@@ -31,8 +32,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 def dot_mode(dtype: torch.dtype) -> str:
     """The MODE for inputs of a dtype: bf16 is multiplied as bf16, fp32 as (nearly) fp32."""
     if dtype == torch.bfloat16:
-        return "emu" if INTERPRETED else "gpu"
-    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"  # which AMD's GPUs have not
+        return "emu" if INTERPRETED else "hip" if torch.version.hip else "gpu"
+    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def rne(x):
 @triton.jit
 def mm(a, b, MODE: tl.constexpr):
     """a @ b with fp32 sums; the contracted dimension must be at least 16."""
-    if MODE == "gpu":
+    if MODE == "gpu" or MODE == "hip":
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif MODE == "emu":
         product = tl.dot(rne(a.to(tl.float32)), rne(b.to(tl.float32)), input_precision="ieee")
@@ -55,6 +56,24 @@ def mm(a, b, MODE: tl.constexpr):
     else:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return product
+
+
+@triton.jit
+def once(x, MODE: tl.constexpr):
+    """x as the operand of products, computed a single time.
+
+    Else the compiler repeats the arithmetic that leads to it in the layout of every product it enters, and the copies
+    fill the registers. By PTX, which only NVIDIA's GPUs have.
+    """
+    if MODE == "gpu":
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.bfloat16)], tl.bfloat16, False, 2)
+    elif MODE == "tf32x3":
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, False, 1)
+    elif MODE == "hip":
+        x = x.to(tl.bfloat16)
+    elif MODE == "emu":
+        x = rne(x)
+    return x
 
 
 @triton.jit

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 import hybrid_kernels
 import triton
 import triton.language as tl
-from hybrid_kernels import common, conv, first_use, ssd_triton, step
+from hybrid_kernels import common, conv, first_use, loss, loss_triton, ssd_triton, step
 from hybrid_kernels import ssd as kernels
+from hybrid_kernels.loss import KINDS
 
 from hybrid_distill.model import ssd
 
@@ -28,6 +29,7 @@ CALLS = {
     "convolution": ((4,), {"packed": True}),
     "decoding step": ((16, 4, 4), {"masked": True}),
 }
+LOSSES = [(kind, from_head) for kind in KINDS for from_head in (True, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +38,11 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(first_use, "LENGTH", 70)
     monkeypatch.setattr(first_use, "N_HEADS", 2)
     first_use.mistake.cache_clear()
+    loss._is_right.cache_clear()
     hybrid_kernels.unusable.cache_clear()
     yield
     first_use.mistake.cache_clear()
+    loss._is_right.cache_clear()
     hybrid_kernels.unusable.cache_clear()
 
 
@@ -56,6 +60,23 @@ def test_right_kernels_pass(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", CALLS)
 def test_right_kernels_pass_without_options(kernel: str) -> None:
     assert mistake(kernel, training=False, **dict.fromkeys(CALLS[kernel][1], False)) is None
+
+
+@pytest.mark.parametrize("kind, from_head", LOSSES)
+def test_the_right_loss_passes(kind: str, from_head: bool) -> None:
+    assert first_use.mistake("distillation loss", CPU, BF16, kind=kind, from_head=from_head) is None
+
+
+@triton.jit
+def forgets_the_largest(largest, total, x):
+    return largest, total + tl.sum(tl.exp2(x), 1)
+
+
+@pytest.mark.parametrize("kind, from_head", LOSSES)
+def test_a_mistake_in_the_loss_takes_it_to_torch(kind: str, from_head: bool, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(loss_triton, "_add_exponentials", forgets_the_largest)
+    assert not loss._is_right(CPU, FP32, kind, from_head)
+    assert "the distillation loss runs on torch, not on its kernel: on cpu its" in caplog.text
 
 
 @triton.jit
