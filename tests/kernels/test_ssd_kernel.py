@@ -348,3 +348,21 @@ def test_equals_the_kernels_of_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> Non
     assert relative_error(y, expected) < TOLERANCE[FP32]
     for actual, wanted_gradient in zip(gradients, expected_gradients):
         assert relative_error(actual, wanted_gradient) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_gradients_of_slices_of_one_row_are_slices_of_one_row(gap: int) -> None:
+    """The same bits as those of x, B and C that have places of their own."""
+    heads, sizes = 3, (3 * 16, 3 * 5, 3 * 5)
+    row = torch.randn(2, 37, sum(sizes) + 2 * gap)
+    begins = (0, sizes[0] + gap, sizes[0] + sizes[1] + 2 * gap)
+    found = []
+    for separate in (False, True):
+        parts = [row[..., begin : begin + size].unflatten(-1, (heads, -1)) for begin, size in zip(begins, sizes)]
+        parts = [(part.contiguous() if separate else part).detach().requires_grad_() for part in parts]
+        x, b, c = parts
+        y, state = ssd(x, torch.linspace(-1, 1, 2 * 37 * heads).view(2, 37, heads), b, c)
+        gradients = torch.autograd.grad(y.square().sum() + state.sum(), parts)
+        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (3 if separate else 1)
+        found.append(gradients)
+    assert all(torch.equal(*pair) for pair in zip(*found))
