@@ -339,9 +339,8 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     padded_BL, mask_BL = left_padded(documents)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     batch = logits_of(student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False)
-    yield (
-        "left-padded = alone",
-        max(difference(row_LV[-len(own_LV) :], own_LV) for row_LV, own_LV in zip(batch, alone_of, strict=True)),
+    yield "left-padded = alone", max(
+        difference(row_LV[-len(own_LV) :], own_LV) for row_LV, own_LV in zip(batch, alone_of, strict=True)
     )
     for name, made in students.items():
         folder = scratch / f"{teacher.config.model_type}-{name}"

@@ -81,14 +81,18 @@ def contenders() -> dict[str, Scan]:
         from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan  # noqa: F401
     except ImportError:
         return found
-    return found | {f"transformers, chunk {size}": partial(of_transformers, chunk_size=size) for size in CHUNK_SIZES}
+    return found | {
+        f"transformers, chunk {size}": partial(of_transformers, chunk_size=size) for size in CHUNK_SIZES
+    }
 
 
 def check(name: str, scan: Scan, args: list[Tensor], expected: Tensor) -> None:
     """Refuse to time what computes something else."""
     error = (scan(*args) - expected).abs().max() / expected.abs().max()
     if not error < AGREEMENT:
-        raise SystemExit(f"{name} differs from the reference by {error:.1e} of its largest output; nothing is timed.")
+        raise SystemExit(
+            f"{name} differs from the reference by {error:.1e} of its largest output; nothing is timed."
+        )
 
 
 def milliseconds(scan: Scan, args: list[Tensor]) -> float:

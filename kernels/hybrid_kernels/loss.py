@@ -160,8 +160,7 @@ class _DistillationLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (d_loss,) = grad_outputs
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         d_hidden, d_head = ctx.saved_tensors
         return (
             None if d_hidden is None else _scaled(d_hidden, d_loss, d_hidden.dtype),
@@ -172,7 +171,8 @@ class _DistillationLoss(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradient * factor without a copy in another dtype, and in place unless the graph is kept for more."""
-    in_place = gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph()
+    engine: Any = torch._C
+    in_place = gradient.dtype == dtype and not engine._autograd._get_current_graph_task_keep_graph()
     return torch.mul(gradient, factor, out=gradient if in_place else torch.empty_like(gradient, dtype=dtype))
 
 

@@ -59,7 +59,6 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 5.5,
     "lines.solid_capstyle": "round",
     "svg.hashsalt": "hybrid-distill",  # the same figure is the same file
-    "svg.fonttype": "none",
 }
 
 log = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def as_svg(grid: np.ndarray, titles: Mapping[str, Sequence[str]]) -> str:
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    with rc_context(STYLE):
+    with rc_context({**STYLE, "svg.fonttype": "none"}):
         grid[0, 0].figure.savefig(buffer, format="svg", metadata={"Date": None})
     ET.register_namespace("", SVG)
     ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
@@ -155,6 +154,8 @@ def as_svg(grid: np.ndarray, titles: Mapping[str, Sequence[str]]) -> str:
     for group in root.iter(f"{{{SVG}}}g"):
         for point, title in zip(group.iter(f"{{{SVG}}}use"), titles.get(group.get("id", ""), ())):
             ET.SubElement(point, f"{{{SVG}}}title").text = title
+    for metadata in root.findall(f"{{{SVG}}}metadata"):
+        root.remove(metadata)
     return ET.tostring(root, encoding="unicode")
 
 
