@@ -43,7 +43,8 @@ def test_a_kernel_compiled_now_keeps_its_promises(name: str, capability: int, tm
 @pytest.mark.parametrize(
     ("resource", "value", "complaint"),
     [
-        ("spills", 3, "3 spill instructions"),
+        ("spills", 1000, "1000 spill instructions"),
+        ("resident", 1, "1 programs on a multiprocessor"),
         ("shared_bytes", 1 << 18, "shared memory"),
         ("tensor_core_instructions", 0, "tensor-core"),
     ],

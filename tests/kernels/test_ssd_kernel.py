@@ -228,9 +228,9 @@ def test_small_decay_gradients_survive_beside_large_ones() -> None:
 def test_only_the_final_state_is_used() -> None:
     given = in_dtype(problem(1, 70, 1, 16, 16), FP32)
     _, state = ssd(*given[:4], D_H=given.D, z_BLHP=given.z, state_BHPN=given.state)
-    dx, dz = torch.autograd.grad(state.sum(), [given.x, given.z])
-    assert dx.any()
-    assert not dz.any()
+    dx, dD, dz = torch.autograd.grad(state.sum(), [given.x, given.D, given.z], allow_unused=True)
+    assert dx.any() and not dD.any()
+    assert dz is None  # the gate comes after the state
 
 
 def test_slices_of_a_wider_tensor_need_no_copy() -> None:
