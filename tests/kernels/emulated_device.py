@@ -158,9 +158,9 @@ def survivors(launch: Launch, before: Sequence[torch.Tensor], kinds: Sequence[st
 
     def run(program: Program) -> list[bytes]:
         for tensor, old in zip(launch.tensors, before):
-            tensor.copy_(old)
+            tensor.detach().copy_(old)
         launch.run(program)
-        return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in launch.tensors]
+        return [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in launch.tensors]
 
     clean = launch.program()
     expected = run(clean)

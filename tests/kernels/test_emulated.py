@@ -25,7 +25,8 @@ RUNS = [(key, gated, packed) for key in TILES for gated in BOTH for packed in BO
     (key, *options) for key, chosen in QUICK.items() for options in chosen
 ]  # fmt: skip
 CAPABILITIES = (80, 90) if PROVE else (90,)
-MUTATED = ("bar.sync", "cp.async", "wgmma.wait", "fence.proxy", "st.shared", "stmatrix", "st.global")
+COPIES = ("cp.async.ca", "cp.async.cg", "cp.async.wait")
+MUTATED = ("bar.sync", *COPIES, "wgmma.wait", "fence.proxy", "st.shared", "stmatrix", "st.global")
 NOTICED = 0.95  # of the mutants, at least
 
 
@@ -110,7 +111,7 @@ def mutants(key: tuple[torch.dtype, int, int, int], step: int) -> dict[str, dict
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
-    given = interpreted.in_dtype(interpreted.problem(1, 70, 1, head_dim, d_state, dtype=dtype), dtype)
+    given = interpreted.in_dtype(interpreted.problem(1, 200, 2, head_dim, d_state, dtype=dtype), dtype)
     launches = []
 
     def record(launch) -> None:
