@@ -112,9 +112,8 @@ def read_ahead(
         yield from map(made.__getitem__, steps)
         return
     options: dict[str, Any] = {"multiprocessing_context": "fork", "pin_memory": pinned, "num_workers": workers}
-    own_generator = torch.Generator()  # the loader draws a seed: not from the run's generator
     loader = DataLoader(
-        made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=own_generator, **options
+        made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=torch.Generator(), **options
     )
     batches: Any = iter(loader)
     try:

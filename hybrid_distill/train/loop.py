@@ -191,23 +191,19 @@ class _Training:
     def _compile_layers(self, teacher_forced: bool) -> None:
         """Compile what runs a layer at a time; not a teacher whose inner modules have hooks."""
         stage = self.strategy.stage
-        teachers = () if teacher_forced else stage.teachers
-        for layer in (*stage.parts(), *(block for teacher in teachers for _, block in decoder_blocks(teacher))):
+        blocks = [block for teacher in stage.teachers for _, block in decoder_blocks(teacher)]
+        for layer in stage.parts() + blocks * (not teacher_forced):
             layer.compile()
 
     def _batches(self) -> Generator[Batch, None, None]:
         """Return this process's share of the steps that are left."""
         on_gpu = self.accelerator.device.type == "cuda"
-        workers = self.config.data_workers
-        workers = GPU_WORKERS * on_gpu if workers is None else workers
+        workers = GPU_WORKERS * on_gpu if self.config.data_workers is None else self.config.data_workers
         steps, size = range(self.step, self.config.steps), self.config.batch_size
         return read_ahead(self.rows, steps, size, self.rank, self.world, workers=workers, pinned=on_gpu)
 
     def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
-        """Run one optimizer step; returns (metrics, whether any process was asked to stop).
-
-        Everything that the host must know comes from the device at once, before the weights change.
-        """
+        """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
         set_learning_rate(self.optimizer, learning_rate)
@@ -222,6 +218,7 @@ class _Training:
         norm = self.strategy.clip_gradients(config.clip)
         sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
         known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
+        # All that the host must know, read from the device at once, before the weights change.
         mean_loss, stops, *layer_losses, tokens, grad_norm = known.tolist()
         per_layer = dict(zip(layers, layer_losses))
         skipped = self._reason_to_skip(mean_loss, grad_norm, per_layer)
