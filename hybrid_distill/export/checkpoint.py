@@ -204,6 +204,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    # Version 4 would add token_type_ids, which `generate` refuses.
+    config["model_input_names"] = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     write_json(path, config)
 
 
