@@ -24,6 +24,21 @@ demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the r
 test: $(VENV)/test.stamp ## run the tests, several at a time
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
 
+# Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.
+PROOFS := tests/kernels/test_emulated.py tests/kernels/test_machine_code.py
+TRITONS := 3.5.1 3.6.0
+
+prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; an hour
+	PROVE=1 $(BIN)/python -m pytest --numprocesses logical -rP $(PROOFS)
+	for version in $(TRITONS); do \
+		PROVE=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version \
+			$(BIN)/python -m pytest --numprocesses logical -rP $(firstword $(PROOFS)) || exit 1; \
+	done
+
+$(VENV)/triton-%: $(VENV)/torch.stamp
+	$(INSTALL) --no-deps --target $@ triton==$*
+	@touch $@
+
 # Docstrings that begin with none of the words a reader searches for, and a translated "is no".
 AVOIDED := '"""(Of|What|Whom|Whether) |(?<![Tt]here )\bis no (?!longer)'
 

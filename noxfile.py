@@ -9,7 +9,6 @@ otherwise: UV_TORCH_BACKEND=cpu.
 
 import datetime
 import json
-import os
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -32,8 +31,8 @@ CELLS = [
     ("3.13", LATEST, LATEST),
 ]
 QUICK = """
-    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py tests/scoring/test_scoring.py
-    tests/train/test_micro_batches.py tests/test_api.py tests/test_guard.py
+    tests/model/test_model.py tests/model/test_generation.py tests/student/test_build.py
+    tests/train/test_micro_batches.py tests/test_api.py
 """.split()
 ASK = """
 import json, platform, torch, transformers
@@ -61,9 +60,9 @@ def matrix(session: nox.Session, torch: str, transformers: str) -> None:
         versions = json.loads(str(session.run("python", "-c", ASK, silent=True)).splitlines()[-1])
         flags = ["-q", "-p", "no:cacheprovider", "-m", "not launched", f"--junitxml={report}", *session.posargs]
         session.run("python", "-m", "pytest", *QUICK, *flags, success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"})
+        failed = record(name, versions, report)
     finally:
         shutil.rmtree(session.virtualenv.location, ignore_errors=True)
-    failed = record(name, versions, report)
     if failed:
         session.error(f"{failed} tests failed")
 
@@ -81,7 +80,7 @@ def record(name: str, versions: list[str], report: Path) -> int:
         "passed": counts["tests"] - failed - counts["skipped"], "failed": failed, "skipped": counts["skipped"],
         "wrong": wrong[:20], "date": datetime.date.today().isoformat(),
     }  # fmt: skip
-    RESULTS.write_text(json.dumps({key: results[key] for key in sorted(results)}, indent=1) + os.linesep)
+    RESULTS.write_text(json.dumps({key: results[key] for key in sorted(results)}, indent=1) + "\n")
     columns = ("python", "torch", "transformers", "passed", "failed", "skipped", "date")
     rows = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     rows += ["| " + " | ".join(str(results[key][column]) for column in columns) + " |" for key in sorted(results)]

@@ -228,7 +228,6 @@ def run_cases(names: list[str], out: Path) -> None:
         except Exception as error:  # a kernel that does not compile is a finding, the others go on
             result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
         result["seconds"] = round(time.perf_counter() - start, 1)
-        print(line(name, result), flush=True)
         with out.open("a") as file:
             file.write(json.dumps([name, result]) + "\n")
         if "CUDA error" in result.get("error", ""):
@@ -277,8 +276,8 @@ def run_checks(record: dict[str, Any], only: str, deadline: float) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 status = None
-            text = (folder / f"{name}.log").read_text()
-            print(text, end="" if name.startswith("part") or status else "\n" if status is None else "", flush=True)
+            if status or not name.startswith("part"):
+                print((folder / f"{name}.log").read_text(), flush=True)
             if not name.startswith("part"):
                 record["steps"][name] = "ok" if status == 0 else "out of time" if status is None else f"exit {status}"
         for found in folder.glob("*.jsonl"):

@@ -67,8 +67,8 @@ def key(compilation: Any) -> str:
     return f"{compilation.num_warps} warps, {compilation.num_stages} stages, {arguments}"
 
 
-def compile_for(compilation: Any, capability: int) -> Any:
-    """The compiled kernel."""
+def compile_for(compilation: Any, capability: int, target: GPUTarget | None = None) -> Any:
+    """The compiled kernel; for another maker's GPU if ``target`` says so."""
     names = list(compilation.arguments)
     source = ASTSource(
         fn=compilation.kernel,
@@ -80,7 +80,7 @@ def compile_for(compilation: Any, capability: int) -> Any:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in compilation.divisible},
     )
     options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=target or GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(compiled: Any, num_warps: int, capability: int) -> dict[str, int]:

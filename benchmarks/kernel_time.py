@@ -5,8 +5,9 @@ six scoreboards that it sets or waits for. `simulate` plays that schedule for th
 four schedulers, with the throughput of each pipe, barriers, asynchronous copies and products, a fixed latency of
 memory and a quarter of the multiprocessor's share of bandwidth. `milliseconds` multiplies by waves.
 
-Unknown to the model: bank conflicts, cache hits, clocks under load, imbalance between multiprocessors. Compare two
-tiles by it, and measure on a GPU what a sentence in a paper depends on.
+Spilled registers stay in the first level of the cache if what shared memory leaves of it can hold them, else they go to
+the second at 64 bytes a cycle. Unknown to the model: bank conflicts, other cache hits, clocks under load, imbalance
+between multiprocessors. Compare two tiles by it, and measure on a GPU what a sentence in a paper depends on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Gpu(NamedTuple):
     latency: int
     cache_latency: int
     shared_bytes: int
+    cache_bytes: int  # of the first level, shared memory included
     hmma: float
     hgmma: float
     fp32_cycles: int  # for which one instruction of a warp holds the pipe
@@ -44,8 +46,8 @@ class Gpu(NamedTuple):
 # Bandwidth: what copies reach. Latency: 480 (Luo et al. 2024, pointer chasing) and half of it for a loaded bus.
 # mma.sync reaches 0.62 of a Hopper tensor core's rate.
 GPUS = {
-    80: Gpu(108, 1.41, 1.75, 700, 280, 164 << 10, 256, 256, 2, 2),
-    90: Gpu(132, 1.755, 3.0, 700, 280, 228 << 10, 320, 512, 1, 2),
+    80: Gpu(108, 1.41, 1.75, 700, 280, 164 << 10, 192 << 10, 256, 256, 2, 2),
+    90: Gpu(132, 1.755, 3.0, 700, 280, 228 << 10, 256 << 10, 320, 512, 1, 2),
 }
 
 
@@ -72,6 +74,7 @@ class Code(NamedTuple):
     end: int
     registers: int
     shared_bytes: int
+    stack_bytes: int
 
     @property
     def loop(self) -> list[Instruction]:
@@ -113,8 +116,8 @@ def decode(cubin: bytes, shared_bytes: int) -> Code:
         branch = re.search(r"BRA.*?`\((\.L_x_\d+)\)", instruction.text)
         if branch and (target := labels[branch[1]]) < place and place - target >= end - begin:
             begin, end = target, place + 1
-    registers = int(re.findall(r"REG:(\d+)", usage)[0])
-    return Code(found, begin, end, registers, shared_bytes)
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    return Code(found, begin, end, registers, shared_bytes, stack)
 
 
 def programs_per_processor(code: Code, num_warps: int, gpu: Gpu) -> int:
@@ -160,12 +163,14 @@ class _Timed(NamedTuple):
     narrow: bool  # a load of the decays, which were written just before
 
 
-def _timed(instruction: Instruction, gpu: Gpu) -> _Timed:
+def _timed(instruction: Instruction, gpu: Gpu, *, spills_stay: bool) -> _Timed:
     operation = instruction.operation
     base = operation.split(".")[0]
     kind, pipe, held, moved, depth = base, "", 0.0, 0.0, 0
     latency = _LATENCIES.get(base, 20)
-    if base in ("LDS", "STS", "LDL", "STL"):
+    if base in ("LDL", "STL") and not spills_stay:
+        pipe, held, latency = "second level", 2 * _width(operation), gpu.cache_latency
+    elif base in ("LDS", "STS", "LDL", "STL"):
         pipe, held = "shared", _width(operation)
     elif base in ("LDSM", "STSM"):
         pipe, held = "shared", 4 * int(operation[-1] if operation[-1] in "24" else 1)
@@ -289,7 +294,9 @@ class Cycles(NamedTuple):
 
 def cycles(code: Code, gpu: Gpu, num_warps: int, programs: int, bytes_of_iteration: float | None = None) -> Cycles:
     """Model ``programs`` resident programs, of which an iteration moves ``bytes_of_iteration`` to and from memory."""
-    timed = [_timed(i, gpu) for i in code.instructions]
+    first_level = gpu.cache_bytes - programs * (code.shared_bytes + 1024)
+    spills_stay = programs * num_warps * 32 * code.stack_bytes <= first_level
+    timed = [_timed(i, gpu, spills_stay=spills_stay) for i in code.instructions]
     exits = [k for k, i in enumerate(code.instructions) if i.text == "EXIT" and k >= code.end]
     before, loop = timed[: code.begin], timed[code.begin : code.end]
     after = timed[code.end : exits[0] if exits else len(timed)]

@@ -12,12 +12,14 @@ the file does not have for these sources.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kernel_time
 import torch
 import triton
 from hybrid_kernels import ssd_triton
@@ -139,7 +141,8 @@ def main() -> None:
     options = parser.parse_args()
 
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    sources = f"triton {triton.__version__}, kernels {digest(ssd_triton)}"
+    model = hashlib.sha256(Path(kernel_time.__file__).read_bytes()).hexdigest()[:16]
+    sources = f"triton {triton.__version__}, kernels {digest(ssd_triton)}, model {model}"
     rows: dict[str, Any] = record.get("rows", {}) if record.get("sources") == sources else {}
     shapes = itertools.product(options.dtype, options.capability, options.head_dim, options.state)
     for dtype, capability, p, n in shapes:

@@ -30,8 +30,7 @@ from typing import NamedTuple
 RESULTS = Path(__file__).parent / "results" / "traffic.json"
 BF16, FP32 = 2, 4
 MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
-OUR_CHUNK, OUR_CHUNK_OF_WIDE_STATES = 32, 16
-WIDE_STATE = 128  # from here on our backward is two kernels (P = 64, sm_90: the tile table)
+OUR_CHUNK = 32  # P = 64, sm_90: the tile table
 CONV_WIDTH = 4
 LIGER_PASSES = 11
 LOSS_CHUNK = 4096  # tokens, on a GPU of 60 GB or more
@@ -78,7 +77,7 @@ class Device(NamedTuple):
     flops: float
 
 
-DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12)}
+DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12), "A100": Device(1.75e12, 250e12)}
 SHAPES = tuple(
     Shape(B, L, H, 64, N, G)
     for B, L, H in ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32))
@@ -106,19 +105,18 @@ def limit(s: Shape) -> Work:
 
 
 def ours(s: Shape) -> Work:
-    """Per-head B and C: with groups, they are expanded first."""
+    """Per-head B and C: with groups, they are expanded first. Decays: `_decays` writes three vectors and a loop reads
+    them; the backward writes two, which `_decay_gradients` reads."""
     s = s._replace(G=s.H)
-    chunk = OUR_CHUNK if s.N < WIDE_STATE else OUR_CHUNK_OF_WIDE_STATES
-    saved = s.states(chunk, BF16)
-    inputs = 2 * s.x() + 2 * s.bc() + s.decay() + saved
-    if s.N < WIDE_STATE:
-        backward = {"backward": inputs + s.x() + 2 * s.bc() + s.decay()}
-    else:
-        backward = {
-            "backward C": inputs + s.bc() + s.decay(),
-            "backward BX": inputs + s.x() + s.bc() + 2 * s.decay(),
-        }
-    return Work({"forward": 2 * s.x() + 2 * s.bc() + s.decay() + saved}, backward, chunk)
+    saved = s.states(OUR_CHUNK, BF16)
+    inputs = 2 * s.x() + 2 * s.bc() + saved
+    forward = {"decays": 4 * s.decay(), "forward": inputs + 3 * s.decay()}
+    backward = {
+        "decays": 4 * s.decay(),
+        "backward": inputs + s.x() + 2 * s.bc() + 5 * s.decay(),
+        "decay gradients": 4 * s.decay(),
+    }
+    return Work(forward, backward, OUR_CHUNK)
 
 
 def mamba_ssm(s: Shape) -> Work:

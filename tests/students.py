@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from conftest import make_family_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -19,6 +21,7 @@ TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
 BF16_RELATIVE_ERROR = 0.04
 # Of 8 heads in 4 KV groups: three of groups 0, 0, 1; all but one.
 THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
+FROM_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 does this otherwise, or not")
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 

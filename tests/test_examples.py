@@ -36,6 +36,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
 
 
+@pytest.mark.launched
 def test_the_scripts_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, TypeVar
@@ -102,20 +102,25 @@ class _Steps(Dataset[Batch]):
 
 def read_ahead(
     rows: Rows, steps: range, batch_size: int, rank: int = 0, world: int = 1, *, workers: int, pinned: bool
-) -> Iterator[Batch]:
-    """Return a process's batches of some steps, in order, made ahead by other processes if there are ``workers``.
+) -> Generator[Batch, None, None]:
+    """Yield a process's batches of some steps, in order, made ahead by other processes if there are ``workers``.
 
     Workers block signals: one that a launcher sends to all of a job's processes is for the loop, which ends them.
     """
     made = _Steps(rows, (batch_size, rank, world))
     if not workers:
-        return map(made.__getitem__, steps)
+        yield from map(made.__getitem__, steps)
+        return
     options: dict[str, Any] = {"multiprocessing_context": "fork", "pin_memory": pinned, "num_workers": workers}
     own_generator = torch.Generator()  # the loader draws a seed: not from the run's generator
     loader = DataLoader(
         made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=own_generator, **options
     )
-    return iter(loader)
+    batches: Any = iter(loader)
+    try:
+        yield from batches
+    finally:  # not when it is collected: an error holds on to it, and Python does not exit before its workers
+        batches._shutdown_workers()
 
 
 def _block_signals(worker: int) -> None:
@@ -171,9 +176,9 @@ class PackedRows:
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
         """Read rows by number."""
-        columns = zip(*(self._row(int(row_id)) for row_id in row_ids))
-        input_ids, seq_idx, mask = (torch.from_numpy(np.stack(column)) for column in columns)
-        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx[:, -1].max()) + 1)
+        columns = [np.stack(column) for column in zip(*(self._row(int(row_id)) for row_id in row_ids))]
+        input_ids, seq_idx, mask = map(torch.from_numpy, columns)
+        lengths = seq_idx.new_zeros(len(seq_idx), int(columns[1].max()) + 1)
         lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 

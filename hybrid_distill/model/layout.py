@@ -108,4 +108,5 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def attention_name(layer: nn.Module) -> str:
     """Return the name of a decoder layer's attention module, empty if it has none."""
     children = dict(layer.named_children())
-    return next((name for name in ATTENTION_NAMES if name in children), "")
+    found = [name for name in ATTENTION_NAMES if name in children]
+    return found[0] if found else ""  # torch 2.6 compiles no next() with a default

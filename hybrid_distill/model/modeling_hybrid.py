@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -142,7 +142,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """
         cache = HybridCache(layer_windows(self.model.config), kv_dtype)
         if max_length is not None:
-            cache.layers = [StaticLayerCache(max_length, kv_dtype) for _ in cache.layers]
+            cache.layers[:] = [StaticLayerCache(max_length, kv_dtype) for _ in cache.layers]
         return cache
 
     def _prepare_cache_for_generation(
@@ -152,17 +152,17 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
         For ``cache_implementation="static"`` transformers compiles the step on a GPU, into a CUDA graph.
         """
+        if getattr(generation_config, "is_assistant", False):
+            raise ValueError(
+                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
+                "tokens. Pass an assistant_model without recurrent heads."
+            )
         kind = generation_config.cache_implementation
         is_static = kind == "static" and self._longrope_switch is None
         if kind not in (None, "dynamic") and not is_static:
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
-            )
-        if getattr(generation_config, "is_assistant", False):
-            raise ValueError(
-                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
-                "tokens. Pass an assistant_model without recurrent heads."
             )
         mask = model_kwargs.get("attention_mask")
         in_pieces = generation_config.prefill_chunk_size is not None
@@ -457,7 +457,7 @@ class DocumentMask(Tensor):
         if func.__name__ in ("__get__", "size", "dim", "is_floating_point"):  # of shape, dtype and device
             return super().__torch_function__(func, types, args, kwargs)
         if func is Tensor.__getitem__:  # transformers cuts masks to the length of the keys, here to the whole
-            cut = super().__torch_function__(func, types, args, kwargs)
+            cut = cast(Tensor, super().__torch_function__(func, types, args, kwargs))
             if cut.shape == args[0].shape:
                 return args[0]
         args, kwargs = tree_map_only(cls, lambda mask: _seen(mask.first_BL).unsqueeze(1), (args, kwargs))
@@ -470,12 +470,13 @@ class DocumentMask(Tensor):
         first_block_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
         block_K = torch.arange(first_block_BK.shape[1], device=first_BL.device)
         seen_BKK = (first_block_BK.unsqueeze(2) + block_K).clamp(max=len(block_K) - 1)
+        options: dict[str, Any] = {"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}
         return flex_attention.BlockMask.from_kv_blocks(
             (block_K - first_block_BK + 1).unsqueeze(1).int(),
             seen_BKK.unsqueeze(1).int(),
             BLOCK_SIZE=FLEX_BLOCK,
             mask_mod=lambda b, h, q, kv: (kv >= first_BL[b, q]) & (kv <= q),
-            **({"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}),
+            **options,
         )
 
 
@@ -505,7 +506,8 @@ def _attend_documents(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Do as `F.scaled_dot_product_attention` does with a `DocumentMask`."""
-    of_heads, device = (query_BHLP, key_BHLP, value_BHLP), query_BHLP.device.type
+    device = query_BHLP.device.type
+    of_heads: Any = query_BHLP, key_BHLP, value_BHLP
     if torch.is_autocast_enabled(device):  # which turns attention's inputs around itself
         of_heads = tuple(t.to(torch.get_autocast_dtype(device)) for t in of_heads)
     (batch, _, length, width), flash = query_BHLP.shape, _flash_attention()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
 from ..io import Record
 from ..progress import Phase
+from ..teacher import decoder_blocks
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
@@ -146,6 +148,8 @@ class _Training:
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         teacher_forced = not isinstance(self.stage, EndToEnd)
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
+        if self.config.compile_layers:
+            self._compile_layers(teacher_forced)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -160,7 +164,7 @@ class _Training:
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         batches = self._batches()
-        with phase, profiler(trace) as profiled:
+        with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
                 log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
@@ -184,7 +188,14 @@ class _Training:
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _compile_layers(self, teacher_forced: bool) -> None:
+        """Compile what runs a layer at a time; not a teacher whose inner modules have hooks."""
+        stage = self.strategy.stage
+        teachers = () if teacher_forced else stage.teachers
+        for layer in (*stage.parts(), *(block for teacher in teachers for _, block in decoder_blocks(teacher))):
+            layer.compile()
+
+    def _batches(self) -> Generator[Batch, None, None]:
         """Return this process's share of the steps that are left."""
         on_gpu = self.accelerator.device.type == "cuda"
         workers = self.config.data_workers

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import conv, ssd, step
+from . import conv, loss_torch, loss_triton, ssd, step
+from .loss import Options, Tokens
 
 LENGTH = 150  # at least two chunks and a ragged end
 N_HEADS = 3
@@ -25,7 +26,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}  # relative to the large
 
 
 @functools.cache
-def mistake(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: bool) -> str | None:
+def mistake(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any) -> str | None:
     """Return what is wrong with a kernel on a device, in one line; None if it is right, or the device does not exist.
 
     ``kernel`` is one of `TESTS`, which say what sizes and options are. Runs in a thread of its own, where no mode,
@@ -38,7 +39,7 @@ def mistake(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, 
 
 
 def _first_difference(
-    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], options: dict[str, bool]
+    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> str | None:
     try:
         for name, actual, expected in TESTS[kernel](_Draw(device, dtype), *sizes, **options):
@@ -86,18 +87,24 @@ def _recurrence(draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed
 
         inputs = draw.given(x), draw.given(a, torch.float32), draw.given(b), draw.given(c)
         options = {
-            "D_H": draw.given(D), "z_BLHP": draw.given(z), "state_BHPN": draw.given(state, torch.float32),
+            "D_H": draw.given(D), "state_BHPN": draw.given(state, torch.float32),
             "seq_idx_BL": document.unsqueeze(0).to(draw.device) if packed else None,
             "softplus": gated, "n_segments": n_segments,
         }  # fmt: skip
-        found_y, found_final, chunk_states = ssd.ssd_forward(*inputs, **options, save_chunk_states=training)
-        yield "output", found_y, y
+        before_gate, found_final, chunk_states = ssd.ssd_forward(*inputs, **options, save_chunk_states=training)
+        yield "output", before_gate if z is None else ssd.gate(before_gate, draw.given(z)), y
         yield "last state", found_final, final
         if training and chunk_states is not None:
-            dy, dfinal = draw(*y.shape).detach(), draw(*final.shape).detach() if n_segments > 1 else None
-            upstream = draw.given(dy), draw.given(dfinal, torch.float32)
-            found = ssd.ssd_backward(*upstream, chunk_states, *inputs, **options)._asdict()
-            leaves = {name: leaf for name, leaf in zip(found, (x, a, b, c, D, z, state)) if leaf is not None}
+            dy = draw(*y.shape).detach().abs() * x.detach().sign()  # so that no sum over tokens is small by chance
+            dfinal = draw(*final.shape).detach() if n_segments > 1 else None
+            found = {}
+            upstream = draw.given(dy)
+            if z is not None:
+                upstream, found["z"] = ssd._gate_gradients_op(upstream, before_gate, draw.given(z))
+            gradients = ssd.ssd_backward(upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options)
+            found |= {name.rpartition("_")[0]: gradient for name, gradient in gradients._asdict().items()}
+            given = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
+            leaves = {name: leaf for name, leaf in given.items() if leaf is not None}
             loss = (y * dy).sum() + (0.0 if dfinal is None else (final * dfinal).sum())
             for name, expected in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
                 yield f"gradient of {name}", found[name], expected
@@ -172,8 +179,34 @@ def _decoding_step(draw: _Draw, head_dim: int, d_state: int, width: int, *, mask
         yield f"new {name}", actual, torch.where(is_token.view(2, *(1,) * (after.dim() - 1)), after, before)
 
 
+def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
+    """Test the loss with and without cross-entropy, on more words than a program reads at a time."""
+    n_tokens, n_words, n_stored = 3, 9001, 8
+    for hard_weight in (0.0, 0.3):
+        options = Options(kind, temperature=1.5, beta=0.4, hard_weight=hard_weight)
+        student, teacher, weights = (
+            draw(n_tokens, n_words).detach(),
+            draw(n_tokens, n_words).detach(),
+            draw(2, n_tokens),
+        )
+        labels = torch.arange(n_tokens, device="cpu") * 4000
+        exact = Tokens(*weights.detach().abs(), labels, torch.ones_like(labels, dtype=torch.bool))
+        tokens = Tokens(*(t.to(draw.device, torch.float32 if t.is_floating_point() else None) for t in exact))
+        if from_head:
+            expected = loss_torch.of_head(student.clone(), teacher, exact, options)
+            found = loss_triton.of_head(draw.given(student), draw.given(teacher), tokens, options)
+        else:
+            log_probs, ids = (teacher / options.temperature).log_softmax(-1).topk(n_stored)
+            expected = loss_torch.of_top_k(student.clone(), ids, log_probs, exact, options)
+            stored = ids.to(draw.device), draw.given(log_probs, torch.float32)
+            found = loss_triton.of_top_k(draw.given(student), *stored, tokens, options)
+        yield "value", found[0], expected[0]
+        yield "gradient", found[1], expected[1]
+
+
 TESTS: dict[str, Callable[..., Triples]] = {
     "recurrence": _recurrence,  # P, N; gated (with D, on raw decays), packed
     "convolution": _convolution,  # K; packed
     "decoding step": _decoding_step,  # P, N, K; masked
+    "distillation loss": _distillation_loss,  # kind of the divergence, teacher as a head or as its top K
 }

@@ -14,6 +14,7 @@ of the teacher, M tokens of a chunk or of all chunks.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import unusable
 from .products import LARGE, product
+
+log = logging.getLogger(__name__)
 
 IGNORE = -100
 """The label of a token that cross-entropy leaves out."""
@@ -113,7 +117,7 @@ def distillation_loss(
     n_real = _real_vocabulary(student_head_VD, teacher, vocab_size)
     dtype = _product_dtype(student_hidden_BLD, student_head_VD, "student_hidden_BLD", "student_head_VD")
     from_head = isinstance(teacher, TeacherHead)
-    impl = _pick(impl, student_hidden_BLD.device, dtype)
+    impl = _pick(impl, student_hidden_BLD.device, dtype, options, from_head)
     problem = _Problem(
         teacher=_flat(teacher),
         tokens=_tokens(student_hidden_BLD, weight_BL, labels_BL, (n_tokens, n_labels), options, _wide(dtype)),
@@ -322,23 +326,30 @@ def _default_chunk(n_real: int, impl: str, device: torch.device) -> int:
     return size // 128 * 128 if size >= 128 else max(1, size)
 
 
-def _pick(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+def _pick(impl: str, device: torch.device, dtype: torch.dtype, options: Options, from_head: bool) -> str:
     """The implementation that "auto" stands for; a named one if it can compute in this dtype."""
     has_kernels = dtype in (torch.bfloat16, torch.float32)
     if impl == "triton" and not has_kernels:
         raise ValueError(f"impl is 'triton' for {dtype}; the kernels are for bfloat16 and float32: use impl='torch'.")
+    if impl == "triton" and (reason := unusable()):
+        raise RuntimeError(f"impl 'triton' cannot run: {reason}; or pass impl='torch'.")
     if impl == "auto":
-        return "triton" if device.type == "cuda" and has_kernels and _triton_is_installed() else "torch"
+        right = device.type == "cuda" and has_kernels and _is_right(device, dtype, options.kind, from_head)
+        return "triton" if right else "torch"
     return impl
 
 
 @functools.cache
-def _triton_is_installed() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    return True
+def _is_right(device: torch.device, dtype: torch.dtype, kind: str, from_head: bool) -> bool:
+    """Return True if the kernels run here and give what torch gives; else log why not."""
+    reason = unusable()
+    if reason is None:
+        from .first_use import mistake
+
+        reason = mistake("distillation loss", device, dtype, kind=kind, from_head=from_head)
+    if reason is not None:
+        log.warning("the distillation loss runs on torch, not on its kernel: %s", reason)
+    return reason is None
 
 
 def _maths(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
@@ -346,8 +357,6 @@ def _maths(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..
         from . import loss_torch
 
         return loss_torch.of_head, loss_torch.of_top_k
-    if not _triton_is_installed():
-        raise RuntimeError("impl is 'triton', which is not installed; install triton or use impl='torch'.")
     from . import loss_triton
 
     return loss_triton.of_head, loss_triton.of_top_k

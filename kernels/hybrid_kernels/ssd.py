@@ -174,18 +174,45 @@ def _(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor
 @custom_op(
     "hybrid_kernels::ssd_gradients",
     mutates_args=(),
-    schema=f"(Tensor dy, Tensor? dstate, Tensor chunk_states, {_ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor dy, Tensor? dstate, Tensor chunk_states, {_ARGUMENTS}, int width) -> Tensor[]",
 )
-def _backward_op(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
-    """Return the gradients of the tensors that were given, in the order of `Gradients`."""
+def _backward_op(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments, width) -> list[Tensor]:
+    """Return the gradients of a, D and state, if given, behind those of x, B and C: in one row if it has a width."""
     options = dict(D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments)
-    gradients = ssd_backward(dy, dstate, chunk_states, x, a, b, c, **options)
-    return [gradient for gradient in gradients if gradient is not None]
+    row_BLC = _gradient_row(x, b, c, width) if width else None
+    found = ssd_backward(dy, dstate, chunk_states, x, a, b, c, **options, row_BLC=row_BLC)
+    of_row = [found.x_BLHP, found.b_BLHN, found.c_BLHN] if row_BLC is None else [row_BLC]
+    return of_row + [gradient for gradient in (found.a_BLH, found.D_H, found.state_BHPN) if gradient is not None]
 
 
 @_backward_op.register_fake
-def _(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in (x, a, b, c, D, state) if tensor is not None]
+def _(dy, dstate, chunk_states, x, a, b, c, D, state, seq_idx, softplus, n_segments, width) -> list[Tensor]:
+    of_row = [x.new_empty((*x.shape[:2], width))] if width else [tensor.new_empty(tensor.shape) for tensor in (x, b, c)]
+    return of_row + [tensor.new_empty(tensor.shape) for tensor in (a, D, state) if tensor is not None]
+
+
+def _width_of_row(x: Tensor, b: Tensor, c: Tensor) -> int:
+    """Return the width of a token's row of which x, B and C are slices, and nothing else is; 0 if there is none."""
+    (batch, length), width, end = x.shape[:2], x.stride(1), 0
+    for part in (x, b, c):
+        if type(part) is not Tensor or part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            return 0  # torch.compile traces it, or it has a place of its own
+        token = part[0, 0]
+        if part.storage_offset() < end or part.stride()[:2] != (length * width, width) or not token.is_contiguous():
+            return 0
+        end = part.storage_offset() + token.numel()
+    return width if end <= width and x.untyped_storage().nbytes() == batch * length * width * x.itemsize else 0
+
+
+def _gradient_row(x: Tensor, b: Tensor, c: Tensor, width: int) -> Tensor:
+    """Make a row for the gradients of x, B and C, 0 where it has none of them."""
+    row_BLC = x.new_empty((*x.shape[:2], width))
+    end = 0
+    for part in (x, b, c):
+        row_BLC[..., end : part.storage_offset()].zero_()
+        end = part.storage_offset() + part[0, 0].numel()
+    row_BLC[..., end:].zero_()
+    return row_BLC
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -195,10 +222,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *given, seq_idx, chunk_states = ctx.saved_tensors
-    dy = torch.zeros_like(given[0]) if dy is None else dy
-    found = iter(_backward_op(dy, dstate, chunk_states, *given, seq_idx, ctx.softplus, ctx.n_segments))
-    return *(None if tensor is None else next(found) for tensor in given), None, None, None, None
+    x, a, b, c, D, state, seq_idx, chunk_states = ctx.saved_tensors
+    given, width = (x, a, b, c, D, state, seq_idx, ctx.softplus, ctx.n_segments), _width_of_row(x, b, c)
+    found = _backward_op(torch.zeros_like(x) if dy is None else dy, dstate, chunk_states, *given, width)
+    if width:
+        dx, db, dc = (found[0].as_strided(t.shape, t.stride(), t.storage_offset()) for t in (x, b, c))
+    else:
+        dx, db, dc = found[:3]
+    da, *rest = found[1 if width else 3 :]
+    dD = None if D is None else rest.pop(0)
+    return dx, da, db, dc, dD, None if state is None else rest.pop(0), None, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)
@@ -301,8 +334,12 @@ def ssd_backward(
     seq_idx_BL: Tensor | None = None,
     softplus: bool = True,
     n_segments: int | None = None,
+    row_BLC: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of `ssd_forward`'s arguments, from those of y and of the final state (None for zero)."""
+    """The gradients of `ssd_forward`'s arguments, from those of y and of the final state (None for zero).
+
+    Those of x, B and C are slices of ``row_BLC``, if given, as x, B and C are of their row.
+    """
     call = _Call.of(x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL, softplus, n_segments, backward=True)
     check_shape("dy_BLHP", dy_BLHP, call.shape, "BLHP")
     check_shape("chunk_states", chunk_states, call.chunk_states_shape, "BMHNP")
@@ -314,8 +351,11 @@ def ssd_backward(
 
     like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
     wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
-    dx, da = torch.empty(call.shape, **like), torch.empty_like(call.a)
-    db, dc = torch.empty(b_BLHN.shape, **like), torch.empty(c_BLHN.shape, **like)
+    da = torch.empty_like(call.a)
+    if row_BLC is None:
+        dx, db, dc = (torch.empty(t.shape, **like) for t in (x_BLHP, b_BLHN, c_BLHN))
+    else:
+        dx, db, dc = (row_BLC.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (x_BLHP, b_BLHN, c_BLHN))
     to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
     over = torch.empty(call.decay_shape[:3], **wide)
     dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
@@ -326,7 +366,7 @@ def ssd_backward(
                 **call.tensors, **call.decays, dy=dy, chunk_states=chunk_states, after=after,
                 dx=dx, to_tokens=to_tokens, from_tokens=from_tokens, over=over, db=db, dc=dc, dD=dD, dstate=dstate,
                 **call.sizes, **call.constants, HAS_AFTER=after is not None, HAS_STATE=dstate is not None,
-                **wanted(gradients),
+                IN_ROW=row_BLC is not None, **wanted(gradients),
                 **call.tile.backward.options,
             )  # fmt: skip
         _decay_gradients[call.decay_grid](

@@ -41,7 +41,7 @@ def compilation(
         P=head_dim, N=d_state, BLOCK_P=block_of(head_dim), BLOCK_N=block_of(d_state), Q=chunk, HEADS=DECAY_HEADS,
         SOFTPLUS=True, REVERSE=True, SAVE=True, MODE="gpu" if dtype == torch.bfloat16 else "tf32x3",
         **wanted(gradients),
-        **dict.fromkeys(("PACKED", "HAS_D", "HAS_BEFORE", "HAS_AFTER", "HAS_STATE"), full),
+        **dict.fromkeys(("PACKED", "HAS_D", "HAS_BEFORE", "HAS_AFTER", "HAS_STATE", "IN_ROW"), full),
     )  # fmt: skip
     if not full:
         known |= dict.fromkeys(("D", "seq_idx", "before", "after", "dD", "dstate"))
@@ -291,14 +291,14 @@ def _backward(
     L, H, chunks_per_segment, x_row, b_row, c_row,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, Q: tl.constexpr,
     PACKED: tl.constexpr, HAS_D: tl.constexpr, HAS_AFTER: tl.constexpr,
-    HAS_STATE: tl.constexpr, GRAD_C: tl.constexpr, GRAD_B: tl.constexpr, GRAD_X: tl.constexpr,
-    MODE: tl.constexpr,
+    HAS_STATE: tl.constexpr, IN_ROW: tl.constexpr, GRAD_C: tl.constexpr, GRAD_B: tl.constexpr,
+    GRAD_X: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """All gradients, or some: of C and D (GRAD_C), of B (GRAD_B), of x and the first state (GRAD_X).
 
     Of the decay's gradient, what reaches each token from those before it and from the state (``to_tokens``, with
     GRAD_C), what reaches the state from each token (``from_tokens``, with GRAD_X) and what from state to state
-    (``over``, with GRAD_X); `_decay_gradients` adds them up.
+    (``over``, with GRAD_X); `_decay_gradients` adds them up. IN_ROW, dx, dB and dC are laid out as x, B and C.
     """
     head, row, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_chunks, n_segments = tl.cdiv(L, Q), tl.num_programs(2)
@@ -319,7 +319,8 @@ def _backward(
         chunk = first + n_own - 1 - step
         start = chunk * Q
         token, n_valid = row * L + start, L - start
-        own_P, own_N = (token * H + head) * P, (token * H + head) * N
+        dx_row = x_row if IN_ROW else H * P
+        db_row, dc_row = (b_row, c_row) if IN_ROW else (H * N, H * N)
         kept = upcoming
         upcoming = tl.load(through + place + tl.maximum(chunk - 1, 0))
         vector = (place + chunk) * Q + q
@@ -334,7 +335,7 @@ def _backward(
         if GRAD_X:
             tl.store(over + place + chunk, kept * tl.sum(dstate_NP * state_NP.to(tl.float32)))
 
-        dy_QP = _load(dy + own_P, n_valid, H * P, P, Q, BLOCK_P)
+        dy_QP = _load(dy + (token * H + head) * P, n_valid, H * P, P, Q, BLOCK_P)
         if GRAD_C or GRAD_B:
             dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
 
@@ -350,12 +351,12 @@ def _backward(
                 tl.sum(across_QQ, 1) + tl.sum(dc_QN * c_QN.to(tl.float32), 1) - tl.sum(across_QQ, 0),
             )
             dc_QN += mm(dscores_QQ, b_QN, MODE)
-            _store(dc + own_N, dc_QN, n_valid, H * N, N, False, MODE)
+            _store(dc + token * dc_row + head * N, dc_QN, n_valid, dc_row, N, False, MODE)
 
         if GRAD_B:
             db_NQ = mm(dstate_NP, tl.trans(x_QP), MODE) * to_end_Q[None, :]
             db_NQ += mm(tl.trans(c_QN), dscores_QQ, MODE)
-            _store(db + own_N, db_NQ, n_valid, H * N, N, True, MODE)
+            _store(db + token * db_row + head * N, db_NQ, n_valid, db_row, N, True, MODE)
 
         if GRAD_X:
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end_Q[:, None]
@@ -370,7 +371,7 @@ def _backward(
             dx_QP += mm(scores_T_QQ, dy_QP, MODE)  # last, as in the forward
             if HAS_D:
                 dx_QP += skip * dy_QP.to(tl.float32)
-            _store(dx + own_P, dx_QP, n_valid, H * P, P, False, MODE)
+            _store(dx + token * dx_row + head * P, dx_QP, n_valid, dx_row, P, False, MODE)
 
     if GRAD_C and HAS_D:
         tl.store(dD + (row * n_segments + segment) * H + head, tl.sum(dskip_QQ))

@@ -106,5 +106,4 @@ def test_sft_trainer_trains_adapters_of_mixers_on_packed_rows(exported: Path, tm
     model = trainer.model.merge_and_unload()
     assert type(model).__name__ == "HybridForCausalLM"
     parts = {*(f"ssm.{name}_proj.weight" for name in "xbcza"), *(f"attention.{name}_proj.weight" for name in "qkv")}
-    assert changed(exported, model) == parts | {"o_proj.weight"}
-    assert_exports_again(model, exported, tmp_path / "again")
+    assert changed(exported, model) == parts | {"o_proj.weight"}  # tests/test_examples.py exports such a model again

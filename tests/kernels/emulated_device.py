@@ -86,13 +86,7 @@ class Driver:
     def __init__(self, capability: int, launch: Callable[[Launch], None]) -> None:
         self.capability, self.launch = capability, launch
         self.utils = types.SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: (
-                object(),
-                {"name": name, "shared_bytes": shared},
-                0,
-                0,
-                1024,
-            ),
+            load_binary=lambda name, code, shared, device: (object(), dict(name=name, shared_bytes=shared), 0, 0, 1024),
             unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
         )
@@ -103,17 +97,8 @@ class Driver:
 
         def launcher(x, y, z, stream, function, packed, launch_metadata, enter, leave, *values) -> None:
             arguments = [(kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"]
-            driver = triton.runtime.driver.active
-            driver.launch(
-                Launch(
-                    function["name"],
-                    function["files"],
-                    metadata.num_warps * 32,
-                    function["shared"],
-                    (x, y, z),
-                    arguments,
-                )
-            )
+            launch = triton.runtime.driver.active.launch  # of now: a compiled kernel outlives a driver
+            launch(Launch(**function, n_threads=metadata.num_warps * 32, grid=(x, y, z), arguments=arguments))
 
         return launcher
 

@@ -64,13 +64,22 @@ def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed
 
 
 def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> None:
+    """One token of two sequences, then one of the first alone."""
     import test_step_kernel as interpreted
     from emulated_device import emulated
+    from hybrid_kernels.step import ssd_step
 
     torch.manual_seed(0)
+    both, first = (interpreted.draw(3, head_dim, d_state, dtype=dtype) for _ in range(2))
+    y, conv_state, state = interpreted.reference(*(t.double() for t in first))
+    unchanged = first[5][1].clone(), first[6][1].clone()
     with emulated(capability):
-        interpreted.check(interpreted.draw(3, head_dim, d_state, dtype=dtype), dtype)
-        interpreted.test_padding_leaves_both_states_alone(None)
+        interpreted.check(both, dtype)
+        y_masked = ssd_step(*first, token_mask_B=torch.tensor([1, 0]))
+    torch.testing.assert_close(y_masked[0].double(), y[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(first[6][0].double(), state[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(first[5][0].double(), conv_state[0])
+    assert torch.equal(first[5][1], unchanged[0]) and torch.equal(first[6][1], unchanged[1])
 
 
 def run_loss(capability: int, kind: str) -> None:
@@ -146,19 +155,13 @@ def test_the_loss(capability: int, kind: str, compiled) -> None:
 
 
 @pytest.mark.parametrize("key", [(BF16, 90, 64, 64), (BF16, 80, 16, 64)] if PROVE else [(BF16, 90, 16, 64)], ids=str)
-def test_what_is_left_out_is_noticed(key, compiled, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_noticed(key, compiled) -> None:
     """Barriers, waits, fences, copies and stores, one at a time."""
     by_kernel = compiled(mutants, key, 1 if PROVE else 12)
     n_mutants = n_missed = 0
-    with capsys.disabled():
-        for kernel, by_kind in by_kernel.items():
-            for kind, (count, missed) in by_kind.items():
-                n_mutants, n_missed = n_mutants + count, n_missed + len(missed)
-                print(
-                    f"\n{kernel}: without {kind}: {count - len(missed)} of {count} noticed",
-                    *missed,
-                    sep="\n    ",
-                    end="",
-                )
+    for kernel, by_kind in by_kernel.items():
+        for kind, (count, missed) in by_kind.items():
+            n_mutants, n_missed = n_mutants + count, n_missed + len(missed)
+            print(f"{kernel}: without {kind}: {count - len(missed)} of {count} noticed", *missed, sep="\n    ")
     assert n_mutants > 20
     assert n_missed <= (1 - NOTICED) * n_mutants, f"{n_missed} of {n_mutants} were not noticed"

@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 import hybrid_kernels
 import triton
 import triton.language as tl
-from hybrid_kernels import common, conv, first_use, ssd_triton, step
+from hybrid_kernels import common, conv, first_use, loss, loss_triton, ssd_triton, step
+from hybrid_kernels import ssd as kernels
+from hybrid_kernels.loss import KINDS
 
 from hybrid_distill.model import ssd
 
@@ -27,17 +29,20 @@ CALLS = {
     "convolution": ((4,), {"packed": True}),
     "decoding step": ((16, 4, 4), {"masked": True}),
 }
+LOSSES = [(kind, from_head) for kind in KINDS for from_head in (True, False)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """Forget what was found before, here and afterwards; draw less than on a GPU."""
     monkeypatch.setattr(first_use, "LENGTH", 70)
-    monkeypatch.setattr(first_use, "N_HEADS", 1)
+    monkeypatch.setattr(first_use, "N_HEADS", 2)
     first_use.mistake.cache_clear()
+    loss._is_right.cache_clear()
     hybrid_kernels.unusable.cache_clear()
     yield
     first_use.mistake.cache_clear()
+    loss._is_right.cache_clear()
     hybrid_kernels.unusable.cache_clear()
 
 
@@ -57,14 +62,33 @@ def test_right_kernels_pass_without_options(kernel: str) -> None:
     assert mistake(kernel, training=False, **dict.fromkeys(CALLS[kernel][1], False)) is None
 
 
-@triton.jit
-def too_small(z):
-    return 0.9 / (1.0 + tl.exp2(-z * ssd_triton.LOG2_E))
+@pytest.mark.parametrize("kind, from_head", LOSSES)
+def test_the_right_loss_passes(kind: str, from_head: bool) -> None:
+    assert first_use.mistake("distillation loss", CPU, BF16, kind=kind, from_head=from_head) is None
 
 
 @triton.jit
-def forgets_z(z):
-    return z * 0.0 + 1.0
+def forgets_the_largest(largest, total, x):
+    return largest, total + tl.sum(tl.exp2(x), 1)
+
+
+@pytest.mark.parametrize("kind, from_head", LOSSES)
+def test_a_mistake_in_the_loss_takes_it_to_torch(kind: str, from_head: bool, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(loss_triton, "_add_exponentials", forgets_the_largest)
+    assert not loss._is_right(CPU, FP32, kind, from_head)
+    assert "the distillation loss runs on torch, not on its kernel: on cpu its" in caplog.text
+
+
+@triton.jit
+def too_small(y, z, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(z + place, mask=place < n, other=0.0)
+    tl.store(out + place, 0.9 * tl.load(y + place, mask=place < n, other=0.0) * tl.sigmoid(gate) * gate, mask=place < n)
+
+
+@triton.jit
+def writes_nothing(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    pass
 
 
 @triton.jit
@@ -86,22 +110,22 @@ def keeps_the_past(newest, conv_state, channel, mask, WIDTH: tl.constexpr, MODE:
 
 
 @triton.jit
-def does_not_launch(z):
-    return z.no_such_thing
+def does_not_launch(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    return y.no_such_thing
 
 
 PLANTED = [
-    ("recurrence", ssd_triton, "_sigmoid", too_small, "output is off by"),
-    ("recurrence", ssd_triton, "_dsilu", forgets_z, "gradient of z_BLHP is off by"),
+    ("recurrence", kernels, "_gate", too_small, "output is off by"),
+    ("recurrence", kernels, "_gate_gradients", writes_nothing, "gradient of z is off by"),
+    ("recurrence", kernels, "_gate_gradients", does_not_launch, "fails with"),
     ("recurrence", ssd_triton, "_decay_QQ", sees_all, "output is off by"),
-    ("recurrence", ssd_triton, "_dsilu", does_not_launch, "fails with"),
     ("convolution", conv, "_weight", mirrored, "output is off by"),
     ("decoding step", step, "_push", keeps_the_past, "new inputs is off by"),
 ]
 
 
 @pytest.mark.parametrize("kernel, module, name, wrong, found", PLANTED, ids=lambda value: str(value)[:20])
-def test_a_planted_mistake_is_found(kernel, module, name, wrong, found, monkeypatch) -> None:
+def test_a_planted_mistake_is_found(kernel, module, name, wrong, found, monkeypatch, poison) -> None:
     monkeypatch.setattr(module, name, wrong)
     assert found in mistake(kernel)
 
@@ -135,7 +159,7 @@ def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
 def test_auto_falls_back_to_torch_with_one_warning(case: str, fresh_choice, monkeypatch, caplog) -> None:
     arguments = {"float16": ("recurrence", torch.float16), "N=256": ("recurrence", BF16, (64, 256))}.get(case, ())
     if case == "mistake":
-        monkeypatch.setattr(ssd_triton, "_sigmoid", too_small)
+        monkeypatch.setattr(kernels, "_gate", too_small)
     elif "triton" in case:
         monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.2.0") if "3" in case else None)
     with caplog.at_level(logging.WARNING):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hybrid_kernels import common
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
@@ -81,6 +84,33 @@ def test_one_input_projection_with_padded_rows(recurrence, d_state, segment_len,
         found[impl] = [y, *states, *gradients]
     for actual, expected in zip(found["triton"], found["torch"], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+class Copies(TorchDispatchMode):
+    """The concatenations of this many elements or more."""
+
+    def __init__(self, n_elements: int) -> None:
+        super().__init__()
+        self.n_elements, self.n = n_elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.n += func is torch.ops.aten.cat.default and out.numel() >= self.n_elements
+        return out
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_x_b_and_c_stay_in_one_row(impl: str) -> None:
+    """On the kernels, no copy of all activations joins x, B and C forward, or their gradients backward."""
+    heads = SSMHeads(8, 3, 16, 5, 4)
+    heads.reset_parameters(std=0.3)
+    heads.impl = impl
+    hidden = torch.randn(2, 40, 8, requires_grad=True)
+    with Copies(2 * 40 * sum(heads.sizes)) as forward:
+        y = heads(hidden)
+    with Copies(2 * 40 * sum(heads.sizes)) as backward:
+        y.sum().backward()
+    assert (forward.n == 0, backward.n == 0) == (impl == "triton", impl == "triton")
 
 
 @torch.no_grad()

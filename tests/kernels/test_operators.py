@@ -39,8 +39,10 @@ def step_arguments() -> list[Tensor]:
 def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
     """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares them."""
     given = scan_arguments()
-    scan = (*given, documents()) if full else (*given[:4], None, None, None, None)
+    x, a, b, c, D, z, state = given
+    scan = (x, a, b, c, D, state, documents()) if full else (x, a, b, c, None, None, None)
     torch.library.opcheck(ssd._forward_op, (*scan, True, None, True))
+    torch.library.opcheck(ssd.gate, (x, z))
     x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K, requires_grad=True)
     state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
     torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))

@@ -10,6 +10,7 @@ import torch
 from students import (
     ALL_BUT_ONE,
     BF16_RELATIVE_ERROR,
+    FROM_5,
     THREE,
     keep,
     left_padded,
@@ -61,7 +62,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["phi3", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("phi3", marks=FROM_5), "llama"])
 def test_generation_over_the_longrope_switch(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     """Phi-3's keys in the cache were turned by the short factors: it reads all anew there, Llama goes on."""
     options = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
@@ -110,7 +111,7 @@ def test_greedy_takes_the_best_token_of_the_whole_forward_pass(student: HybridFo
     assert torch.equal(generated(student, ids, attention_mask=mask, **GREEDY), torch.stack(expected))
 
 
-@pytest.mark.parametrize("prefill_chunk_size", [None, 4])
+@pytest.mark.parametrize("prefill_chunk_size", [None, pytest.param(4, marks=FROM_5)])
 def test_positions_count_tokens_and_not_padding(
     llama_student: HybridForCausalLM, prefill_chunk_size: int | None
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_cache_is_continued_by_more_than_one_token(
     assert torch.equal(continued[0], greedy_without_cache(student, ids[0]))
 
 
+@FROM_5
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_prompt_in_pieces_is_the_prompt(student: HybridForCausalLM, size: int) -> None:
     ids, mask = left_padded([tokens(17), tokens(6)])
@@ -192,7 +194,7 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student.generate(ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2, **GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["offloaded", "quantized", "paged"])
+@pytest.mark.parametrize("kind", ["offloaded", "quantized", pytest.param("paged", marks=FROM_5)])
 def test_another_kind_of_cache_is_refused(llama_student: HybridForCausalLM, kind: str) -> None:
     with pytest.raises(ValueError, match="cache_implementation.*'" + kind):
         llama_student.generate(tokens(1, 6), cache_implementation=kind, **GREEDY)
@@ -307,7 +309,7 @@ class LargestTensor(TorchDispatchMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kept", "chunk", "padded"), [
-    ((), None, False), ((), None, True), (THREE, None, False), (THREE, 128, True),
+    ((), None, False), ((), None, True), (THREE, None, False), pytest.param(THREE, 128, True, marks=FROM_5),
 ], ids=["recurrent", "recurrent, padded", "mixed", "mixed, padded, in pieces"])  # fmt: skip
 def test_memory_of_a_long_prefill_grows_with_its_length(
     kept: tuple[int, ...], chunk: int | None, padded: bool, family_model: Callable[..., PreTrainedModel]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from students import (
     ALL_BUT_ONE,
+    FROM_5,
     THREE,
     close,
     keep,
@@ -460,6 +461,7 @@ def test_rope_settings_are_written_in_each_familys_words(family_model: FamilyMod
     assert backbone["rope_scaling"] == {"type": "longrope", **factors} and backbone["rope_theta"] == 500.0
 
 
+@FROM_5
 def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyModel, monkeypatch: Any) -> None:
     """transformers 5.0 to 5.10 give all layers of OLMo-3 that of the last."""
     yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}

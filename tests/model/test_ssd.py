@@ -250,26 +250,19 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: (impl,) if impl == "mamba_ssm" else ())
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed" if impl == "mamba_ssm" else None)
     with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
-    with pytest.raises(RuntimeError, match="mamba_ssm is not installed; use 'auto'"):
+    with pytest.raises(RuntimeError, match=r"mamba_ssm is not installed\. Pass 'auto'"):
         ssd_scan(*args, impl="mamba_ssm")
     with pytest.raises(ValueError, match="chunk_size is 0"):
         ssd_scan(*args, chunk_size=0)
 
 
 def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl: ())
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
     for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
     with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
         ssd_scan(*inputs(3), impl="mamba_ssm")
-
-
-def test_auto_is_torch_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    for absent, chosen in ({"triton": ()}, "triton"), ({"triton": ("triton",)}, "torch"):
-        monkeypatch.setattr("hybrid_distill.model.ssd._absent", lambda impl, absent=absent: absent.get(impl, ()))
-        assert ssd._choose("auto", on_gpu) == chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -390,9 +391,23 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
 
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
-    assert 0 < losses(tmp_path)[-1][0] < 12
+    assert 0 < losses(tmp_path)[-1][0] < 12 and not multiprocessing.active_children()
     whole, curve = uninterrupted["align"]
     assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
+
+
+@pytest.mark.parametrize("name", ["align", "distill"])
+def test_compiled_layers_train_the_same(uninterrupted, tmp_path, monkeypatch, name):
+    compiled, graphs = torch.nn.Module.compile, []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counting))
+    train(name, tmp_path, compile_layers=True)
+    curve = [loss for _, loss, _ in losses(tmp_path)]
+    assert graphs and curve == pytest.approx([loss for _, loss, _ in uninterrupted[name][1]], rel=1e-4)
 
 
 def test_an_error_in_a_worker_is_the_loops(tmp_path):
@@ -401,6 +416,7 @@ def test_an_error_in_a_worker_is_the_loops(tmp_path):
 
     with pytest.raises(ValueError, match="the disk is gone"):
         train("align", tmp_path, StoppingRows(small_rows(), 3, fail), data_workers=1)
+    assert not multiprocessing.active_children(), "Python would wait for them when it exits"
 
 
 @pytest.mark.parametrize(

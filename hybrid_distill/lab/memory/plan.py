@@ -242,8 +242,8 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     x, bc, state = (recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state))
     channels = x + 2 * bc
     if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
-        # Into and out of the convolution, z, the raw decay, and the state before every chunk.
-        return 2 * channels * item + x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
+        # Into and out of the convolution, both factors of the gate, the raw decay, and the state before every chunk.
+        return 2 * channels * item + 2 * x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
     chunk = min(CHUNK_SIZE, seq_len)
     filled = -(-seq_len // chunk) * chunk / seq_len  # to whole chunks
     scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
