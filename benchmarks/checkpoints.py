@@ -1,4 +1,4 @@
-"""What does a save cost? Seconds that training waits, seconds in the background and bytes each process writes.
+"""Measure what a save costs: seconds that training waits, seconds in the background and bytes each process writes.
 
     python benchmarks/checkpoints.py                     # two processes over gloo; results/checkpoints.json
     python benchmarks/checkpoints.py --against 80d2131   # also the code of an older commit, before shares

@@ -288,7 +288,7 @@ def run_checks(record: dict[str, Any], only: str, deadline: float) -> None:
 
 
 class Goal(NamedTuple):
-    """What a training step's forward and backward, or the loss, must reach; ``most`` in milliseconds."""
+    """Bounds that a training step's forward and backward, or the loss, must reach; ``most`` in milliseconds."""
 
     name: str
     milliseconds: Callable[[], float | str]

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = []
-    print("| GPU | rows x length | N | limit, ms | modelled | of the limit | gated | of its limit | mamba-ssm |")
+    print("| GPU | rows x length | N | limit, ms | modeled | of the limit | gated | of its limit | mamba-ssm |")
     print("|---|---|---|---|---|---|---|---|---|")
     for capability in options.capability:
         for s in SHAPES:

@@ -148,7 +148,7 @@ def _width(operation: str) -> int:
 
 
 class _Timed(NamedTuple):
-    """What the simulation needs of an instruction."""
+    """Facts of an instruction that the simulation needs."""
 
     kind: str
     stall: int

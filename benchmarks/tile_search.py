@@ -1,4 +1,4 @@
-"""Search the recurrence's tiles by modelled time: chunk, warps, stages, and the kernels the backward is cut into.
+"""Search the recurrence's tiles by modeled time: chunk, warps, stages, and the kernels the backward is cut into.
 
     python benchmarks/tile_search.py                      # what is missing; writes benchmarks/results/tile_search.json
     python benchmarks/tile_search.py --capability 90 --state 64 --head-dim 64

@@ -24,7 +24,7 @@ _ROUNDS = 6
 
 
 class _Batch(TypedDict):
-    """What every batch has."""
+    """Entries of every batch."""
 
     input_ids: Tensor
     """[B, L] int64."""

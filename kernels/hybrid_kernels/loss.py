@@ -160,7 +160,8 @@ class _DistillationLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_loss,) = grad_outputs
         d_hidden, d_head = ctx.saved_tensors
         return (
             None if d_hidden is None else _scaled(d_hidden, d_loss, d_hidden.dtype),

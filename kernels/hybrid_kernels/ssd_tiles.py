@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 # By architecture and the blocks of N and P. An entry with figures is the fastest of what benchmarks/tile_search.py
-# compiles with triton 3.6.0, by modelled milliseconds at 8 rows of 2,048 tokens and 32 heads. Behind it: forward and
+# compiles with triton 3.6.0, by modeled milliseconds at 8 rows of 2,048 tokens and 32 heads. Behind it: forward and
 # backward, with no option on, then with all. Spills are accepted where the model says so. An entry without figures is
 # the first of (chunk, n_backward) = (32, 1), (16, 1), (32, 2), (16, 2), (32, 3), (16, 3) that once kept its values in
 # registers.

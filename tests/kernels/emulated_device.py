@@ -25,7 +25,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 
 class Race(AssertionError):
-    """What the emulator found in a launch."""
+    """Findings of the emulator in a launch."""
 
 
 class Launch(NamedTuple):

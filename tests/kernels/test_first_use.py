@@ -1,4 +1,4 @@
-"""What "auto" does with a GPU: versions, dtypes and sizes it refuses, and a kernel that computes something else."""
+"""The choice of "auto" on a GPU: versions, dtypes and sizes it refuses, and a kernel that computes something else."""
 
 from __future__ import annotations
 

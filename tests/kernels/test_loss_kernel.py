@@ -269,7 +269,7 @@ def test_the_backward_overwrites_what_nobody_needs(dtype):
 
 @pytest.mark.parametrize("version", ["2.10", "2.8", "2.6"])
 def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
-    """What torch's CUDA build of that version can do, on a CPU; all of them multiply bf16 numbers."""
+    """Stand-ins for torch's CUDA build of that version, on a CPU; all of them multiply bf16 numbers."""
     addmm, mm, multiplied = torch.addmm, torch.mm, []
 
     def wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:

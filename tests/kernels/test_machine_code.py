@@ -1,4 +1,4 @@
-"""What ptxas makes of the recurrence's kernels, as the launcher specializes them: facts of each main loop, by device.
+"""Machine code of the recurrence's kernels, as the launcher specializes them: facts of each main loop, by device.
 
 With PROVE=1 (`make prove`, which prints them) for tiles of P = 64 on five devices; else for two.
 """

@@ -63,7 +63,7 @@ def test_what_is_saved_is_read_back_and_the_oldest_goes(checkpoints):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_shares_of_any_number_of_processes_make_the_same_tensors(tmp_path, monkeypatch, world):
-    """Of five rows, a process of seven has none; each tensor is read whole, and by the rows of four processes."""
+    """A process of seven may have none of five rows; each tensor is read whole, and by the rows of four processes."""
     whole = {"weights/a": torch.randn(3, 5).t(), "weights/b": torch.arange(4), "optimizer/step/a": torch.tensor(3.0)}
     for rank in range(world):
         for module in (strategy, checkpoint):
