@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+COMPILED = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+"""Environment of a process in which triton compiles."""
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox")
 
@@ -155,3 +161,37 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         type(model)(config).save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def watch(request: pytest.FixtureRequest) -> Iterator[object]:
+    """Run the interpreted kernels of tests/kernels in a random order, and check bounds and races between programs."""
+    interpreted = False
+    if request.path.parent.name == "kernels":
+        with contextlib.suppress(ModuleNotFoundError):  # triton
+            from hybrid_kernels.common import INTERPRETED as interpreted
+    if not interpreted:
+        yield None
+        return
+    from race import watched
+
+    with watched() as watching:
+        yield watching
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
+    """Call a function in a process in which triton compiles, into a cache of its own: here it interprets.
+
+    Each module has its own process: the emulator's kernels have no machine code.
+    """
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
+    ):
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        for name, value in COMPILED.items():
+            patch.setenv(name, value)
+        process.submit(os.getpid).result()  # starts it
+        patch.undo()
+        yield lambda function, *arguments: process.submit(function, *arguments).result()

@@ -212,7 +212,7 @@ def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_a_model_is_loaded(
     job: SuiteJob, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.lab.suites.running.load_teacher", None)
+    monkeypatch.setattr("hybrid_distill.lab.suites.running.load_on_own_device", None)
     with pytest.raises(ValueError, match=said):
         evaluate_suite(job)
 

@@ -354,7 +354,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "stopped"
     process = start(tmp_path / "longer.py", out)
-    wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/manifest.json", process)
+    wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json", process)
     process.send_signal(how)
     assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
     assert not (out / "cells/none-n4-s0/evaluation.json").exists(), "it was over before it was stopped"
