@@ -5,6 +5,8 @@ python benchmarks/debian_text.py *.deb --out text
 
 Writes OUT/train.jsonl and OUT/held_out.jsonl, one record a page; every twentieth page of a package is held out. A
 package gives at most --most characters, its pages in the order of their names, so that none drowns the others.
+OUT/questions/lambada_openai/test.jsonl holds passages of the held-out pages in the form of LAMBADA: the last word of
+a sentence, which the 60 to 120 words before it have already said.
 """
 
 from __future__ import annotations
@@ -70,6 +72,18 @@ def pages(package: Path) -> Iterator[str]:
                 yield file.read_text(errors="replace")
 
 
+def passages(page: str) -> Iterator[str]:
+    """Yield passages that end in a word of five letters or more that they contain before."""
+    words, begun = re.sub(r"\s+", " ", page).split(" "), 0
+    for n, word in enumerate(words):
+        last = word.rstrip(".")
+        if n - begun >= 60 and word.endswith(".") and last.isalpha() and len(last) >= 5:
+            before = words[max(begun, n - 120) : n]
+            if last in before[:-5]:
+                yield " ".join([*before, last])
+                begun = n + 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="+", type=Path)
@@ -86,6 +100,12 @@ def main() -> None:
                 if written > options.most:
                     break
             print(f"{package.name}: {written:,} characters")
+    questions = options.out / "questions" / "lambada_openai" / "test.jsonl"
+    questions.parent.mkdir(parents=True, exist_ok=True)
+    held_out_pages = map(json.loads, (options.out / "held_out.jsonl").read_text().splitlines())
+    found = [passage for record in held_out_pages for passage in passages(record["text"])]
+    questions.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in found))
+    print(f"{questions}: {len(found)} passages")
 
 
 if __name__ == "__main__":
