@@ -29,7 +29,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     homes = {
         "hybrid_distill": ROOT / "hybrid_distill",
         "hybrid_kernels": ROOT / "kernels/hybrid_kernels",
-        "hybrid_distill/recipes": ROOT / "recipes",
+        "hybrid_distill_recipes": ROOT / "recipes",
     }
     ours = {
         str(Path(name) / path.relative_to(home))
@@ -56,3 +56,15 @@ def test_without_a_clone_a_recipe_runs_by_name_and_as_the_docs_call_it(
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(str(wheel)) and f"hybrid-distill run {recipe}" in ran.stdout
+
+
+@pytest.mark.launched
+def test_the_program_of_this_environment_runs_outside_the_clone(tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "hybrid-distill"
+    if not program.is_file():
+        pytest.skip("not installed in this environment; pip install -e .")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [program, "recipes"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0 and "tiny" in ran.stdout, ran.stderr

@@ -41,9 +41,9 @@ def command(name: str | None = None, /) -> None:
 
 
 def shipped() -> dict[str, Path]:
-    """Map names to the recipes that come with the package: inside of it in a wheel, beside it in a clone."""
-    package = Path(__file__).parents[1]
-    folder = next(place for place in (package / "recipes", package.parent / "recipes") if place.is_dir())
+    """Map names to the recipes that come with the package: they lie beside it in a wheel and in a clone."""
+    home = Path(__file__).parents[2]
+    folder = next(place for place in (home / "hybrid_distill_recipes", home / "recipes") if place.is_dir())
     recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
     return {path.stem.removeprefix("hybrid_"): path for path in recipes}
 
