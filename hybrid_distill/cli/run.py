@@ -51,7 +51,8 @@ def run_with_flags(
     out = run(config)
     if is_launched_main():
         report = write_report(out)
-        figures = EvalResult.load(out / "evaluation.json").figures()
+        measured = out / "evaluation.json"
+        figures = EvalResult.load(measured).figures() if measured.exists() else {}
         finish(f"report: {report}", report=str(report), figures=figures)
 
 
