@@ -138,8 +138,7 @@ class Run(RunInputs):
         else:
             plan = make_plan(self.config.plan, self.teacher, self.scores)
         check_plan(plan, self.teacher)
-        if not path.exists():
-            on_main_process(lambda: plan.save(path))
+        on_main_process(lambda: path.exists() or plan.save(path))  # asked there: one may be ahead of the others
         return plan
 
     def restoration_path(self, k: int) -> Path:
@@ -156,8 +155,7 @@ class Run(RunInputs):
             heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
-        if not path.exists():
-            on_main_process(choose)
+        on_main_process(lambda: None if path.exists() else choose())
         return HeadPlan.load(path)
 
     @cached_property
@@ -345,8 +343,7 @@ class Run(RunInputs):
                     progress=True,
                 ).save(path)
 
-        if again or not path.exists():
-            on_main_process(measure)
+        on_main_process(lambda: measure() if again or not path.exists() else None)
         return EvalResult.load(path)
 
     # export
