@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -52,7 +53,7 @@ def top_k_of(
     """
     decoder, parts = decoder_of(teacher), []
     embedding: Any = teacher.get_output_embeddings()
-    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
+    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16), on_fast_cpu(teacher.device):
         packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
         hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
