@@ -22,7 +22,6 @@ from .plan import HeadPlan
 INDEX = "model.safetensors.index.json"
 MARK = Path("gate") / "reference.json"  # tells an export from other folders
 MODEL_CODE = Path(__file__).parent / "model"
-CODE = ("configuration_hybrid.py", "layout.py", "mixer.py", "modeling_hybrid.py", "ssd.py")  # earlier versions' too
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 RECORDS = "config generation_config tokenizer_config special_tokens_map plan head_scores evaluation".split()
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
@@ -132,7 +131,7 @@ def _check_student_files(folder: Path) -> None:
     records = {name: read_json(path) for name, path in paths.items() if path.exists()}
     recorded = read_json(folder / MARK).get("code") if (folder / MARK).exists() else None
     for name in foreign_code(folder):
-        if name not in CODE and not (MODEL_CODE / name).is_file():
+        if not (MODEL_CODE / name).is_file():
             raise ValueError(f"{folder / name} is not a file that a student has; read it, then remove it.")
         if isinstance(recorded, dict) and recorded.get(name) != file_hash(folder / name):
             raise ValueError(f"{folder / name} is not the file that was exported; export the student again.")

@@ -295,7 +295,7 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
     yield "planted evil.py", plant_code("evil.py")
     yield "planted evil.py, in auto_map", plant_code("evil.py", "evil.Model")
     yield "planted tokenization.py", plant_code("tokenization.py")
-    for file in ("modeling_hybrid.py", "configuration_hybrid.py", "ssd.py"):
+    for file in ("modeling_hybrid.py", "configuration_hybrid.py", "documents.py", "ssd.py"):
         yield f"code in {file}", plant_code(file)
     for text in ("exec('1')", "__import__('os')", "import os", "open('x')", "importlib.import_module('os')", "def (",
                  "torch.load('x')", "from subprocess import run", "torch.utils.cpp_extension.load('x')"):  # fmt: skip

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import alone_in, connect, on_main_process
 from ..io import replacing
+from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import finish_logits, packed_inputs
+from ..model.modeling_hybrid import finish_logits
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint

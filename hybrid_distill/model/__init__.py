@@ -2,9 +2,11 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
-from .mixer import HybridCache, HybridLayerCache, HybridMixer, SSMHeads
-from .modeling_hybrid import HybridForCausalLM, layer_windows, packed_inputs
+from .documents import layer_windows, packed_inputs
+from .mixer import HybridMixer, SSMHeads
+from .modeling_hybrid import HybridForCausalLM
 from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
 
 __all__ = [

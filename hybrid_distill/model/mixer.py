@@ -17,117 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
 
+from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
 from .layout import CACHE_NAMES, Part, find_layout, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNED = 16  # elements a row starts at a multiple of, and x, B and C in it: kernels then read 16 bytes at a time
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
-
-
-class HybridLayerCache(DynamicLayer):
-    """Cache of one layer: keys and values of its kept heads, conv and SSM state of its recurrent ones.
-
-    Counts its tokens itself, because a layer may hold no keys at all. With the backbone's ``sliding_window`` it holds
-    only the keys that a later token can see. Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`; as they come if
-    absent) and returned in the dtype of the new ones.
-    """
-
-    is_croppable = False
-
-    def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None) -> None:
-        if kv_dtype not in (None, *KV_DTYPES):
-            raise ValueError(f"kv_dtype is {kv_dtype}; keys are stored in one of {', '.join(map(str, KV_DTYPES))}.")
-        super().__init__()
-        self.kv_dtype = kv_dtype
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.conv_state: Tensor | None = None
-        self.ssm_state: Tensor | None = None
-        self.seen = 0
-
-    def advance(self, n_tokens: int) -> None:
-        """Count tokens, once per forward pass, after the kept heads have used the layer."""
-        self.seen += n_tokens
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens may see."""
-        dtype = key_states.dtype
-        key_states, value_states = (new.to(self.kv_dtype or dtype) for new in (key_states, value_states))
-        if self.keys is not None and self.values is not None:
-            key_states = torch.cat([self.keys, key_states], dim=-2)
-            value_states = torch.cat([self.values, value_states], dim=-2)
-        self.keys, self.values = key_states, value_states
-        if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
-            first = key_states.shape[-2] - (self.sliding_window - 1)
-            # Cloned: a slice would hold on to the whole.
-            self.keys, self.values = (new[..., first:, :].clone() for new in (key_states, value_states))
-        return key_states.to(dtype), value_states.to(dtype)
-
-    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
-        """Store copies of the states [B, C, K - 1] and [B, R, P, N], which are slices of larger tensors."""
-        if conv_state is not None:
-            self.conv_state = conv_state.clone(memory_format=torch.contiguous_format)
-        if ssm_state is not None:
-            self.ssm_state = ssm_state.clone(memory_format=torch.contiguous_format)
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return (length, offset) of the keys that `update` will return; transformers 4 passes the new positions."""
-        if isinstance(query_length, Tensor):
-            query_length = query_length.shape[0]
-        held = self.seen if self.sliding_window is None else min(self.seen, self.sliding_window - 1)
-        return held + query_length, self.seen - held
-
-    def reset(self) -> None:
-        self.__init__(self.sliding_window, self.kv_dtype)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda t: t[indices])
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
-
-    def nbytes(self) -> dict[str, int]:
-        """Count the bytes held: ``kv``, ``ssm``, ``conv``."""
-        held = {"kv": (self.keys, self.values), "ssm": (self.ssm_state,), "conv": (self.conv_state,)}
-        return {name: sum(t.nbytes for t in tensors if t is not None) for name, tensors in held.items()}
-
-    def _map(self, fn: Any) -> None:
-        for name in ("keys", "values", "conv_state", "ssm_state"):
-            if getattr(self, name) is not None:
-                setattr(self, name, fn(getattr(self, name)))
-
-
-class HybridCache(Cache):
-    """One `HybridLayerCache` per layer; ``model.new_cache()`` makes one that fits."""
-
-    def __init__(self, sliding_windows: list[int | None], kv_dtype: torch.dtype | None = None) -> None:
-        super().__init__(layers=[HybridLayerCache(window, kv_dtype) for window in sliding_windows])
-
-    def layer(self, index: int) -> HybridLayerCache:
-        """Return the cache of one layer."""
-        return cast(HybridLayerCache, self.layers[index])
-
-    def nbytes(self) -> dict[str, int]:
-        """Count the bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
-        layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
-        return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}
 
 
 class _KVStore:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
 
 from ..model import HybridForCausalLM, packed_inputs
-from ..model.modeling_hybrid import LIMITED
+from ..model.documents import LIMITED
 from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..data import Batch, cu_seqlens, pick_rows
+from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import HybridForCausalLM, packed_inputs
+from ..model.modeling_hybrid import HybridForCausalLM
 from ..student.build import share_frozen_weights
 from ..teacher import AttentionSite, attention_sites
 from .config import StageConfig

@@ -12,8 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_distill.model import HybridForCausalLM
-from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
+from hybrid_distill.model import HybridForCausalLM, HybridLayerCache, SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 

@@ -20,8 +20,8 @@ from training import small_config, small_models
 from transformers import PreTrainedModel
 
 from hybrid_distill.data import Batch, cu_seqlens, pick_rows
-from hybrid_distill.model import modeling_hybrid, packed_inputs
-from hybrid_distill.model.modeling_hybrid import DocumentMask, HybridForCausalLM
+from hybrid_distill.model import HybridForCausalLM, documents, packed_inputs
+from hybrid_distill.model.documents import DocumentMask
 from hybrid_distill.train.stages import make_stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,8 +62,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], Non
     """``as_on_a_gpu(function)``: packed rows run it, or FlexAttention with None, from now on."""
 
     def choose(function: Any) -> None:
-        monkeypatch.setattr(modeling_hybrid, "_has_document_attention", lambda device: True)
-        monkeypatch.setattr(modeling_hybrid, "_flash_attention", lambda: function)
+        monkeypatch.setattr(documents, "_has_document_attention", lambda device: True)
+        monkeypatch.setattr(documents, "_flash_attention", lambda: function)
 
     return choose
 

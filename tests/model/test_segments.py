@@ -12,7 +12,7 @@ from training import small_models, small_rows, small_run
 
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.model.mixer import HybridLayerCache, SSMHeads
+from hybrid_distill.model import HybridLayerCache, SSMHeads
 from hybrid_distill.pipeline import Run
 from hybrid_distill.train.config import DistillConfig, LongConfig
 from hybrid_distill.train.loop import train_stage

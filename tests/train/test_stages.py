@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from training import small_models, small_rows, small_run
 
-from hybrid_distill.model.modeling_hybrid import packed_inputs
+from hybrid_distill.model import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
