@@ -25,7 +25,7 @@ test: $(VENV)/test.stamp ## run the tests, several at a time
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
 
 # Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.
-PROOFS := tests/kernels/test_emulated.py tests/kernels/test_machine_code.py
+PROOFS := tests/kernels/test_emulated.py tests/kernels/test_compiled.py
 TRITONS := 3.5.1 3.6.0
 
 prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; an hour

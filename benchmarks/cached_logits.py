@@ -10,8 +10,6 @@ teacher's KL on text that is not trained on. On a CPU, speed is in seconds of on
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import logging
 import tempfile
 import time
@@ -20,8 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
-from provenance import device_name
+from provenance import about, write
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import RunConfig
@@ -145,18 +142,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = curves(options, Path(folder))
     record = {
-        "what": "distillation by the teacher and by its stored logits; nats a token",
+        **about("distillation by the teacher and by its stored logits; nats a token"),
         "teacher": "tiny",
         "batch": f"{options.batch_size} rows of 256 tokens",
         "d_state": options.d_state,
-        "device": device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.date.today().isoformat(),
         "largest_relative_difference_of_a_loss": differences(found, options),
         "results": found,
     }
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write(options.out, record)
     for name, result in found.items():
         if isinstance(result, dict):
             figures = {key: value for key, value in result.items() if key != "losses"}

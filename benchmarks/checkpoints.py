@@ -12,21 +12,20 @@ that a process wrote to disks during a save (/proc/self/io), the memory what its
 from __future__ import annotations
 
 import argparse
-import datetime
+import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from provenance import device_name, versions
+from provenance import ROOT, about, environment, older_tree, write
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
 PACKAGES = ("torch", "safetensors", "accelerate", "deepspeed")
 LAUNCHERS = {
@@ -105,8 +104,7 @@ def launch(strategy: str, processes: int, tree: Path) -> dict[str, Any]:
         out = Path(name)
         command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCHERS[strategy]]
         command += ["--num_processes", str(processes), __file__, "--as-process", str(out)]
-        environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment(tree), capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
         ranks = [json.loads((out / f"saves-{rank}.json").read_text()) for rank in range(processes)]
@@ -158,22 +156,13 @@ def main() -> None:
         table()
         return
     results = []
-    with tempfile.TemporaryDirectory() as there:
-        trees = {"now": ROOT}
-        if options.against:
-            packed = subprocess.run(["git", "archive", options.against], cwd=ROOT, check=True, capture_output=True)
-            subprocess.run(["tar", "-x", "-C", there], input=packed.stdout, check=True)
-            trees["before"] = Path(there)
-        for strategy in options.strategies:
-            for side, tree in trees.items():
-                results.append({"side": side, **launch(strategy, options.processes, tree)})
-                print(json.dumps(results[-1]), flush=True)
-    record = {
-        "what": "a save of a distilled student: slowest process, fastest of three saves",
-        "against": options.against, "device": device_name(threads=1), "versions": versions(PACKAGES),
-        "date": datetime.date.today().isoformat(), "results": results,
-    }  # fmt: skip
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    with older_tree(options.against) if options.against else nullcontext() as older:
+        trees = {"now": ROOT, "before": older} if older else {"now": ROOT}
+        for strategy, (side, tree) in itertools.product(options.strategies, trees.items()):
+            results.append({"side": side, **launch(strategy, options.processes, tree)})
+            print(json.dumps(results[-1]), flush=True)
+    head = about("a save of a distilled student: slowest process, fastest of three saves", packages=PACKAGES, threads=1)
+    write(RESULTS, {**head, "against": options.against, "results": results})
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ memory each model has as many sequences as fit beside its weights; the quotient 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import device_name, versions
+from provenance import about, write
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import cache_bytes
@@ -230,14 +228,12 @@ def main() -> None:
         print("benchmarks/decode.py: no CUDA device; nothing was measured. --bytes and --small run without one.")
         raise SystemExit(2)
     rows = table_of_bytes(setting)
-    record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "memory": setting.memory, "shapes": rows}
+    device = "cuda" if on_gpu else "cpu"
+    record = about("a decoded token", device, PACKAGES) | {"memory": setting.memory, "shapes": rows}
     if not options.bytes:
-        record["device"] = device_name("cuda" if on_gpu else "cpu")
-        record["versions"] = versions(PACKAGES)
-        record["tokens_per_second"] = measured(setting, "cuda" if on_gpu else "cpu")
-    out = options.out or (None if options.small or options.bytes else RESULTS)
-    if out is not None:
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        record["tokens_per_second"] = measured(setting, device)
+    if out := options.out or (None if options.small or options.bytes else RESULTS):
+        write(out, record)
     show(rows)
 
 

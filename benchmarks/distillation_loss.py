@@ -11,8 +11,6 @@ pass takes over its inputs, with and without the head's gradient. The limit is t
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hybrid_kernels.loss import TeacherHead, distillation_loss
-from provenance import device_name, versions
+from provenance import about, write
 from torch import Tensor
 
 from hybrid_distill.train import losses
@@ -161,10 +159,7 @@ def main() -> None:
     problem = SMALL if options.small else FULL
     args = draw(problem, "cuda" if on_gpu else "cpu")
     record = {
-        "device": device_name("cuda" if on_gpu else "cpu"),
-        "versions": versions(PACKAGES),
-        "date": datetime.date.today().isoformat(),
-        "what": "value and gradients, bf16, median",
+        **about("value and gradients, bf16, median", "cuda" if on_gpu else "cpu", PACKAGES),
         "problem": problem._asdict(),
         "limit_milliseconds": limit_milliseconds(problem),
         "rows": {
@@ -172,9 +167,8 @@ def main() -> None:
             for kind in KINDS
         },
     }
-    out = options.out or (None if options.small else RESULTS)
-    if out is not None:
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    if out := options.out or (None if options.small else RESULTS):
+        write(out, record)
     print(table(record))
 
 

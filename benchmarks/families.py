@@ -87,84 +87,42 @@ under the version named or newer, and refuses an older one. Tried were {tried}.
 A type for which no other version was tried has the one here.
 """
 
-# Sizes by the name that a config has for them. A config gets those of its fields, at every depth.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_size", "input_embedding_size",
-         "output_embedding_size", "hidden_size_global", "word_embed_proj_dim", "lru_width"),
-        WIDTH,
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
-         "num_encoder_layers", "num_decoder_layers", "num_blocks"),
-        LAYERS,
-    ),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
-         "num_encoder_attention_heads", "num_decoder_attention_heads", "swa_num_attention_heads", "linear_num_heads",
-         "linear_num_value_heads", "attention_heads"),
-        HEADS,
-    ),
-    **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads", "num_query_groups"),
-        KV_HEADS,
-    ),
-    **dict.fromkeys(
-        ("head_dim", "dim_head", "kv_channels", "attention_head_size", "swa_head_dim", "d_head",
-         "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "v_head_dim", "swa_v_head_dim",
-         "global_head_dim"),
-        HEAD_DIM,
-    ),
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dim_ff",
-         "dff", "d_inner", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size"),
-        96,
-    ),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size",
-         "shared_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-        32,
-    ),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_to_load"), 4
-    ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "zero_expert_num"), 2
-    ),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length",
-         "max_sequence_length", "max_target_positions"),
-        256,
-    ),
-    **dict.fromkeys(
-        ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "window_size",
-         "local_attention", "keep_window_size"),
-        WINDOW,
-    ),
-    **dict.fromkeys(("adapter_in_dim", "adapter_out_dim", "adapter_input_size", "output_proj_dims"), WIDTH),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(
-        ("kv_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input", "index_head_dim"), 16
-    ),
-    "q_lora_rank": 24,
-    **dict.fromkeys(("index_n_heads", "index_topk", "num_kv_shared_layers"), 2),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    "encoder_hash_byte_group_vocab": 512,
-    "mamba_d_ssm": 128,
-    "mamba_d_state": 8,
-    "qk_head_dim": 16,
-    "rotary_dim": 8,
-    "query_pre_attn_scalar": 16,
-    "head_dim_v": 16,
-    "image_size": 32,
-    "patch_size": 8,
-    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id", "start_token_id"), 1),
-    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    "pad_token_id": 0,
-}  # fmt: skip
+# Sizes by the names that configs have for them. A config gets those of its fields, at every depth.
+_NAMES: tuple[tuple[int, str], ...] = (
+    (VOCAB, "vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
+    (WIDTH, "hidden_size d_model n_embd dim_model emb_dim embedding_size input_embedding_size "
+            "output_embedding_size hidden_size_global word_embed_proj_dim lru_width adapter_in_dim adapter_out_dim "
+            "adapter_input_size output_proj_dims"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers "
+             "num_decoder_layers num_blocks"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+            "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads linear_num_heads "
+            "linear_num_value_heads attention_heads"),
+    (KV_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_query_groups"),
+    (HEAD_DIM, "head_dim dim_head kv_channels attention_head_size swa_head_dim d_head linear_key_head_dim "
+               "linear_value_head_dim linear_head_dim v_head_dim swa_v_head_dim global_head_dim"),
+    (96, "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff dff d_inner "
+         "feed_forward_size intermediate_size_mlp dense_intermediate_size"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
+         "shared_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size image_size"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts num_experts_to_load"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts zero_expert_num index_n_heads "
+        "index_topk num_kv_shared_layers eos_token_id sep_token_id"),
+    (1, "n_group topk_group num_expert_group bos_token_id decoder_start_token_id cls_token_id start_token_id"),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+          "max_sequence_length max_target_positions"),
+    (WINDOW, "sliding_window sliding_window_size attention_window_size attention_chunk_size window_size "
+             "local_attention keep_window_size"),
+    (8, "qk_rope_head_dim qk_nope_head_dim mamba_n_heads mamba_num_heads n_mamba_heads mamba_d_state rotary_dim "
+        "patch_size"),
+    (16, "kv_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input index_head_dim mamba_d_head "
+         "mamba_head_dim mamba_headdim qk_head_dim query_pre_attn_scalar head_dim_v"),
+    (24, "q_lora_rank"),
+    (512, "encoder_hash_byte_group_vocab"),
+    (128, "mamba_d_ssm"),
+    (0, "pad_token_id"),
+)  # fmt: skip
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES for name in names.split()}
 
 # Where a field's name alone does not say what fits: model type -> fields.
 _WINDOWS_BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -14,10 +14,8 @@ where `cache_bytes` says otherwise. Peak memory is that of a process that reads 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
-import platform
 import resource
 import time
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import versions
+from provenance import about, write
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -37,7 +35,6 @@ from hybrid_distill.student.build import build_student
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 FIGURE = Path(__file__).parent.parent / "docs" / "decode_cost.png"
-PACKAGES = ("torch", "transformers")
 FP32 = 4
 PIECE = 512
 """Tokens of a context that are read at a time."""
@@ -234,18 +231,15 @@ def main() -> None:
     setting = TINY if options.small else CPU_SIZED
     config = setting.config
     record = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, one thread",
-        "versions": versions(PACKAGES),
+        **about("a generated token on a CPU"),
         "few": setting.few,
         "heads": config.num_hidden_layers * config.num_attention_heads,
         "d_state": setting.d_state,
         "prefill_bytes": prefill_memory(setting),  # first: memory that decoding has left free would be used again
         "decoding": decoding(setting),
     }
-    out = options.out or (None if options.small else RESULTS)
-    if out is not None:
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    if out := options.out or (None if options.small else RESULTS):
+        write(out, record)
     if out == RESULTS:
         draw(record, FIGURE)
 

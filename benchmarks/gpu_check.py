@@ -34,13 +34,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from provenance import ROOT, read, write
 from torch import Tensor
 
-from hybrid_distill.model.ssd import log_decay, ssd_scan
+from hybrid_distill.model.ssd import log_decay
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "gpu_check.json"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
 TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
@@ -77,9 +76,7 @@ def ssd_cases() -> list[Case]:
     """Every entry of the tile table, masked sizes, and each option at least once."""
     from hybrid_kernels.ssd_tiles import TILES
 
-    found = list(
-        dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES)
-    )  # the device's architecture picks among them
+    found = list(dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES))  # the device picks among them
     for dtype in (torch.bfloat16, torch.float32):
         found += [Case(dtype, n, 64) for n in (4, 8, 12)]
         found += [Case(dtype, 16, p) for p in (20, 48, 80, 96)]
@@ -90,73 +87,25 @@ def ssd_cases() -> list[Case]:
     return found
 
 
-def leaves(case: Case) -> dict[str, Tensor | None]:
-    """fp64 tensors that hold what the case's dtype can represent."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=DEVICE).to(case.dtype).double()
-
-    tokens = (BATCH, LENGTH, case.heads)
-    raw = 2 * draw(*tokens)
-    found: dict[str, Tensor | None] = {
-        "x": draw(*tokens, case.head_dim),
-        "a": raw if case.softplus else log_decay(raw).float().double(),
-        "b": draw(*tokens, case.d_state),
-        "c": draw(*tokens, case.d_state),
-        "D": draw(case.heads) if case.full else None,
-        "z": draw(*tokens, case.head_dim) if case.full else None,
-        "state": draw(BATCH, case.heads, case.head_dim, case.d_state) if case.full else None,
-    }
-    return found
-
-
-def outputs_and_gradients(
-    run: Callable[[dict[str, Any]], tuple[Tensor, Tensor]], given: dict[str, Tensor | None], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """y, the final state, and the gradient of each leaf for fixed upstream gradients."""
-    known = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if tensor is not None}
-    y, final = run({name: known.get(name) for name in given})
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    to_y, to_final = (torch.randn(t.shape, generator=generator, device=DEVICE) for t in (y, final))
-    loss = (y * to_y.to(dtype).to(y.dtype)).sum() + (final * to_final.to(final.dtype)).sum()
-    gradients = torch.autograd.grad(loss, list(known.values()))
-    return {"y": y.detach(), "final": final.detach()} | {f"d{n}": g for n, g in zip(known, gradients)}
-
-
 def check_ssd(case: Case) -> dict[str, Any]:
     """The errors of every output and gradient, relative to the largest expected element."""
-    from hybrid_kernels.ssd import ssd
+    sys.path.append(str(ROOT / "tests" / "kernels"))
+    import test_ssd_kernel as interpreted
 
-    seq_idx = None
-    if case.full:
-        starts = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.03
-        seq_idx = starts.long().cumsum(-1).to(DEVICE)
-
-    def reference(t: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        log_a = log_decay(t["a"]) if case.softplus else t["a"]
-        y, final = ssd_scan(t["x"], log_a, t["b"], t["c"], state_BHPN=t["state"], seq_idx_BL=seq_idx, impl="reference")
-        return ((y + t["D"].unsqueeze(-1) * t["x"]) * F.silu(t["z"]) if case.full else y), final
-
-    def kernels(t: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return ssd(
-            t["x"], t["a"], t["b"], t["c"], D_H=t["D"], z_BLHP=t["z"], state_BHPN=t["state"], seq_idx_BL=seq_idx,
-            softplus=case.softplus, n_segments=case.n_segments,
-        )  # fmt: skip
-
-    exact = leaves(case)
-    kept_in_fp32 = {"a"}
-    narrow = {
-        name: None if t is None else t.to(torch.float32 if name in kept_in_fp32 else case.dtype)
-        for name, t in exact.items()
-    }
-    expected = outputs_and_gradients(reference, exact, case.dtype)
-    actual = outputs_and_gradients(kernels, narrow, case.dtype)
-    again = outputs_and_gradients(kernels, narrow, case.dtype)
-    errors = {}
-    for name, wanted in expected.items():
-        difference = (actual[name].double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12)
-        errors[name] = difference.nan_to_num(float("inf")).item()
+    torch.manual_seed(0)
+    sizes = BATCH, LENGTH, case.heads, case.head_dim, case.d_state
+    with torch.device(DEVICE):
+        given = interpreted.problem(*sizes, dtype=case.dtype, gated=case.full, state=case.full)
+        if not case.softplus:
+            given = given._replace(a=log_decay(given.a).detach().float().double().requires_grad_())
+        options: dict[str, Any] = {"dtype": case.dtype, "softplus": case.softplus, "n_segments": case.n_segments}
+        options["seq_idx"] = interpreted.documents(BATCH, LENGTH) if case.full else None
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            runs.append(interpreted.compare(given, **options))
+    (actual, expected), (again, _) = runs
+    errors = {name: interpreted.relative_error(actual[name], wanted) for name, wanted in expected.items()}
     same_bits = all(torch.equal(actual[name], again[name]) for name in actual)
     return {"ok": same_bits and max(errors.values()) < TOLERANCE[case.dtype], "same_bits": same_bits, "errors": errors}
 
@@ -267,7 +216,7 @@ def run_checks(record: dict[str, Any], only: str, deadline: float) -> None:
                 log = (folder / f"{name}.log").open("w")
                 environment = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
                 running[name] = subprocess.Popen(
-                    command, cwd=HERE.parent, env=environment, stdout=log, stderr=log, start_new_session=True
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
                 )
         for name, process in running.items():
             try:
@@ -380,7 +329,7 @@ def main() -> None:
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # run the cases that this file names
     options = parser.parse_args()
     start = time.monotonic()
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record = read(options.out)
     if options.list:
         print("\n".join(cases()))
         return
@@ -402,7 +351,7 @@ def main() -> None:
     run_checks(record, options.only, start + SECONDS["checks"])
     if not options.only:
         time_goals(record, start + SECONDS["all"] - 60)  # which the last one may take
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(options.out, record)
     raise SystemExit(0 if report(record) else 1)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import datetime
-import json
 import re
 import resource
 import subprocess
@@ -21,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import networkx
-from provenance import device_name, versions
+from provenance import ROOT, about, read, write
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/house.json"
 PACKAGE = sorted((ROOT / "hybrid_distill").rglob("*.py"))
 SPINE = ("config.py", "pipeline", "plan.py", "model", "teacher", "student", "train")
@@ -178,19 +175,11 @@ def main() -> None:
     options = parser.parse_args()
     found = measure(options.tests)
     if "tests_minutes" not in found and options.out.exists():
-        found["tests_minutes"] = json.loads(options.out.read_text())["now"].get("tests_minutes")
+        found["tests_minutes"] = read(options.out)["now"].get("tests_minutes")
     print(f"{'':16}{'first':>8}{'now':>8}{'target':>8}")
     for name, target in TARGET.items():
         print(f"{name:16}{FIRST.get(name, '-'):>8}{found.get(name) or 0:>8}{target:>8}")
-    record = {
-        "first_version": FIRST,
-        "target": TARGET,
-        "now": found,
-        "device": device_name(),
-        "versions": versions(("torch", "transformers")),
-        "date": datetime.date.today().isoformat(),
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(options.out, {"first_version": FIRST, "target": TARGET, "now": found, **about("the house")})
 
 
 if __name__ == "__main__":

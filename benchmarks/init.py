@@ -10,15 +10,13 @@ layers: 0 is the teacher, 1 is as good as heads that are silent.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from provenance import device_name
+from provenance import about, write
 from transformers import PreTrainedModel
 
 from hybrid_distill.data import Batch, DataConfig, PackedRows, open_rows
@@ -31,7 +29,6 @@ from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stages import LayerAlignment
 
 RESULTS = Path(__file__).parent / "results" / "init.json"
-CALIBRATION_ROWS = 8
 HELD_OUT_SEED = 12345
 
 
@@ -46,16 +43,9 @@ def align(
     teacher: PreTrainedModel, rows: PackedRows, held_out: Batch, init: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Build and train one student; its error before the first step and after the steps asked for."""
-    calibration = rows.batch(0, CALIBRATION_ROWS)
+    given = {"d_state": options.d_state, "init": init, "calibration": rows.batch(0, 8), "seed": options.seed}
     start = time.process_time()
-    student, _ = build_student(
-        teacher,
-        HeadPlan.none(teacher),
-        d_state=options.d_state,
-        init=init,
-        calibration=calibration,
-        seed=options.seed,
-    )
+    student, _ = build_student(teacher, HeadPlan.none(teacher), **given)
     seconds = time.process_time() - start
     measure = LayerAlignment(student, teacher, AlignConfig(target="head", loss="nmse"))
     stage = LayerAlignment(student, teacher, AlignConfig(target="head", loss="l2"))
@@ -95,20 +85,16 @@ def main() -> None:
         results.append(align(teacher, rows, held_out.batch(0, 16), init, options))
         print(json.dumps(results[-1]), flush=True)
     record = {
-        "what": "normalized squared error of recurrent heads, mean over layers, by optimizer step",
+        **about("normalized squared error of recurrent heads, mean over layers, by optimizer step"),
         "teacher": options.teacher,
         "fingerprint": fingerprint(teacher),
         "d_state": options.d_state,
         "batch": f"{options.batch_size} rows of 256 tokens",
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "device": device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.date.today().isoformat(),
         "results": results,
     }
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write(options.out, record)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import ast
 import datetime
 import hashlib
 import importlib
-import json
 import os
 import pkgutil
 from collections.abc import Iterator
@@ -31,7 +30,8 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interp
 
 import hybrid_kernels
 import triton
-from kernel_time import GPUS, decode, programs_per_processor
+from kernel_time import GPUS, Code, decode, programs_per_processor
+from provenance import read, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -83,14 +83,20 @@ def compile_for(compilation: Any, capability: int, target: GPUTarget | None = No
     return triton.compile(source, target=target or GPUTarget("cuda", capability, 32), options=options)
 
 
-def resources(compiled: Any, num_warps: int, capability: int) -> dict[str, int]:
+def code_of(compilation: Any, capability: int) -> Code:
+    """Compile and disassemble."""
+    compiled = compile_for(compilation, capability)
+    return decode(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def resources(compilation: Any, capability: int) -> dict[str, int]:
     """Read from the binary with the tools that come with triton."""
-    code = decode(compiled.asm["cubin"], compiled.metadata.shared)
+    code = code_of(compilation, capability)
     return {
         "registers": code.registers,
         "spills": code.spills,
         "shared_bytes": code.shared_bytes,
-        "resident": programs_per_processor(code, num_warps, GPUS[capability]),
+        "resident": programs_per_processor(code, compilation.num_warps, GPUS[capability]),
         "tensor_core_instructions": sum(i.operation.startswith(("HGMMA", "HMMA")) for i in code.instructions),
         "instructions": len(code.instructions),
         "barriers_of_loop": code.count("BAR"),
@@ -111,8 +117,8 @@ def broken_promises(compilation: Any, capability: int, version: str, found: dict
     return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
 
 
-def check(record: dict[str, Any]) -> None:
-    """Exit with what is broken (status 1), else with how much was not compiled yet (status 3), else return."""
+def check(record: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the promises that the record's configurations break, and the configurations that it does not have."""
     broken, missing = [], []
     for version in [name for name in record if name.startswith("triton")] or ["triton of any version"]:
         for module in kernel_modules():
@@ -125,12 +131,7 @@ def check(record: dict[str, Any]) -> None:
                         broken += broken_promises(compilation, capability, version.removeprefix("triton "), row)
                     else:
                         missing.append(f"{version} sm_{capability} {compilation.name}")
-    if broken:
-        print("\n".join(broken))
-        raise SystemExit(1)
-    if missing:
-        print(f"{len(missing)} configurations are not in the file, first {missing[0]}: run this script.")
-        raise SystemExit(3)
+    return broken, missing
 
 
 def main() -> None:
@@ -142,10 +143,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record = read(options.out)
     if options.check:
-        check(record)
-        return
+        broken, missing = check(record)
+        print("\n".join(broken) or f"{len(missing)} configurations are not in the file: {missing[:1]}")
+        raise SystemExit(1 if broken else 3 if missing else 0)
     section = record.setdefault(f"triton {triton.__version__}", {})
     section["date"] = datetime.date.today().isoformat()
     broken = []
@@ -161,13 +163,13 @@ def main() -> None:
             rows = {c.name: rows[c.name] for c in wanted if rows.get(c.name, {}).get("key") == key(c)}
             for compilation in wanted:
                 if options.only in compilation.name:
-                    found = resources(compile_for(compilation, capability), compilation.num_warps, capability)
+                    found = resources(compilation, capability)
                     rows[compilation.name] = {"key": key(compilation), **found}
                     broken += broken_promises(compilation, capability, triton.__version__, found)
                     print(f"sm_{capability} {compilation.name}: {found}", flush=True)
             entry[f"sm_{capability}"] = rows
         section[name] = entry
-        options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        write(options.out, record, sort_keys=True)
     if broken:
         raise SystemExit("\n".join(broken))
 

@@ -9,7 +9,6 @@ gate, states of segments carried over) by their bytes, each at least SMALLEST mi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 import triton
 from hybrid_kernels import ssd_triton
 from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, Launch, segments, tile_for
-from kernel_resources import compile_for
-from kernel_time import GPUS, Code, Gpu, bytes_of_chunk, decode, milliseconds
+from kernel_resources import code_of
+from kernel_time import GPUS, Code, Gpu, bytes_of_chunk, milliseconds
+from provenance import write
 from traffic import Shape, limit, mamba_ssm
 
 RESULTS = Path(__file__).parent / "results" / "kernel_table.json"
@@ -31,8 +31,7 @@ SMALLEST = 0.003  # of a kernel that does next to nothing, with its launch
 @cache
 def compiled(capability: int, kind: str, n: int, p: int, chunk: int, launch: Launch) -> Code:
     """Compile and decode one kernel without options."""
-    found = compile_for(ssd_triton.compilation(kind, n, p, chunk, launch, full=False), capability)
-    return decode(found.asm["cubin"], found.metadata.shared)
+    return code_of(ssd_triton.compilation(kind, n, p, chunk, launch, full=False), capability)
 
 
 def moving(gpu: Gpu, n_bytes: float) -> float:
@@ -98,8 +97,7 @@ def main() -> None:
             cells += [f"{r['of the limit']:.0%}", f"{r['gated']:.3f}", f"{r['of the gated limit']:.0%}"]
             cells += [f"{r['mamba-ssm']:.2f} ({r['mamba-ssm'] / r['plain']:.1f} x)"]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
-    record = {"what": "a model, no measurement", "triton": triton.__version__, "rows": rows}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(options.out, {"what": "a model, no measurement", "triton": triton.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

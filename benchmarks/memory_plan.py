@@ -17,11 +17,9 @@ Exit status 1 if a part that is 2 % of the peak or more is more than 15 % away f
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import gc
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -32,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import device_name, versions
+from provenance import about, read, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -495,7 +493,7 @@ def main() -> int:
         as_process(options.as_process)
         return 0
     if options.table:
-        print(tables(json.loads(options.out.read_text())))
+        print(tables(read(options.out)))
         return 0
     results = []
     for case in cases(options.device):
@@ -506,22 +504,10 @@ def main() -> int:
         results.append(two_processes(strategy))
         print(show(results[-1]), flush=True)
     if not options.only:
-        options.out.write_text(json.dumps(described(options.device, results), indent=1) + "\n")
+        what = "bytes of one process: predicted from shapes, and measured"
+        found = {"tolerance": TOLERANCE, "results": results, "plans": plans()}
+        write(options.out, about(what, options.device, PACKAGES) | found)
     return int(any(result["misses"] for result in results))
-
-
-def described(device: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The file: results, and what they were measured on."""
-    name = device_name(device)
-    return {
-        "what": "bytes of one process: predicted from shapes, and measured",
-        "device": name,
-        "versions": versions(PACKAGES),
-        "date": datetime.date.today().isoformat(),
-        "tolerance": TOLERANCE,
-        "results": results,
-        "plans": plans(),
-    }
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ the control drop), and as many random ones, and measures KV retrieval of 16 pair
 
 from __future__ import annotations
 
-import datetime
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from provenance import versions
+from provenance import about, write
 
 from hybrid_distill.data import read_documents
 from hybrid_distill.evaluation.evaluate import evaluate
@@ -45,28 +43,12 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name, heads in removed.items():
         with ablate_heads(teacher, heads):
-            found = evaluate(
-                teacher,
-                tokenizer,
-                teacher=teacher,
-                n_pairs=(PAIRS,),
-                n_examples=EXAMPLES,
-                seed=1,
-                held_out_texts=texts,
-                knowledge=Knowledge(),
-            )
-        rows[name] = {
-            "heads": [str(head) for head in heads],
-            "retrieval": found.kv_generation[PAIRS],
-            "knowledge": found.knowledge,
-            "perplexity": found.perplexity,
-        }
-        print(
-            f"without {name:<34} retrieval {found.kv_generation[PAIRS]:6.1%}   knowledge {found.knowledge:6.1%}   "
-            f"perplexity {found.perplexity:.3f}"
-        )
-    record = {"date": datetime.date.today().isoformat(), "versions": versions(("torch", "transformers"))}
-    RESULTS.write_text(json.dumps(record | {"pairs": PAIRS, "examples": EXAMPLES, "without": rows}, indent=1) + "\n")
+            asked = {"n_pairs": (PAIRS,), "n_examples": EXAMPLES, "held_out_texts": texts, "knowledge": Knowledge()}
+            found = evaluate(teacher, tokenizer, teacher=teacher, seed=1, **asked)
+        figures = {name: getattr(found, name) for name in ("knowledge", "perplexity")}
+        rows[name] = {"heads": list(map(str, heads)), "retrieval": found.kv_generation[PAIRS], **figures}
+        print(f"without {name:<34}", rows[name])
+    write(RESULTS, about("ranked and random heads removed") | {"pairs": PAIRS, "examples": EXAMPLES, "without": rows})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ fastest of these times counts for all 128. Writes benchmarks/results/scoring.jso
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import sys
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import versions
+from provenance import about, read, versions, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -47,6 +46,7 @@ from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads
 
 RESULTS = Path(__file__).parent / "results" / "scoring.json"
+PACKAGES = ("torch", "transformers", "tokenizers")
 PAIRS, EXAMPLES, BATCH = 25, 256, 16
 CIRCUIT = Circuit(HeadId(2, 1), HeadId(2, 6), HeadId(5, 10))
 # Widths of a small Llama, the vocabulary of Llama 3.
@@ -232,15 +232,6 @@ def measure_gpu(n_examples: int = 1000, n_pairs: int = 50) -> dict[str, Any]:
     }
 
 
-def provenance(device: str) -> dict[str, Any]:
-    return {
-        "device": device,
-        "python": platform.python_version(),
-        "versions": versions(("torch", "transformers", "tokenizers")),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -263,19 +254,17 @@ def main() -> None:
         measure_seeds(1, 64)
         return
 
-    def known() -> dict[str, Any]:
-        return json.loads(options.out.read_text()) if options.out.exists() else {}
-
     def save(part: str, device: str, measured: dict[str, Any]) -> None:
-        record = known() | {part: {**provenance(device), **measured}}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        head = about(measured.pop("what"), packages=PACKAGES) | {"device": device}
+        record = read(options.out) | {part: head | measured}
+        write(options.out, record)
         print(json.dumps({name: value for name, value in record[part].items() if name != "rows"}, indent=1))
 
     if options.gpu:
         save("gpu", torch.cuda.get_device_name(), measure_gpu())
     elif options.seeds:
-        before = known().get("seeds", {})
-        same = before and before["versions"] == provenance(on_cpu)["versions"]
+        before = read(options.out).get("seeds", {})
+        same = before and before["versions"] == versions(PACKAGES)
         rows = before["rows"] if same else []
         measure_seeds(options.seeds, EXAMPLES, rows, lambda measured: save("seeds", on_cpu, measured))
     else:

@@ -17,7 +17,6 @@ Exit status 1 if anything differs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -33,7 +32,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provenance import device_name, versions
+from provenance import about, write
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -357,16 +356,13 @@ def main() -> None:
         with small_disk(work / "disk") as full:
             found = soak_on(work / "disk", work / "whole", options.seed, full)
     record = {
-        "what": "one run killed with SIGKILL again and again, beside the uninterrupted one",
+        **about("one run killed with SIGKILL again and again", packages=PACKAGES, threads=1),
         "run": f"align and distill, {STEPS} steps of {BATCH_SIZE} rows each, a checkpoint every 2 steps",
         "seed": options.seed,
-        "device": device_name(threads=1),
-        "versions": versions(PACKAGES),
-        "date": datetime.date.today().isoformat(),
         "minutes": round((time.monotonic() - begun) / 60, 1),
         **found,
     }
-    options.results.write_text(json.dumps(record, indent=2) + "\n")
+    write(options.results, record)
     print(f"{record['resumes_exact']} of {record['kills']} resumes exact; {options.results}")
     sys.exit(not passed(record))
 

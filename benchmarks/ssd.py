@@ -10,14 +10,12 @@ contender that is absent, refuses or fails is named with its reason. The limit i
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import versions
+from provenance import about, read, write
 from torch import Tensor
 from traffic import DEVICES, Shape, limit
 from traffic import milliseconds as predicted_milliseconds
@@ -50,13 +48,17 @@ def ours() -> Scan:
     return lambda x, raw, b, c: ssd(x, raw, b, c)[0]
 
 
+def expected_outputs(args: list[Tensor]) -> Tensor:
+    """Run the recurrence in fp32."""
+    with torch.no_grad():
+        x, raw, b, c = args
+        return ssd_scan(x.float(), log_decay(raw), b.float(), c.float(), impl="torch")[0].bfloat16()
+
+
 def ours_milliseconds(s: Shape) -> float | str:
     """Return the time of our forward and backward at a shape, or why there is none."""
     args = draw(s, "cuda")
-    with torch.no_grad():
-        x, raw, b, c = args
-        expected = ssd_scan(x.float(), log_decay(raw), b.float(), c.float(), impl="torch")[0].bfloat16()
-    return measure(CONTENDERS["ours"], args, expected)[PASSES[1]]
+    return measure(CONTENDERS["ours"], args, expected_outputs(args))[PASSES[1]]
 
 
 def ours_gated_milliseconds(s: Shape) -> float | str:
@@ -141,9 +143,7 @@ def measure(contender: Contender, args: list[Tensor], expected: Tensor) -> dict[
 def measure_row(s: Shape) -> dict[str, Any]:
     """All contenders at one shape."""
     args = draw(s, "cuda")
-    with torch.no_grad():
-        x, raw, b, c = args
-        expected = ssd_scan(x.float(), log_decay(raw), b.float(), c.float(), impl="torch")[0].bfloat16()
+    expected = expected_outputs(args)
     return {name: measure(contender, args, expected) for name, contender in CONTENDERS.items()}
 
 
@@ -183,22 +183,21 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure every row anew")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record = read(options.out)
     if options.report:
         print(table(record))
         return
     if not torch.cuda.is_available():
         print("benchmarks/ssd.py: no CUDA device; nothing was measured.")
         raise SystemExit(2)
-    conditions = {"device": torch.cuda.get_device_name(), "versions": versions(PACKAGES)}
-    if options.again or {name: record.get(name) for name in conditions} != conditions:
-        record = {**conditions, "rows": {}}
-    record["what"] = "milliseconds, bf16, median, cold cache"
-    record["date"] = datetime.date.today().isoformat()
+    head = about("milliseconds, bf16, median, cold cache", "cuda", PACKAGES)
+    if options.again or any(record.get(name) != head[name] for name in ("device", "versions")):
+        record = {"rows": {}}
+    record |= head
     for s in SHAPES:
         if str(tuple(s)) not in record["rows"]:
             record["rows"][str(tuple(s))] = measure_row(s)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            write(options.out, record)
     print(table(record))
 
 

@@ -10,7 +10,6 @@ little.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-from provenance import device_name
+from provenance import about, write
 from torch import Tensor
 
 from hybrid_distill.model.ssd import CHUNK_SIZE, log_decay, ssd_scan
@@ -75,24 +73,20 @@ def of_transformers(x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, *, chunk_siz
 
 def contenders() -> dict[str, Scan]:
     """By name; transformers' only where this version has it as a function."""
+    from transformers.models.mamba2 import modeling_mamba2
+
     found: dict[str, Scan] = {"reference": partial(ours, impl="reference")}
     found |= {f"chunk {size}": partial(ours, impl="torch", chunk_size=size) for size in CHUNK_SIZES}
-    try:
-        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan  # noqa: F401
-    except ImportError:
+    if not hasattr(modeling_mamba2, "mamba2_chunk_scan"):
         return found
-    return found | {
-        f"transformers, chunk {size}": partial(of_transformers, chunk_size=size) for size in CHUNK_SIZES
-    }
+    return found | {f"transformers, chunk {size}": partial(of_transformers, chunk_size=size) for size in CHUNK_SIZES}
 
 
 def check(name: str, scan: Scan, args: list[Tensor], expected: Tensor) -> None:
     """Refuse to time what computes something else."""
     error = (scan(*args) - expected).abs().max() / expected.abs().max()
     if not error < AGREEMENT:
-        raise SystemExit(
-            f"{name} differs from the reference by {error:.1e} of its largest output; nothing is timed."
-        )
+        raise SystemExit(f"{name} differs from the reference by {error:.1e} of its largest output; nothing is timed.")
 
 
 def milliseconds(scan: Scan, args: list[Tensor]) -> float:
@@ -146,22 +140,15 @@ def main() -> None:
         rows.append({"shape": shape._asdict(), "milliseconds": times, **judge(times)})
         print(json.dumps(rows[-1]), flush=True)
     record = {
-        "device": device_name(options.device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.date.today().isoformat(),
-        "what": "forward + backward, fp32, fastest run",
+        **about("forward + backward, fp32, fastest run", options.device),
         "default_chunk_size": CHUNK_SIZE,
         "rows": rows,
     }
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
-    kept = rows[0]["default_faster_than_reference"] >= MIN_SPEEDUP and all(
-        row["default_over_best_chunk"] <= MAX_OVER_BEST for row in rows
-    )
-    if not kept:
-        raise SystemExit(
-            f"expected {MIN_SPEEDUP}x the loop on the first shape, {MAX_OVER_BEST}x the best chunk on all."
-        )
+    write(options.out, record)
+    if rows[0]["default_faster_than_reference"] < MIN_SPEEDUP or any(
+        row["default_over_best_chunk"] > MAX_OVER_BEST for row in rows
+    ):
+        raise SystemExit(f"expected {MIN_SPEEDUP}x the loop on the first shape, {MAX_OVER_BEST}x the best chunk on all")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ which ties all heads by the norm of their gradients, and without, where nothing 
 
 from __future__ import annotations
 
-import datetime
 import json
 import runpy
 import sys
@@ -25,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from provenance import device_name, versions
+from provenance import ROOT, about, read, write
 
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import open_rows
@@ -41,7 +40,6 @@ from hybrid_distill.train.config import AlignConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep_sharing.json"
 HEADS, D_STATE, SEEDS = "0,2,6", 16, 2
 FIGURES = ("kv_choice_8", "perplexity", "kl_to_teacher")
@@ -65,16 +63,11 @@ def config() -> RunConfig:
 def main() -> None:
     """Print what was found, write the JSON."""
     torch.set_num_threads(1)
-    record: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record = read(RESULTS)
     for name in sys.argv[1:] or PARTS:
-        record[name] = {
-            **PARTS[name](),
-            "device": device_name(),
-            "date": datetime.date.today().isoformat(),
-            "versions": versions(("torch", "transformers")),
-        }
+        record[name] = PARTS[name]() | about(name)
         print(name, json.dumps(record[name], indent=1))
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        write(RESULTS, record)
 
 
 def students() -> dict[str, Any]:

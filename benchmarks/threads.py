@@ -8,7 +8,6 @@ Needs an otherwise idle machine. The row "as installed" is what `import hybrid_d
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -102,17 +101,10 @@ def main() -> None:
         for load, rows in results.items()
         for stage in MEASURED
     }
-    from provenance import device_name, versions
+    from provenance import about, write
 
-    record = {
-        "what": "steps a second on the embedded teacher; how many times slower than the best row the installed one is",
-        "device": device_name(threads=os.cpu_count()),
-        "versions": versions(("torch", "transformers")),
-        "date": datetime.date.today().isoformat(),
-        "results": results,
-        "times_slower_than_best": slower,
-    }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    what = "steps a second on the embedded teacher; how many times slower than the best row the installed one is"
+    write(RESULTS, about(what, threads=os.cpu_count()) | {"results": results, "times_slower_than_best": slower})
     print(slower)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,9 @@ import torch
 import triton
 from hybrid_kernels import ssd_triton
 from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, LARGEST_FP32_BLOCK, Launch
-from kernel_resources import compile_for, digest
-from kernel_time import GPUS, bytes_of_chunk, decode, milliseconds, programs_per_processor
+from kernel_resources import code_of, digest
+from kernel_time import GPUS, bytes_of_chunk, milliseconds, programs_per_processor
+from provenance import read, write
 
 RESULTS = Path(__file__).parent / "results" / "tile_search.json"
 PROGRAMS, LENGTH = 8 * 32, 2048
@@ -81,8 +81,7 @@ class Search:
     def _timed(self, kind: str, chunk: int, launch: Launch, full: bool) -> dict[str, Any]:
         gpu, dtype = GPUS[self.capability], DTYPES[self.dtype]
         described = ssd_triton.compilation(kind, self.n, self.p, chunk, launch, dtype=dtype, full=full)
-        compiled = compile_for(described, self.capability)
-        code = decode(compiled.asm["cubin"], compiled.metadata.shared)
+        code = code_of(described, self.capability)
         resident = programs_per_processor(code, launch.num_warps, gpu)
         found: dict[str, Any] = {"resident": resident, "registers": code.registers, "shared_bytes": code.shared_bytes}
         found |= {"spills": code.spills, "barriers": code.count("BAR"), "instructions": len(code.loop)}
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record = read(options.out)
     model = hashlib.sha256(Path(kernel_time.__file__).read_bytes()).hexdigest()[:16]
     sources = f"triton {triton.__version__}, kernels {digest(ssd_triton)}, model {model}"
     rows: dict[str, Any] = record.get("rows", {}) if record.get("sources") == sources else {}
@@ -152,7 +151,7 @@ def main() -> None:
         if tile := search.best():
             print(dtype, search.entry(tile), flush=True)
         if not options.table:
-            options.out.write_text(json.dumps({"sources": sources, "rows": rows}, indent=0, sort_keys=True) + "\n")
+            write(options.out, {"sources": sources, "rows": rows}, indent=0, sort_keys=True)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,8 @@ is held at once, models included. The plain loop knows no packing: both contende
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -45,7 +43,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from memory_plan import ALIGN, DISTILL, SHAPES, Case, allocations, large_cases, make_batch, make_real_stage, nbytes
-from provenance import device_name, versions
+from provenance import ROOT, about, environment, older_tree, read, write
 from torch import Tensor
 
 from hybrid_distill.data import Batch
@@ -184,14 +182,11 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
 
 def against(commit: str, stages: list[str], steps: int) -> dict[str, Any]:
     """Measure our step beside an older commit's, in turns, in some stages and each precision."""
-    here = Path(__file__).resolve().parents[1]
     rows = []
-    with tempfile.TemporaryDirectory() as there:
-        packed = subprocess.run(["git", "archive", commit], cwd=here, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", there], input=packed, check=True)
+    with older_tree(commit) as there:
         for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
             if (old, new) != ("bf16", "fp32"):
-                rows.append(in_turns({"before": (Path(there), name, old), "now": (here, name, new)}, steps))
+                rows.append(in_turns({"before": (there, name, old), "now": (ROOT, name, new)}, steps))
                 print(json.dumps(rows[-1]), flush=True)
     return {"commit": commit, "shape": "SmolLM2-135M", "results": rows}
 
@@ -201,11 +196,9 @@ def in_turns(sides: dict[str, tuple[Path, str, str]], steps: int) -> dict[str, A
     workers, taken = {}, {name: [] for name in sides}
     try:
         for name, (tree, *arguments) in sides.items():
-            paths = os.pathsep.join([str(tree), str(tree / "kernels")])
             command = [sys.executable, Path(__file__).with_name("train_step_worker.py"), *arguments]
-            environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            workers[name] = subprocess.Popen(command, env=environment, **pipes)
+            workers[name] = subprocess.Popen(command, env=environment(tree), **pipes)
         for _ in range(steps + 1):
             for name, worker in workers.items():
                 worker.stdin.write("\n")
@@ -232,17 +225,16 @@ def in_turns(sides: dict[str, tuple[Path, str, str]], steps: int) -> dict[str, A
 
 def waiting(stages: list[str], steps: int) -> list[dict[str, Any]]:
     """Train in the loop on two processes, with and without workers that make batches ahead."""
-    here, rows = Path(__file__).resolve().parents[1], []
+    rows = []
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    paths = os.pathsep.join([str(here), str(here / "kernels")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name in stages:
         losses = []
         for workers in (0, 2):
             with tempfile.TemporaryDirectory() as out:
                 arguments = [out, name, str(workers), str(steps)]
                 command = [*launcher, str(Path(__file__).with_name("train_loop_worker.py")), *arguments]
-                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+                on_cpu = environment(ROOT, CUDA_VISIBLE_DEVICES="")
+                subprocess.run(command, env=on_cpu, check=True, stdout=subprocess.DEVNULL)
                 lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
                 reads = json.loads((Path(out) / "reads.json").read_text())
             losses.append([line["loss"] for line in lines])
@@ -269,11 +261,6 @@ def parameters(stage: Stage) -> list[Tensor]:
     return [p for model in (stage.student, stage.teacher) for p in model.parameters()]
 
 
-def about(device: str, what: str) -> dict[str, Any]:
-    today = datetime.date.today().isoformat()
-    return {"what": what, "device": device_name(device), "versions": versions(PACKAGES), "date": today}
-
-
 def main() -> None:
     """Print each case as it is measured, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -282,33 +269,24 @@ def main() -> None:
     parser.add_argument("--waiting", action="store_true", help="what the loop waits for, on two processes of a CPU")
     parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
     options = parser.parse_args()
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record, device = read(RESULTS), "cpu"
     if options.against:
+        part, what = "against", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns"
         found = against(options.against, options.stages, 1 if options.small else AGAINST_STEPS)
-        if not options.small:
-            record["against"] = (
-                about("cpu", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns") | found
-            )
-            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-        return
-    if options.waiting:
-        found = waiting(options.stages, 2 if options.small else WAITING_STEPS)
-        if not options.small:
-            what = "the loop on two processes with one thread each; medians of the steps after the first"
-            record["waiting"] = about("cpu", what) | {"shape": "SmolLM2-135M", "results": found}
-            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-        return
-    torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = []
-    for case in cases(device):
-        results.append(measure(case, device, 2 if options.small else STEPS))
-        print(json.dumps(results[-1]), flush=True)
-    if options.small:
-        return
-    what = "one training step; tokens a second are medians, peak_bytes all that is held at once"
-    record[device] = about(device, what) | {"results": results}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    elif options.waiting:
+        part, what = "waiting", "the loop on two processes with one thread each; medians of the steps after the first"
+        found = {"shape": "SmolLM2-135M", "results": waiting(options.stages, 2 if options.small else WAITING_STEPS)}
+    else:
+        torch.set_num_threads(1)
+        part = device = "cuda" if torch.cuda.is_available() else "cpu"
+        what = "one training step; tokens a second are medians, peak_bytes all that is held at once"
+        found: dict[str, Any] = {"results": []}
+        for case in cases(device):
+            found["results"].append(measure(case, device, 2 if options.small else STEPS))
+            print(json.dumps(found["results"][-1]), flush=True)
+    if not options.small:
+        record[part] = about(what, device, PACKAGES) | found
+        write(RESULTS, record)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def summary(checks: list[list[Any]] | None, died: list[str]) -> dict[str, Any]:
 
 def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
     """Folders of exports by form, of which nothing says how old a transformers may be."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests"))
     import families
     from students import byte_tokenizer, tiny_student
     from tqdm.auto import tqdm

@@ -16,7 +16,6 @@ One seed takes about half an hour on one core.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from provenance import versions
+from provenance import about, write
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
@@ -171,13 +170,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.report:
         measure(options.out, options.seeds)
-    record = report(options.out)
-    measured = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"CPU, {os.cpu_count()} cores",
-        "versions": versions(("torch", "transformers")),
-    }
-    RESULTS.write_text(json.dumps(measured | record, indent=1) + "\n")
+    head = about("retrieval of students by score, heads and seed", threads=os.cpu_count())
+    write(RESULTS, head | report(options.out))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ import ctypes
 import importlib
 import itertools
 import pkgutil
+import re
 import struct
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -42,8 +43,10 @@ class Launch(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [value for kind, value in self.arguments if kind.startswith("*")]
 
-    def program(self, without: int | None = None) -> Program:
-        return Program(self.files["ptx"].read_text(), self.n_threads, without)
+    def program(self, without: str = "") -> Program:
+        """Translate the kernel; leave out all instructions that begin with ``without``."""
+        ptx = self.files["ptx"].read_text()
+        return Program(re.sub(rf"\b{re.escape(without)}[^;]*;", ";", ptx) if without else ptx, self.n_threads)
 
     def run(self, program: Program) -> None:
         """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""
@@ -147,30 +150,3 @@ def emulated(capability: int, launch: Callable[[Launch], None] = execute, machin
         for name in ("empty", "empty_like"):
             replace(torch, name, _poisoned(getattr(torch, name)))
         yield
-
-
-def survivors(launch: Launch, before: Sequence[torch.Tensor], kinds: Sequence[str], step: int) -> dict[str, list]:
-    """Leave out every ``step``-th instruction of each kind: how many there were, and which of them nobody notices.
-
-    A mutant is noticed if the emulator reports it or if a bit of what the launch left in memory is another one.
-    ``before`` holds the tensors as they were before the launch.
-    """
-
-    def run(program: Program) -> list[bytes]:
-        for tensor, old in zip(launch.tensors, before):
-            tensor.detach().copy_(old)
-        launch.run(program)
-        return [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in launch.tensors]
-
-    clean = launch.program()
-    expected = run(clean)
-    found: dict[str, list] = {}
-    for kind in kinds:
-        numbers = [n for n, i in enumerate(clean.instructions) if i.op.startswith(kind) and i.op != "bar.warp.sync"]
-        for number in numbers[::step]:
-            entry = found.setdefault(kind, [0, []])
-            entry[0] += 1
-            with contextlib.suppress(Exception):
-                if run(launch.program(without=number)) == expected:
-                    entry[1].append(str(clean.instructions[number]))
-    return found

@@ -448,15 +448,15 @@ class Block(NamedTuple):
 
 
 class Program:
-    """A kernel, translated. ``without`` leaves out the instruction of that number, for mutation tests."""
+    """A kernel, translated."""
 
-    def __init__(self, ptx: str, n_threads: int, without: int | None = None) -> None:
+    def __init__(self, ptx: str, n_threads: int) -> None:
         self.n_threads = n_threads
         self.findings: Counter[str] = Counter()
         self.parameters, statements = parse(ptx)
         self.instructions = [statement for statement in statements if isinstance(statement, Instruction)]
         self.names: dict[str, object] = {**globals(), **{kind.__name__: kind for kind in TYPES.values()}}
-        self.blocks = self._blocks(statements, without)
+        self.blocks = self._blocks(statements)
 
     def run(self, grid: Sequence[int], arguments: Sequence[int], shared_bytes: int, buffers, order) -> Counter[str]:
         """Execute the programs in ``order`` and return what was found. Arguments are the bits of the parameters."""
@@ -497,7 +497,7 @@ class Program:
             at = np.where(active, np.where(taken, block.target, block.following), at)
         raise Fault("an endless loop")
 
-    def _blocks(self, statements: Sequence[Instruction | str], without: int | None) -> list[Block]:
+    def _blocks(self, statements: Sequence[Instruction | str]) -> list[Block]:
         """Basic blocks in reverse postorder, in which threads that went different ways meet again."""
         bodies: list[list[tuple[int, Instruction]]] = [[]]
         labels: dict[str, int] = {}
@@ -508,8 +508,7 @@ class Program:
                     bodies.append([])
                 labels[statement] = len(bodies) - 1
                 continue
-            if number != without:
-                bodies[-1].append((number, statement))
+            bodies[-1].append((number, statement))
             if statement.op.partition(".")[0] in ("bra", "ret"):
                 bodies.append([])
             number += 1

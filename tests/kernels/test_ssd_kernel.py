@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -86,13 +87,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).abs().max() / scale).nan_to_num(float("inf")).item()
 
 
-def check(
+def compare(
     given: Problem, *, dtype: torch.dtype = FP32, seq_idx: Tensor | None = None, softplus=True, n_segments=None
-) -> None:
-    """Outputs, final state and every gradient."""
-    to_y, to_state = torch.randn(given.x.shape).to(dtype).double(), None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs, final state and every gradient, of the kernels and of the recurrence."""
     y, state = reference(given, seq_idx, softplus)
-    to_state = torch.randn(state.shape).float().double()
+    to_y, to_state = torch.randn(y.shape).to(dtype).double(), torch.randn(state.shape).float().double()
     expected = torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), given.leaves())
 
     narrow = in_dtype(given, dtype)
@@ -104,32 +104,25 @@ def check(
     actual = torch.autograd.grad(loss, narrow.leaves())
     assert (actual_y.dtype, actual_state.dtype) == (dtype, FP32)
     assert [g.dtype for g in actual] == [t.dtype for t in narrow.leaves()]
+    names = ["y", "final", *(f"d{name}" for name, tensor in given._asdict().items() if tensor is not None)]
+    return dict(zip(names, [actual_y, actual_state, *actual])), dict(zip(names, [y, state, *expected]))
 
-    names = [name for name, tensor in given._asdict().items() if tensor is not None]
-    pairs = {"y": (actual_y, y), "final": (actual_state, state)}
-    pairs |= {f"d{name}": pair for name, *pair in zip(names, actual, expected)}
-    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+
+def check(given: Problem, *, dtype: torch.dtype = FP32, **options: Any) -> None:
+    actual, expected = compare(given, dtype=dtype, **options)
+    errors = {name: relative_error(actual[name], wanted) for name, wanted in expected.items()}
     assert max(errors.values()) < TOLERANCE[dtype], {name: f"{error:.1e}" for name, error in errors.items()}
 
 
-@pytest.mark.parametrize("d_state", [4, 8, 16, 32, 64, 128])
-def test_every_state_size(d_state: int) -> None:
-    check(problem(1, 70, 1, 16, d_state))
+SHAPES = [(1, 70, 1, 16, n) for n in (4, 8, 16, 32, 64, 128)]
+SHAPES += [(1, 40, 1, p, 16) for p in (16, 20, 48, 64, 128)]
+SHAPES += [(1, length, 2, 16, 4) for length in (1, 63, 64, 65, 150)]
+SHAPES += [(2, 5, heads, 16, 8) for heads in (1, 3, 29)]
 
 
-@pytest.mark.parametrize("head_dim", [16, 20, 48, 64, 128])
-def test_every_kind_of_head_dim(head_dim: int) -> None:
-    check(problem(1, 40, 1, head_dim, 16))
-
-
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
-def test_any_length(length: int) -> None:
-    check(problem(1, length, 2, 16, 4))
-
-
-@pytest.mark.parametrize("heads", [1, 3, 29])
-def test_any_number_of_heads(heads: int) -> None:
-    check(problem(2, 5, heads, 16, 8))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_batch_length_number_of_heads_head_dim_and_state_size(shape: tuple[int, int, int, int, int]) -> None:
+    check(problem(*shape))
 
 
 @pytest.mark.parametrize(("d_state", "head_dim"), [(16, 32), (128, 32), (16, 128)])
@@ -183,15 +176,11 @@ def test_another_document_changes_no_bit(changed: slice) -> None:
         assert not torch.equal(one[:, changed], other[:, changed])
 
 
+@pytest.mark.parametrize("n_segments", [None, 3])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_segments_of_a_row_run_at_once(gated: bool, state: bool) -> None:
-    given = problem(1, 300, 1, 16, 16, gated=gated, state=state)
-    check(given, n_segments=3)
-
-
-def test_without_gate_skip_and_state() -> None:
-    check(problem(1, 70, 2, 16, 16, gated=False, state=False))
+def test_gate_skip_and_state_are_optional_in_segments_too(gated: bool, state: bool, n_segments: int | None) -> None:
+    check(problem(1, 300, 1, 16, 16, gated=gated, state=state), n_segments=n_segments)
 
 
 def test_log_decays_may_be_given() -> None:
@@ -221,8 +210,7 @@ def test_decays_far_outside_what_training_reaches(raw: float) -> None:
 def test_small_decay_gradients_survive_beside_large_ones() -> None:
     """Gradients stay right where a state is almost forgotten at every token."""
     given = problem(1, 70, 1, 16, 16, gated=False, state=False)
-    given = given._replace(a=torch.full_like(given.a, 12.0).requires_grad_())
-    check(given)
+    check(given._replace(a=torch.full_like(given.a, 12.0).requires_grad_()))
 
 
 def test_only_the_final_state_is_used() -> None:
@@ -281,24 +269,18 @@ def test_the_tile_table_has_every_block_size() -> None:
 
 
 def test_bad_input_is_answered() -> None:
-    x, a, b, c, D, z, state = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    x, a, b, c, _, z, state = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    falling = torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
     bad = {
         r"b_BLHN has shape \(2, 9, 2, 8\).*H=3": lambda: ssd(x, a, b[:, :, :2], c),
-        r"c_BLHN has shape .*N=8": lambda: ssd(x, a, b, c[..., :4]),
         r"a_BLH has shape": lambda: ssd(x, a.unsqueeze(-1), b, c),
-        r"D_H has shape \(2,\).*H=3": lambda: ssd(x, a, b, c, D_H=D[:2]),
         r"z_BLHP is float64.*float32.*cast": lambda: ssd(x, a, b, c, z_BLHP=z.double()),
         r"state_BHPN has shape": lambda: ssd(x, a, b, c, state_BHPN=state.mT),
         r"x_BLHP is float16": lambda: ssd(x.half(), a, b.half(), c.half()),
-        r"b_BLHN is bfloat16; it must be float32": lambda: ssd(x, a, b.bfloat16(), c),
-        r"x_BLHP has shape \(0, 9": lambda: ssd(x[:0], a[:0], b[:0], c[:0]),
         r"x_BLHP has shape \(2, 0": lambda: ssd(x[:, :0], a[:, :0], b[:, :0], c[:, :0]),
         r"state size N is 129": lambda: ssd(x, a, *[torch.zeros(2, 9, 3, 129)] * 2),
         r"N=65 and P=16.*64 of each.*call `ssd`": lambda: ssd_forward(x, a, *[torch.zeros(2, 9, 3, 65)] * 2),
-        r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(
-            x, a, b, c, seq_idx_BL=torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
-        ),
-        r"seq_idx_BL is float32": lambda: ssd(x, a, b, c, seq_idx_BL=torch.zeros(2, 9)),
+        r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(x, a, b, c, seq_idx_BL=falling),
         r"n_segments is 0": lambda: ssd(x, a, b, c, n_segments=0),
     }
     for message, call in bad.items():
@@ -306,7 +288,8 @@ def test_bad_input_is_answered() -> None:
             call()
 
 
-def mamba_chunk_scan_combined(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def mamba_scan(monkeypatch: pytest.MonkeyPatch):
     """mamba-ssm's own kernels, in the interpreter; its package cannot be imported without its CUDA extension."""
     spec = importlib.util.find_spec("mamba_ssm")
     if spec is None or spec.origin is None:
@@ -314,40 +297,27 @@ def mamba_chunk_scan_combined(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("einops")
     from triton.runtime.autotuner import Autotuner
 
-    class NoDevice:
-        def __init__(self, *args: object) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *args: object) -> None: ...
-
     package = types.ModuleType("mamba_ssm")
     package.__path__ = [str(Path(spec.origin).parent)]
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
     monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, config, **kwargs: [0.0, 0.0, 0.0])
-    monkeypatch.setattr(torch.cuda, "device", NoDevice)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *args: types.SimpleNamespace(multi_processor_count=1)
-    )
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
-
-    return scan
+    monkeypatch.setattr(torch.cuda, "device", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=1))
+    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
 
-def test_equals_the_kernels_of_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_kernels_of_mamba_ssm(mamba_scan) -> None:
     """Which scale x by dt and decay by exp(-dt), so x is divided by it first."""
-    scan = mamba_chunk_scan_combined(monkeypatch)
     given = in_dtype(problem(1, 70, 2, 16, 16, state=False), FP32)
     seq_idx = documents(1, 70).int()
-    dt = -log_decay(given.a)
-    minus_one = -torch.ones(2)
-    expected = scan(given.x / dt.unsqueeze(-1), dt, minus_one, given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
+    dt, wanted = -log_decay(given.a), given[:4]
+    x = given.x / dt.unsqueeze(-1)
+    expected = mamba_scan(x, dt, -torch.ones(2), given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
+    y, _ = ssd(*wanted, seq_idx_BL=seq_idx)
     to_y = torch.randn_like(expected)
-    wanted = [given.x, given.a, given.b, given.c]
-    expected_gradients = torch.autograd.grad(expected, wanted, to_y)
-    y, _ = ssd(*given[:4], seq_idx_BL=seq_idx)
-    gradients = torch.autograd.grad(y, wanted, to_y)
-    assert relative_error(y, expected) < TOLERANCE[FP32]
-    for actual, wanted_gradient in zip(gradients, expected_gradients):
-        assert relative_error(actual, wanted_gradient) < TOLERANCE[FP32]
+    pairs = zip(*(torch.autograd.grad(out, wanted, to_y) for out in (y, expected)))
+    for actual, theirs in [(y, expected), *pairs]:
+        assert relative_error(actual, theirs) < TOLERANCE[FP32]
 
 
 @pytest.mark.parametrize("gap", [0, 3])

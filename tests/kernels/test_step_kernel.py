@@ -47,24 +47,19 @@ def check(inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
         assert error <= tolerance, error.item()
 
 
-@pytest.mark.parametrize("d_state", [4, 5, 8, 16, 32, 64, 128])
-def test_every_state_size(d_state, poison):
-    check(draw(3, 16, d_state))
+SIZES = [(3, 16, n) for n in (4, 5, 8, 16, 32, 64, 128)] + [(1, 16, 8), (1, 48, 8), (3, 128, 8), (29, 16, 8)]
+SIZES += [(1, 80, 128)]  # a state larger than a block
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (1, 48), (3, 128), (29, 16)])
-def test_heads_and_head_dims(heads, head_dim, poison):
-    check(draw(heads, head_dim, 8))
+@pytest.mark.parametrize(("heads", "head_dim", "d_state"), SIZES)
+def test_sizes(heads, head_dim, d_state, poison):
+    check(draw(heads, head_dim, d_state))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_widths_and_dtypes(width, dtype, poison):
     check(draw(2, 16, 8, width, dtype), dtype)
-
-
-def test_a_state_larger_than_a_block(poison):
-    check(draw(1, 80, 128))
 
 
 def test_extreme_decays_neither_overflow_nor_lose_the_state():
@@ -84,17 +79,21 @@ def test_many_steps_are_the_scan():
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_padding_leaves_both_states_alone(poison):
-    inputs = draw(2, 16, 4)
+def check_padding(inputs: list[Tensor]) -> None:
+    """One token of the first sequence alone."""
     padded = [t.clone() for t in inputs]
     padded[0][1] = float("nan")
     y = ssd_step(*padded, token_mask_B=torch.tensor([1, 0]))
     y_expected, conv_expected, ssm_expected = reference(*(t.double() for t in inputs))
-    torch.testing.assert_close(y[0].double(), y_expected[0], rtol=1e-4, atol=1e-4)
+    tolerance = 1e-4 if y.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(y[0].double(), y_expected[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(padded[6][0].double(), ssm_expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(padded[5][0].double(), conv_expected[0])
-    assert torch.equal(padded[6][1], inputs[6][1])
-    assert torch.equal(padded[5][1], inputs[5][1])
+    assert torch.equal(padded[6][1], inputs[6][1]) and torch.equal(padded[5][1], inputs[5][1])
+
+
+def test_padding_leaves_both_states_alone(poison):
+    check_padding(draw(2, 16, 4))
 
 
 def test_inputs_of_any_strides():
@@ -110,21 +109,15 @@ def test_inputs_of_any_strides():
     ("name", "value", "message"),
     [
         ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\); it must be \[B=2, C=48\]"),
-        ("a_BH", torch.zeros(2, 2).half(), "a_BH is float16; it must be bfloat16 or float32"),
         ("conv_weight_CK", torch.zeros(48, 7), "conv_weight_CK has width 7"),
         ("conv_state_BCK", torch.zeros(2, 3, 48).mT, "conv_state_BCK has strides .* it is written in place"),
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), "ssm_state_BHPN is bfloat16; it must be float32"),
-        ("ssm_state_BHPN", torch.zeros(0, 2, 16, 4), "needs at least one element"),
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
         ("D_H", torch.zeros(2, requires_grad=True), "needs a gradient, which a step in place has not"),
+        ("token_mask_B", torch.ones(3), r"token_mask_B has shape \(3,\); it must be \[B=2\]"),
     ],
 )
 def test_bad_input_is_named(name, value, message):
     inputs = dict(zip(NAMES, draw(2, 16, 4)))
     with pytest.raises(ValueError, match=message):
         ssd_step(**{**inputs, name: value})
-
-
-def test_a_mask_of_another_batch_is_refused():
-    with pytest.raises(ValueError, match=r"token_mask_B has shape \(3,\); it must be \[B=2\]"):
-        ssd_step(*draw(2, 16, 4), token_mask_B=torch.ones(3))

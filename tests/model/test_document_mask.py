@@ -5,8 +5,7 @@ FlashAttention needs a GPU: `flash` does what it does, by its documentation, doc
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +57,7 @@ def flash(
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """``as_on_a_gpu(function)``: packed rows run it, or FlexAttention with None, from now on."""
 
     def choose(function: Any) -> None:
@@ -68,20 +67,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], Non
     return choose
 
 
-def packed_rows(length: int = LENGTH, longest: int = 40) -> Batch:
+def packed_rows(length: int = LENGTH, mean: int = 20) -> Batch:
     """Two rows of random documents, with other borders in each."""
-    generator, rows = random.Random(0), []
-    for _ in range(2):
-        starts = torch.zeros(length, dtype=torch.long)
-        place = 0
-        while (place := place + generator.randint(1, longest)) < length:
-            starts[place] = 1
-        rows.append(starts.cumsum(0))
-    seq_idx = torch.stack(rows)
-    lengths = torch.zeros(2, int(seq_idx.max()) + 1, dtype=torch.long).scatter_add_(
-        1, seq_idx, torch.ones_like(seq_idx)
-    )
-    ids = torch.randint(2, 99, seq_idx.shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    seq_idx = (torch.rand(2, length, generator=generator) < 1 / mean).long().cumsum(1)
+    seq_idx = seq_idx - seq_idx[:, :1]
+    lengths = torch.stack([row.bincount(minlength=int(seq_idx.max()) + 1) for row in seq_idx])
+    ids = torch.randint(2, 99, seq_idx.shape, generator=generator)
     return {"input_ids": ids, "seq_idx": seq_idx, "mask": torch.ones_like(ids, dtype=torch.bool), "lengths": lengths}
 
 
@@ -142,7 +134,7 @@ def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
 
 def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
     """Bytes at the fullest of a step of alignment, whose kept heads are trained: a mask has a byte for each pair."""
-    batch, peaks = pick_rows(packed_rows(MANY, longest=500), slice(1)), []
+    batch, peaks = pick_rows(packed_rows(MANY, mean=250), slice(1)), []
     config = small_config(target="layer", train="mixer", precision="bf16")
     stage = make_stage(config, *small_models(num_hidden_layers=1)).train()
     for turn in range(2):
@@ -154,7 +146,7 @@ def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
 
 def test_blocks_of_documents_are_those_of_their_mask(as_on_a_gpu):
     as_on_a_gpu(None)
-    seq_idx = packed_rows(MANY, longest=500)["seq_idx"]
+    seq_idx = packed_rows(MANY, mean=250)["seq_idx"]
     config = small_models()[1].config
     mask = packed_inputs(seq_idx, config=config)["attention_mask"]
     begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)

@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_distill.model import ssd
-from hybrid_distill.model.ssd import (
-    causal_conv,
-    log_decay,
-    mixing_matrix,
-    raw_decay,
-    ssd_scan,
-    ssd_step,
-)
+from hybrid_distill.model.ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
 
 # dtype of the inputs -> relative and absolute tolerance
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -61,37 +54,31 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
         close(final[0, 0], state)
 
 
+def values_and_gradients(
+    args: list[Tensor], seq_idx: Tensor | None, impl: str = "torch", chunk_size: int = ssd.CHUNK_SIZE
+) -> list[Tensor]:
+    """y, the final state, and the gradients of x, log a, B, C and, if given, the state before."""
+    leaves = [t.detach().requires_grad_() for t in args]
+    options = {"state_BHPN": leaves[4] if len(leaves) > 4 else None, "seq_idx_BL": seq_idx, "impl": impl}
+    y, state = ssd_scan(*leaves[:4], **options, chunk_size=chunk_size)
+    to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
+    return [y.detach(), state.detach(), *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)]
+
+
 @pytest.mark.parametrize("chunk_size", [1, 16, 32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_chunks_equal_reference(length: int, packed: bool, chunk_size: int) -> None:
-    x, log_a, b, c = inputs(length)
-    given = dict(state_BHPN=some_state(), seq_idx_BL=documents(length) if packed else None)
-    y, state = ssd_scan(x, log_a, b, c, **given, chunk_size=chunk_size)
-    expected_y, expected_state = ssd_scan(x, log_a, b, c, **given, impl="reference")
-    close(y, expected_y)
-    close(state, expected_state)
+    given = [*inputs(length), some_state()], documents(length) if packed else None
+    found, expected = (values_and_gradients(*given, impl, chunk_size) for impl in ("torch", "reference"))
+    for actual, wanted in zip(found, expected):
+        close(actual, wanted)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_are_carried_over_blocks_of_chunks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
     test_chunks_equal_reference(77, packed, 8)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients_equal_reference(packed: bool) -> None:
-    leaves = [t.requires_grad_() for t in (*inputs(45), some_state())]
-    seq_idx = documents(45) if packed else None
-    to_y, to_state = torch.randn(BATCH, 45, HEADS, HEAD_DIM, dtype=torch.float64), some_state()
-
-    def gradients(impl: str) -> tuple[Tensor, ...]:
-        *args, state = leaves
-        y, state = ssd_scan(*args, state_BHPN=state, seq_idx_BL=seq_idx, impl=impl, chunk_size=16)
-        return torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)
-
-    for actual, expected in zip(gradients("torch"), gradients("reference")):
-        close(actual, expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -140,14 +127,6 @@ def test_decay_of_zero_and_of_one() -> None:
     close(state, expected_state, torch.float32)
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum() + state.sum(), leaves))
     close(torch.einsum("bhls,bshp->blhp", mixing_matrix(log_a, b, c), x), expected_y, torch.float32)
-
-
-def values_and_gradients(args: list[Tensor], seq_idx: Tensor | None, impl: str = "torch") -> list[Tensor]:
-    """y, the final state, and the gradients of x, log a, B and C."""
-    leaves = [t.detach().requires_grad_() for t in args]
-    y, state = ssd_scan(*leaves, seq_idx_BL=seq_idx, impl=impl)
-    to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
-    return [y.detach(), state.detach(), *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
