@@ -2,7 +2,6 @@
 
     python benchmarks/scoring.py                 # speed on one CPU thread, about 45 minutes
     python benchmarks/scoring.py --seeds         # racing against exhaustive scoring, 20 seeds, about 2 hours; goes on
-    python benchmarks/scoring.py --gpu           # a Llama of the size of Llama-3.2-1B on a CUDA device, minutes
     python benchmarks/scoring.py --small         # all of the CPU's parts in two minutes, written nowhere
 
 The teacher is a Llama of 8 layers x 16 heads with a planted retrieval circuit (tests/planted.py): three heads that
@@ -33,15 +32,13 @@ from typing import Any
 
 import torch
 from provenance import about, read, versions, write
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from planted import KEYS, Circuit, Shape, planted_teacher, word_tokenizer
+from planted import KEYS, Circuit, Shape, planted_teacher
 
-from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
-from hybrid_distill.probes.kv_retrieval import HEADER, N_VALUES, QUESTION, KVRetrieval
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads
 
@@ -192,46 +189,6 @@ def measure_seeds(n_seeds: int, n_examples: int, known: Sequence[dict[str, Any]]
         )
 
 
-def measure_gpu(n_examples: int = 1000, n_pairs: int = 50) -> dict[str, Any]:
-    """Wall-clock seconds of exhaustive scoring on a CUDA device: 16 layers x 32 heads, random weights, bfloat16."""
-    texts = [HEADER + "\n", QUESTION.format(key=" "), ":", " ".join(NOUNS), " ".join(map(str, range(N_VALUES)))]
-    tokenizer = word_tokenizer(texts)
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    probe = KVRetrieval(n_pairs)
-
-    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = work()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, result
-
-    ids = torch.tensor(tokenizer([e.prompt for e in probe.examples(64)])["input_ids"], device="cuda")
-    one_forward = torch.no_grad()(lambda: [model(part, logits_to_keep=1) for part in ids.split(32)])
-    one_forward()
-    torch.cuda.reset_peak_memory_stats()
-    took_plain, _ = timed(one_forward)
-    took, _ = timed(lambda: score_heads(model, tokenizer, probe, n_examples=n_examples, min_accuracy=0.0))
-    n_heads = config.num_hidden_layers * config.num_attention_heads
-    plain_total = took_plain * n_examples / 64 * n_heads
-    return {
-        "what": "wall-clock seconds of score_heads, every head on every prompt; random weights",
-        "shape": "16 layers x 32 heads, 2048 wide, as Llama-3.2-1B",
-        "prompts": {"n": n_examples, "pairs": n_pairs, "tokens": ids.shape[1]},
-        "seconds": {"exact": round(took, 1), "plain, answers": round(plain_total, 1)},
-        "times_as_fast": round(plain_total / took, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "goal_seconds": 600,
-        "met": took <= 600,
-    }
-
-
 def cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -243,32 +200,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", nargs="?", type=int, const=20, help="how many")
-    which.add_argument("--gpu", action="store_true")
     which.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    on_cpu = f"{cpu_name()}, 1 thread"
     if options.small:
         print(json.dumps(measure_speed(32, NARROW), indent=1))
         measure_seeds(1, 64)
         return
 
-    def save(part: str, device: str, measured: dict[str, Any]) -> None:
-        head = about(measured.pop("what"), packages=PACKAGES) | {"device": device}
+    def save(part: str, measured: dict[str, Any]) -> None:
+        head = about(measured.pop("what"), packages=PACKAGES) | {"device": f"{cpu_name()}, 1 thread"}
         record = read(options.out) | {part: head | measured}
         write(options.out, record)
         print(json.dumps({name: value for name, value in record[part].items() if name != "rows"}, indent=1))
 
-    if options.gpu:
-        save("gpu", torch.cuda.get_device_name(), measure_gpu())
-    elif options.seeds:
+    if options.seeds:
         before = read(options.out).get("seeds", {})
         same = before and before["versions"] == versions(PACKAGES)
         rows = before["rows"] if same else []
-        measure_seeds(options.seeds, EXAMPLES, rows, lambda measured: save("seeds", on_cpu, measured))
+        measure_seeds(options.seeds, EXAMPLES, rows, lambda measured: save("seeds", measured))
     else:
-        save("speed", on_cpu, measure_speed(EXAMPLES, SPEED))
+        save("speed", measure_speed(EXAMPLES, SPEED))
 
 
 if __name__ == "__main__":

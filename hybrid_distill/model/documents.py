@@ -64,13 +64,13 @@ def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
     return _known[kind]
 
 
-def between(borders: Tensor, batch: int, length: int) -> Tensor:
+def seq_idx_of_borders(borders: Tensor, batch: int, length: int) -> Tensor:
     """Make seq_idx_BL from the documents' borders in all rows laid end to end: 0, the first one's length, ..."""
     place_T = torch.arange(batch * length, device=borders.device)
     return torch.bucketize(place_T, borders.flatten()[1:].long(), right=True).view(batch, length)
 
 
-def restarts(
+def seq_idx_of_positions(
     position_BL: Tensor, attention_mask: Any, token_mask_BL: Tensor | None, n_past: Any, cached: bool
 ) -> Tensor | None:
     """Make seq_idx_BL from positions that do not rise from one token to the next; None where all rise.

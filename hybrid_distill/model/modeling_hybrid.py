@@ -24,9 +24,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .cache import HybridCache, HybridLayerCache, StaticLayerCache
 from .configuration_hybrid import HybridConfig, rope_settings
-from .documents import CACHE_WITH_PACKING, between, layer_windows, packed_inputs, packs_by_itself, restarts
+from .documents import (
+    CACHE_WITH_PACKING,
+    layer_windows,
+    packed_inputs,
+    packs_by_itself,
+    seq_idx_of_borders,
+    seq_idx_of_positions,
+)
 from .layout import attention_name, decoder_of
-from .mixer import ROW_ARGUMENTS, HybridMixer
+from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
 
 # transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
 from .ssd import check_implementation
@@ -69,9 +76,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
             layer.__class__ = _handing_over(type(layer), name)
         self.post_init()
-        for mixer in self.mixers():  # post_init leaves submodules to the backbone, which does not know these
-            if mixer.ssm is not None:
-                mixer.ssm.reset_parameters(config.initializer_range)
+        for heads in self.recurrent_heads():  # post_init leaves submodules to the backbone, which does not know these
+            heads.reset_parameters(config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -83,9 +89,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if output_loading_info:
             return loaded
         model, info = loaded
-        names = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
-        shown = {kind: ", ".join(found[:3]) + " ..." * (len(found) > 3) for kind, found in names.items()}
-        if wrong := [f"{kind}: {some}" for kind, some in shown.items() if some]:
+        found = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
+        if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) or "this checkpoint"
             raise ValueError(
                 f"the tensors of {where} are not this model's under transformers {__version__} "
@@ -101,6 +106,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the mixer of each layer."""
         return [getattr(layer, attention_name(layer)) for layer in self.model.layers]
 
+    def recurrent_heads(self) -> list[SSMHeads]:
+        """Return the recurrent heads of each layer that has some."""
+        return [mixer.ssm for mixer in self.mixers() if mixer.ssm is not None]
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
 
@@ -109,16 +118,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_segment_len(self, segment_len: int | None) -> None:
         """Run recurrent heads over so many tokens at a time (`SSMHeads`); None is a whole row."""
-        for mixer in self.mixers():
-            if mixer.ssm is not None:
-                mixer.ssm.segment_len = segment_len
+        for heads in self.recurrent_heads():
+            heads.segment_len = segment_len
 
     def set_ssm_implementation(self, impl: str) -> None:
         """Choose how recurrent heads are computed (`ssd.IMPLEMENTATIONS`). Raises as `ssd_scan` does."""
         check_implementation(impl)
-        for mixer in self.mixers():
-            if mixer.ssm is not None:
-                mixer.ssm.impl = impl
+        for heads in self.recurrent_heads():
+            heads.impl = impl
 
     def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
         """Make an empty cache that fits this model.
@@ -257,11 +264,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if seq_idx is None and length > 1:
             borders, cached = kwargs.get("cu_seq_lens_q"), past_key_values is not None or bool(use_cache)
             if borders is not None:
-                seq_idx = between(borders, batch, length)
+                seq_idx = seq_idx_of_borders(borders, batch, length)
             elif position_ids is not None and position_ids.ndim == 2:
                 cached = cached or (torch.compiler.is_compiling() and use_cache is None and not self.training)
                 n_past = 0 if past_key_values is None else past_key_values.get_seq_length()
-                seq_idx = restarts(position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached)
+                seq_idx = seq_idx_of_positions(
+                    position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached
+                )
             backbone_packs = attention_mask is None and packs_by_itself(self.model.config, position_ids, batch)
         if attention_mask is not None and token_mask is not None and seq_idx is None:
             self._refuse_padding_in_windows(attention_mask)

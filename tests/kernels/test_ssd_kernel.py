@@ -117,7 +117,7 @@ def check(given: Problem, *, dtype: torch.dtype = FP32, **options: Any) -> None:
 SHAPES = [(1, 70, 1, 16, n) for n in (4, 8, 16, 32, 64, 128)]
 SHAPES += [(1, 40, 1, p, 16) for p in (16, 20, 48, 64, 128)]
 SHAPES += [(1, length, 2, 16, 4) for length in (1, 63, 64, 65, 150)]
-SHAPES += [(2, 5, heads, 16, 8) for heads in (1, 3, 29)]
+SHAPES += [(2, 5, 1, 16, 8), (2, 5, 3, 16, 8), (1, 5, 29, 16, 8)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -130,32 +130,30 @@ def test_bf16_as_a_gpu_rounds_it(d_state: int, head_dim: int) -> None:
     check(problem(1, 70, 2, head_dim, d_state, dtype=BF16), dtype=BF16)
 
 
-@pytest.mark.parametrize("n_segments", [1, 2])
-def test_blocks_of_a_float32_state_that_is_too_large_for_one_kernel(n_segments: int) -> None:
-    check(problem(1, 70, 2, 80, 72), seq_idx=documents(1, 70), n_segments=n_segments)
-    check(problem(1, 70, 2, 16, 72, gated=False, state=False), n_segments=n_segments)
+def test_blocks_of_a_float32_state_that_is_too_large_for_one_kernel() -> None:
+    check(problem(1, 70, 1, 80, 72), seq_idx=documents(1, 70), n_segments=2)
+    check(problem(1, 70, 2, 16, 72, gated=False, state=False))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, but for the decay's gradient, whose parts are summed in another order."""
-    given, seq_idx = problem(1, 100, 2, 20, 12, dtype=dtype), documents(1, 100)
-    narrow, gradients = in_dtype(given, dtype), {}
+    given, seq_idx = problem(1, 70, 1, 20, 12, dtype=dtype), documents(1, 70)
+    gradients = {}
     tile = tiles.tile_for(90, dtype, 12, 20)
     for n_backward in tiles.BACKWARD_KERNELS:
         monkeypatch.setitem(tiles.TILES, (dtype, 90, 16, 32), tile._replace(n_backward=n_backward))
-        check(given, dtype=dtype, seq_idx=seq_idx, n_segments=2)
-        y, state = ssd(*narrow[:4], D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state, seq_idx_BL=seq_idx)
-        gradients[n_backward] = torch.autograd.grad(y.sum() + state.sum(), narrow.leaves())
-    for n_backward in (2, 3):
-        for name, one, other in zip(Problem._fields, gradients[1], gradients[n_backward]):
-            assert relative_error(other, one) < 1e-6 if name == "a" else torch.equal(other, one), (name, n_backward)
+        torch.manual_seed(1)
+        gradients[n_backward], expected = compare(given, dtype=dtype, seq_idx=seq_idx, n_segments=2)
+    for name, one in gradients[1].items():
+        assert relative_error(one, expected[name]) < TOLERANCE[dtype], name
+        for other in (gradients[2][name], gradients[3][name]):
+            assert relative_error(other, one) < 1e-6 if name == "da" else torch.equal(other, one), name
 
 
-@pytest.mark.parametrize("d_state", [8, 128])
-@pytest.mark.parametrize("n_segments", [1, 3])
+@pytest.mark.parametrize(("d_state", "n_segments"), [(8, 1), (8, 3), (128, 3)])
 def test_packed_documents(n_segments: int, d_state: int) -> None:
-    check(problem(2, 200, 1, 16, d_state), seq_idx=documents(2, 200), n_segments=n_segments)
+    check(problem(2, 130, 1, 16, d_state), seq_idx=documents(2, 130), n_segments=n_segments)
 
 
 @pytest.mark.parametrize("changed", [slice(0, 45), slice(45, 90)])
@@ -180,7 +178,7 @@ def test_another_document_changes_no_bit(changed: slice) -> None:
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_gate_skip_and_state_are_optional_in_segments_too(gated: bool, state: bool, n_segments: int | None) -> None:
-    check(problem(1, 300, 1, 16, 16, gated=gated, state=state), n_segments=n_segments)
+    check(problem(1, 200, 1, 16, 16, gated=gated, state=state), n_segments=n_segments)
 
 
 def test_log_decays_may_be_given() -> None:
@@ -235,7 +233,7 @@ def test_slices_of_a_wider_tensor_need_no_copy() -> None:
 
 
 def test_the_same_bits_every_time_and_however_rows_are_batched() -> None:
-    given = in_dtype(problem(2, 70, 2, 16, 8), FP32)
+    given = in_dtype(problem(2, 70, 1, 16, 8), FP32)
     runs = []
     for rows in (slice(0, 2), slice(0, 2), slice(0, 1)):
         x, a, b, c = (t.detach()[rows] for t in given[:4])
@@ -308,11 +306,11 @@ def mamba_scan(monkeypatch: pytest.MonkeyPatch):
 
 def test_equals_the_kernels_of_mamba_ssm(mamba_scan) -> None:
     """Which scale x by dt and decay by exp(-dt), so x is divided by it first."""
-    given = in_dtype(problem(1, 70, 2, 16, 16, state=False), FP32)
+    given = in_dtype(problem(1, 70, 1, 16, 16, state=False), FP32)
     seq_idx = documents(1, 70).int()
     dt, wanted = -log_decay(given.a), given[:4]
     x = given.x / dt.unsqueeze(-1)
-    expected = mamba_scan(x, dt, -torch.ones(2), given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
+    expected = mamba_scan(x, dt, -torch.ones(1), given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
     y, _ = ssd(*wanted, seq_idx_BL=seq_idx)
     to_y = torch.randn_like(expected)
     pairs = zip(*(torch.autograd.grad(out, wanted, to_y) for out in (y, expected)))
