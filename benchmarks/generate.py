@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ def read(one: Contestant, n_tokens: int) -> None:
 
 
 @contextmanager
-def watched(modules: list[nn.Module]) -> Iterator[list[float]]:
+def watched(modules: Sequence[nn.Module]) -> Iterator[list[float]]:
     """CPU seconds of each call of these modules while the context is open."""
     seconds: list[float] = []
     started: list[float] = []
@@ -123,19 +123,15 @@ def watched(modules: list[nn.Module]) -> Iterator[list[float]]:
             hook.remove()
 
 
-def recurrent_modules(model: PreTrainedModel) -> list[nn.Module]:
-    mixers = model.mixers() if isinstance(model, HybridForCausalLM) else []
-    return [mixer.ssm for mixer in mixers if mixer.ssm is not None]
-
-
 def decode(one: Contestant) -> list[tuple[float, float]]:
     """CPU seconds of each further token, and of its recurrent heads."""
-    found = []
+    found: list[tuple[float, float]] = []
+    recurrent = one.model.recurrent_heads() if isinstance(one.model, HybridForCausalLM) else []
     for token in torch.randint(0, one.model.config.vocab_size, (BURST, 1, 1)):
-        with watched(recurrent_modules(one.model)) as recurrent:
+        with watched(recurrent) as in_heads:
             start = time.process_time()
             one.model(token, past_key_values=one.cache, use_cache=True)
-            found.append((time.process_time() - start, sum(recurrent)))
+            found.append((time.process_time() - start, sum(in_heads)))
     return found
 
 
