@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits, packed_inputs
+from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits
 from ..student.build import unshare_weights
 from .config import DistillConfig, LongConfig
 from .losses import distillation_loss, next_token_labels
-from .stage import Stage, StageLoss, Totals, mixer_parameters
+from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 
 class EndToEnd(Stage[DistillConfig]):
@@ -64,7 +64,11 @@ class EndToEnd(Stage[DistillConfig]):
         if config.hard_weight:
             labels_BL = next_token_labels(input_ids, seq_idx, batch["mask"])
             options |= {"hard_weight": config.hard_weight, "labels_BL": labels_BL}
-        theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
+        if self.teachers:
+            theirs = teacher_hidden(self.teacher, batch)
+        else:
+            taught = cast(TaughtBatch, batch)
+            theirs = TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
         packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
         ours_BLD = self.model.backbone_outputs(input_ids, use_cache=False, **packed)[0]
         return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
@@ -82,18 +86,6 @@ class EndToEnd(Stage[DistillConfig]):
         if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
             return fused_distillation_loss(ours_BLD, ours.module.weight, known, mask_BL, **options)
         return distillation_loss(ours(ours_BLD), known, mask_BL, **options)
-
-
-@torch.no_grad()
-def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
-    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
-    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
-
-
-def _top_k(batch: Batch) -> TeacherTopK:
-    taught = cast(TaughtBatch, batch)
-    return TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
 
 
 class OutputEmbedding(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..io import Record, write_text
 from . import checkpoint
-from .checkpoint import Checkpoints, Snapshot
+from .checkpoint import Checkpoints
 from .config import MAY_CHANGE
 
 METRICS = "metrics.jsonl"
@@ -55,13 +55,6 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def snapshot_to_resume(checkpoints: Checkpoints, resume: str) -> Snapshot | None:
-    """Read the checkpoint to resume from, the same one in all processes."""
-    if resume == "never":
-        return None
-    return checkpoints.latest() if resume == "auto" else checkpoint.load(resume)
 
 
 def check_same_run(ours: Record, found: Record, place: Path) -> None:
