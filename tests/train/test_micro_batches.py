@@ -132,13 +132,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert error <= 1e-6 * scale, f"{name}: {error / scale:.1e}"
 
 
-def test_the_rows_are_uneven():
-    batch = UnevenRows().batch(0, 8)
-    counts = batch["mask"].sum(1).tolist()
-    assert counts[2:4] == [0, 0] and counts[5] == 1 and len(set(counts)) > 4
-    assert batch["seq_idx"].amax(1).unique().numel() > 1
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Callable[[str], dict[str, Tensor]]:
     """`train` of a case on one process without a cut, once."""
