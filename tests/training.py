@@ -148,11 +148,6 @@ class WrappedRows:
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         return self.rows.batch(step, batch_size, rank, world)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 class StoppingRows(WrappedRows):
     """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""

@@ -196,7 +196,7 @@ class Run(RunInputs):
             if aligned:
                 graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
         path = self.out / "build.json"
-        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **report.to_dict()}))
+        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **dataclasses.asdict(report)}))
         return student
 
     def _new_student(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,9 +46,10 @@ from .resume import (
     check_same_run,
     clear,
     cut_metrics,
+    rng_state,
+    set_rng_state,
     stop_requests,
 )
-from .rng import rng_state, row_seeds, set_rng_state
 from .spikes import Meter, SpikeDetector, flops_per_token, profiler
 from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
@@ -176,7 +178,10 @@ class _Training:
         config = self.config
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
-        batches = self._batches()
+        on_gpu = self.accelerator.device.type == "cuda"
+        share = (range(self.step, config.steps), config.batch_size, self.rank, self.world)
+        workers = GPU_WORKERS * on_gpu if config.data_workers is None else config.data_workers
+        batches = read_ahead(self.rows, *share, workers=workers, pinned=on_gpu)
         with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
@@ -201,13 +206,6 @@ class _Training:
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _batches(self) -> Generator[Batch, None, None]:
-        """Return this process's share of the steps that are left."""
-        on_gpu = self.accelerator.device.type == "cuda"
-        workers = GPU_WORKERS * on_gpu if self.config.data_workers is None else self.config.data_workers
-        steps, size = range(self.step, self.config.steps), self.config.batch_size
-        return read_ahead(self.rows, steps, size, self.rank, self.world, workers=workers, pinned=on_gpu)
-
     def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
         """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
         config = self.config
@@ -216,7 +214,7 @@ class _Training:
         with self.meter.waiting_for_data():
             batch = on_device(next(batches), self.accelerator.device)
         first = self.step * config.batch_size + self.rank * self.n_rows
-        seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
+        seeds = [row_seed(self.identity["seed"], place) for place in range(first, first + self.n_rows)]
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
         recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
         with on_fast_cpu(self.accelerator.device, recomputes):
@@ -340,6 +338,11 @@ class _Training:
             tracker.finish()
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
+
+
+def row_seed(seed: int, place: int) -> int:
+    """Make a row's seed of the run's and the row's place in the data's order."""
+    return int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little")
 
 
 def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:

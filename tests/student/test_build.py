@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +62,6 @@ def calibration() -> dict[str, torch.Tensor]:
 
 def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel) -> None:
     student, report = build_student(teacher, some_heads(teacher), d_state=8, init="random")
-    assert json.loads(json.dumps(report.to_dict()))["init"] == "random"
     of_student = [record for record in report.tensors if record.action != "dropped"]
     assert sorted(record.name for record in of_student) == sorted(student.state_dict())
     dropped = {record.name for record in report.tensors if record.action == "dropped"}

@@ -147,26 +147,6 @@ def test_killed_between_steps_and_resumed_gives_the_same_weights(uninterrupted, 
     assert (train(name, tmp_path), losses(tmp_path)) == uninterrupted[name]
 
 
-@pytest.mark.parametrize("nth", [1, 3])
-def test_killed_in_the_middle_of_writing_a_file(uninterrupted, tmp_path, nth):
-    """A checkpoint, or the result."""
-
-    def action() -> None:
-        real, count = checkpoint.save_tensors, iter(range(1, 100))
-
-        def half(path, tensors) -> None:
-            real(path, tensors)
-            if next(count) == nth:
-                os.truncate(path, path.stat().st_size // 2)
-                die()
-
-        checkpoint.save_tensors = half
-        train("align", tmp_path)
-
-    killed(action)
-    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
-
-
 def test_killed_after_the_weights_of_the_result_before_the_manifest_that_makes_them_count(uninterrupted, tmp_path):
     def action() -> None:
         real = checkpoint.save_stage
@@ -368,6 +348,13 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
     whole, curve = uninterrupted["align"]
     assert (train("align", tmp_path, data_workers=2).weights, losses(tmp_path)) == (whole.weights, curve)
 
+    def fail() -> None:
+        raise ValueError("the disk is gone")
+
+    with pytest.raises(ValueError, match="the disk is gone"):
+        train("align", tmp_path / "fails", StoppingRows(small_rows(), 3, fail), data_workers=1)
+    assert not multiprocessing.active_children(), "Python would wait for them when it exits"
+
 
 def test_compiled_layers_train_the_same(uninterrupted, tmp_path, monkeypatch):
     compiled, graphs = torch.nn.Module.compile, []
@@ -380,15 +367,6 @@ def test_compiled_layers_train_the_same(uninterrupted, tmp_path, monkeypatch):
     train("distill", tmp_path, compile_layers=True)
     curve = [loss for _, loss, _ in losses(tmp_path)]
     assert graphs and curve == pytest.approx([loss for _, loss, _ in uninterrupted["distill"][1]], rel=1e-4)
-
-
-def test_an_error_in_a_worker_is_the_loops(tmp_path):
-    def fail() -> None:
-        raise ValueError("the disk is gone")
-
-    with pytest.raises(ValueError, match="the disk is gone"):
-        train("align", tmp_path, StoppingRows(small_rows(), 3, fail), data_workers=1)
-    assert not multiprocessing.active_children(), "Python would wait for them when it exits"
 
 
 @pytest.mark.parametrize(

@@ -252,12 +252,11 @@ def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
         torch.testing.assert_close(stage(batch).total, expected)
 
 
-@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
-def test_the_fused_loss_has_the_gradients_of_the_loss_on_logits(batch, hard_weight):
+def test_the_fused_loss_has_the_gradients_of_the_loss_on_logits(batch):
     gradients = {}
     for fused in (True, False):
         student, teacher = small_models()
-        config = DistillConfig(kind="jsd", temperature=2.0, hard_weight=hard_weight, fused=fused)
+        config = DistillConfig(kind="jsd", temperature=2.0, hard_weight=0.3, fused=fused)
         stage = EndToEnd(student, teacher, config)
         stage(batch).total.backward()
         gradients[fused] = {name: p.grad for name, p in student.named_parameters()}
@@ -299,14 +298,6 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     assert loss.dtype == torch.float32
     assert {p.dtype for p in stage.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}
-
-
-def test_bf16_compute_is_close_to_float32(batch):
-    stage = make("distill")
-    with torch.no_grad():
-        exact = stage(batch).total
-        stage.bf16 = True
-        torch.testing.assert_close(stage(batch).total, exact, rtol=0.05, atol=0.01)
 
 
 REFUSED = {

@@ -110,9 +110,7 @@ def _register_outside_use(module: nn.Module) -> None:
 
 def _flat_partitions(engine: Any) -> list[Tensor]:
     """Return this process's float32 parameters, one flat tensor for each group of the optimizer."""
-    if hasattr(engine, "fp32_partitioned_groups_flat"):
-        return engine.fp32_partitioned_groups_flat
-    return engine.single_partition_of_fp32_groups
+    return getattr(engine, "fp32_partitioned_groups_flat", None) or engine.single_partition_of_fp32_groups
 
 
 def _link_states(optimizer: Any) -> None:
