@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -83,12 +84,12 @@ def test_an_export_of_a_finished_run_carries_its_results(
     assert len(modes) == 1, "whoever may read the config may read the weights"
 
 
-def test_resume_never_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
+def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
     out, base = tmp_path / "run", small_run()
-    run(replace(base, out=out, plan=PlanConfig("top", k=3)))
+    shutil.copytree(finished, out)
     for other in ("notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"):
         (out / other).write_text("somebody else's")
-    for old in ("aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
+    for old in ("scores.json", "aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
         (out / old).parent.mkdir(parents=True, exist_ok=True)
         (out / old).write_text("{}")
     settings: dict[str, Any] = {
