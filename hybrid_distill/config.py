@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
 from .io import Record
@@ -201,10 +201,8 @@ class RunConfig:
 
     @property
     def stage_configs(self) -> tuple[StageConfig, ...]:
-        """Configs of the stages to run, in this order."""
-        every = (self.matrix, self.align, self.distill, self.on_policy, self.long, self.post)
-        by_name: dict[str, StageConfig] = dict(zip(get_args(StageName), every))
-        return tuple(by_name[name] for name in self.stages)
+        """Configs of `stages`."""
+        return tuple(getattr(self, name) for name in self.stages)
 
     @property
     def own_stages(self) -> tuple[StageConfig, ...]:
@@ -217,27 +215,21 @@ class RunConfig:
         return set(get_args(StageName)) - set(self.stages)
 
 
-Small = TypeVar("Small", bound=StageConfig)
-
-
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
     """Return the same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
-
-    def small(stage: Small) -> Small:
-        return replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
-
+    small: dict[str, Any] = {}
+    for name in get_args(StageName):
+        stage = getattr(config, name)
+        small[name] = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
+    small["long"] = replace(small["long"], seq_len=min(config.long.seq_len, 512), segment_len=256)
+    small["post"] = replace(small["post"], teacher=None, data=DataConfig(seq_len=min(config.post.data.seq_len, 256)))
     return replace(
         config,
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
         data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
-        matrix=small(config.matrix),
-        align=small(config.align),
-        distill=small(config.distill),
-        on_policy=small(config.on_policy),
-        long=replace(small(config.long), seq_len=min(config.long.seq_len, 512), segment_len=256),
-        post=replace(small(config.post), teacher=None, data=DataConfig(seq_len=min(config.post.data.seq_len, 256))),
+        **small,
     )
 
 

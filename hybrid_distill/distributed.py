@@ -45,21 +45,16 @@ class OtherProcessError(RuntimeError):
     """Another process of this launch has failed; its own message says how."""
 
 
-def make_accelerator(
-    *,
-    processes: int | None = None,
-    trackers: Sequence[str] = (),
-    logging_dir: str | Path | None = None,
-) -> Accelerator:
+def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | None = None) -> Accelerator:
     """Make an accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
-    ``processes`` is how many there must be, by default as many as the launcher announced. Raises WorldError when
-    another number runs, or they are not connected; ValueError for an unknown tracker or one that is not installed.
+    Raises WorldError when fewer processes run together than the launcher announced; ValueError for an unknown tracker
+    or one that is not installed.
     """
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, patch_environment
 
     check_trackers(trackers)
     _check_environment()
@@ -74,7 +69,7 @@ def make_accelerator(
         _name_gloo_interface()
     # A second accelerator with other settings is refused otherwise.
     AcceleratorState._reset_state()
-    with _without_fsdp_of_accelerate():
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # `is_fsdp2`
         accelerator = Accelerator(
             cpu=on_cpu and not with_deepspeed,
             mixed_precision="no",  # stages compute in bfloat16 by themselves: with DeepSpeed as without
@@ -82,7 +77,7 @@ def make_accelerator(
             log_with=list(trackers) or None,
             project_dir=None if logging_dir is None else str(logging_dir),
         )
-    _check_world(accelerator, processes)
+    _check_world(accelerator)
     build_whole_models()
     return accelerator
 
@@ -203,39 +198,36 @@ def compute_everywhere(compute: Callable[[], T]) -> list[T]:
     _, world = rank_and_world()
     if world == 1:
         return [compute()]
-    mine: list[T] = []
-    error: Exception | None = None
+    mine, error, message = list[T](), None, ""
     try:
         mine = [compute()]
     except Exception as raised:
-        error = raised
-    outcomes: list[tuple[list[T], str | None]] = [([], None)] * world
-    message = None if error is None else f"{type(error).__name__}: {error}"
+        error, message = raised, f"{type(raised).__name__}: {raised}"
+    outcomes: list[tuple[list[T], str]] = [([], "")] * world
     dist.all_gather_object(outcomes, (mine, message))
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
+        if message:
             raise OtherProcessError(f"process {rank} of {world} has failed ({message})")
     return [result for results, _ in outcomes for result in results]
 
 
-def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> int:
-    """Set how a process's ``rows`` of a step are cut into micro-batches; returns their number.
+def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> None:
+    """Set how a process's ``rows`` of a step are cut into micro-batches.
 
     DeepSpeed needs it, and the clipping norm, before it prepares a model.
     """
-    accumulation = -(-rows // micro_batch_size)
-    accelerator.gradient_accumulation_steps = accumulation
+    accelerator.gradient_accumulation_steps = accumulation = -(-rows // micro_batch_size)
     if plugin := accelerator.state.deepspeed_plugin:
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = min(micro_batch_size, rows)
-        plugin.deepspeed_config["gradient_accumulation_steps"] = accumulation
-        plugin.deepspeed_config["gradient_clipping"] = clip
-    return accumulation
+        plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=min(micro_batch_size, rows),
+            gradient_accumulation_steps=accumulation,
+            gradient_clipping=clip,
+        )
 
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
-    """Check whether DeepSpeed runs the training."""
     return accelerator.distributed_type.value == "DEEPSPEED"
 
 
@@ -244,16 +236,6 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
     FSDP2 never synchronizes gradients on a CPU. `fsdp.Fsdp2` shards the stage.
     """
     return _flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
-
-
-@contextmanager
-def _without_fsdp_of_accelerate() -> Iterator[None]:
-    asked = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    try:
-        yield
-    finally:
-        if asked is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = asked
 
 
 def check_trackers(trackers: Sequence[str]) -> None:
@@ -294,27 +276,15 @@ def _check_environment() -> None:
         )
 
 
-def _check_world(accelerator: Accelerator, processes: int | None) -> None:
-    import torch
-
-    found = accelerator.num_processes
-    announced = int(os.environ.get("WORLD_SIZE", 1))
-    for expected, origin in ((announced, "the launcher announced"), (processes, "the configuration asks for")):
-        if expected is not None and expected != found:
-            raise WorldError(
-                f"{origin} {expected} processes and {found} run together; launch with "
-                "`accelerate launch --multi_gpu --num_processes N` or the configs in launch/."
-            )
-    kind = accelerator.distributed_type.value
-    if kind not in SUPPORTED:
+def _check_world(accelerator: Accelerator) -> None:
+    announced, found = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
+    if announced != found:
+        raise WorldError(
+            f"the launcher announced {announced} processes and {found} run together; launch with "
+            "`accelerate launch --multi_gpu --num_processes N` or the configs in launch/."
+        )
+    if (kind := accelerator.distributed_type.value) not in SUPPORTED:
         raise WorldError(f"{kind} is not supported; use DDP (`--multi_gpu`) or DeepSpeed.")
-    if found == 1:
-        return
-    if kind == "NO":
-        raise WorldError(f"{found} processes run and accelerate does not connect them.")
-    connected = accelerator.reduce(torch.ones((), device=accelerator.device))
-    if connected != found:
-        raise WorldError(f"{found} processes were started and {connected} are connected.")
 
 
 def _die_with_launcher() -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import random as _random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -235,15 +235,7 @@ class HeadPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
-        record = {
-            "format": FORMAT,
-            "n_layers": self.n_layers,
-            "n_heads": self.n_heads,
-            "n_kv_heads": self.n_kv_heads,
-            "kept": [list(head_id) for head_id in self.kept],
-            "teacher": self.teacher,
-        }
-        write_json(Path(path), record)
+        write_json(Path(path), {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPlan:

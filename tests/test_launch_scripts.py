@@ -83,16 +83,15 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours} | variables
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
     yield
-    for process in STARTED:
+    while STARTED:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    STARTED.clear()
-
-
-STARTED: list[subprocess.Popen[str]] = []
+            os.killpg(STARTED.pop().pid, signal.SIGKILL)
 
 
 def start(script: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
@@ -137,10 +136,7 @@ def test_bash_reads_a_script(path: Path) -> None:
     [
         ({"NNODES": "two"}, "NNODES is 'two'; it must be a whole number from 1"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set; with 2 machines"),
-        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "NODE_RANK is not set"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is '2'; it must be a whole number from 0"),
-        ({"NPROC": "0"}, "NPROC is '0'"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; it must be a whole number from 1 to 65535"),
         ({"CONFIG": "launch/zero9.yaml"}, "CONFIG is 'launch/zero9.yaml', and there is no such file"),
         ({"PYTHON": "no-such-python"}, "there is no 'no-such-python'"),
     ],
@@ -151,21 +147,13 @@ def test_a_variable_that_cannot_be_is_named(machine: dict[str, str], changes: di
     assert not recorded(machine, "commands")
 
 
-def test_no_program_is_an_error(machine: dict[str, str]) -> None:
-    status, said = finish(start("torchrun.sh", machine))
-    assert status == 2 and "no program is named" in said
-
-
-def test_arguments_reach_the_program_as_they_are(machine: dict[str, str]) -> None:
-    finish(start("torchrun.sh", {**machine, "NPROC": "3"}, "recipe.py", "--name", "two words", "--flag=*"))
+def test_arguments_reach_the_program_as_they_are_and_its_status_comes_back(machine: dict[str, str]) -> None:
+    words = ("recipe.py", "--name", "two words", "--flag=*")
+    assert finish(start("torchrun.sh", {**machine, "NPROC": "3", "STATUS": "3"}, *words))[0] == 3
     assert recorded(machine, "commands") == [
         "-m torch.distributed.run --nnodes 1 --node_rank 0 --nproc_per_node 3 --master_addr 127.0.0.1 "
         "--master_port 29500 recipe.py --name two words --flag=*"
     ]
-
-
-def test_the_status_is_the_launchers(machine: dict[str, str]) -> None:
-    assert finish(start("torchrun.sh", {**machine, "NPROC": "1", "STATUS": "3"}, "recipe.py"))[0] == 3
 
 
 @pytest.mark.parametrize("config", ["launch/zero2.yaml", ""])
@@ -185,12 +173,9 @@ def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], conf
     assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], "nothing was requeued"
 
 
-def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
+def test_a_job_that_fails_is_not_requeued_nor_one_that_would_begin_again(machine: dict[str, str]) -> None:
     assert finish(start("slurm.sbatch", {**machine, "STATUS": "2"}, "recipe.py"))[0] == 2
     assert "requeue 4711" not in recorded(machine, "scontrol")
-
-
-def test_beginning_again_after_every_requeue_is_refused(machine: dict[str, str]) -> None:
     status, said = finish(start("slurm.sbatch", machine, "recipe.py", "--resume", "never"))
     assert status == 2 and "--resume never would begin again" in said
 
@@ -223,20 +208,14 @@ def steps(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.fixture
-def one_machine(machine: dict[str, str]) -> Iterator[dict[str, str]]:
-    """The environment of a job on one machine, with two processes that really train."""
+@pytest.mark.launched
+def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: dict[str, str], tmp_path: Path) -> None:
+    """Two processes that really train, on one machine."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    yield machine | {
+    one_machine = machine | {
         "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
         "NPROC": "2", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
-
-
-@pytest.mark.launched
-def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
-    one_machine: dict[str, str], tmp_path: Path
-) -> None:
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
     job = start("slurm.sbatch", one_machine, *arguments)

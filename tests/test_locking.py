@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import free_port, killed, small_run
+from training import die, free_port, killed, small_run
 
 from hybrid_distill import locking
 from hybrid_distill.cli.app import main
@@ -26,10 +26,6 @@ RECIPE = "from training import small_run as config\n"
 @pytest.fixture(autouse=True)
 def _refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "SETTLING", 0.2)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -106,21 +102,6 @@ def test_without_locks_of_the_file_system_a_file_is_the_lock(tmp_path: Path, mon
     assert not (tmp_path / "out").exists()
 
 
-def in_children(n: int, action: Callable[[], None]) -> None:
-    """Run ``action`` in so many processes at once, all of which must end well."""
-    children = []
-    for _ in range(n):
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                action()
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * n
-
-
 def test_never_two_at_once(tmp_path: Path) -> None:
     count = tmp_path / "count"
     count.write_text("0")
@@ -132,7 +113,12 @@ def test_never_two_at_once(tmp_path: Path) -> None:
                 time.sleep(0.001)
                 count.write_text(str(before + 1))
 
-    in_children(4, add)
+    children = [multiprocessing.get_context("fork").Process(target=add) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4
     assert count.read_text() == "20"
 
 

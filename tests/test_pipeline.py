@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
+import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +24,6 @@ from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
 
-RECIPE = """
-from dataclasses import replace
-from training import small_run
-
-def config():
-    base = small_run()
-    stages = (replace(stage, steps=8, checkpoint_every=2) for stage in (base.align, base.distill))
-    return replace(base, **dict(zip(("align", "distill"), stages)))
-"""
-
 
 def weights(out: Path) -> dict[str, str]:
     """Hash of the weights of each finished stage, by its folder below ``out``."""
@@ -44,6 +34,13 @@ def weights(out: Path) -> dict[str, str]:
 def names(out: Path) -> set[str]:
     """Names of all files below ``out``."""
     return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+
+
+def assert_same_results(one: Path, other: Path, *files: str) -> None:
+    assert weights(one) == weights(other) != {}
+    for name in files:
+        ours, theirs = (json.loads((folder / name).read_text()) for folder in (one, other))
+        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
 
 
 def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> None:
@@ -87,12 +84,12 @@ def test_an_export_of_a_finished_run_carries_its_results(
     assert len(modes) == 1, "whoever may read the config may read the weights"
 
 
-def test_resume_never_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
+def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
     out, base = tmp_path / "run", small_run()
-    run(replace(base, out=out, plan=PlanConfig("top", k=3)))
+    shutil.copytree(finished, out)
     for other in ("notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"):
         (out / other).write_text("somebody else's")
-    for old in ("aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
+    for old in ("scores.json", "aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
         (out / old).parent.mkdir(parents=True, exist_ok=True)
         (out / old).write_text("{}")
     settings: dict[str, Any] = {
@@ -104,10 +101,8 @@ def test_resume_never_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
     run(replace(base, out=out, resume="never", **settings))
     run(replace(base, out=tmp_path / "fresh", **settings))
 
-    assert weights(out) == weights(tmp_path / "fresh") != {}
-    for name in ("scores.json", "plan.json", "build.json", "evaluation.json", "teacher/evaluation.json"):
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (out, tmp_path / "fresh"))
-        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
+    measured = ("scores.json", "plan.json", "build.json", "evaluation.json", "teacher/evaluation.json")
+    assert_same_results(out, tmp_path / "fresh", *measured)
     not_a_runs = {"notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"}
     assert names(out) == names(tmp_path / "fresh") | not_a_runs
 
@@ -154,32 +149,25 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
-@pytest.mark.launched
 def test_a_run_killed_at_three_random_points_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text(RECIPE)
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hybrid_distill", "run", str(tmp_path / "recipe.py"), "--out", str(out)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
+    base = small_run()
+    stages = {name: replace(getattr(base, name), steps=8, checkpoint_every=2) for name in ("align", "distill")}
     began = time.monotonic()
-    assert start(tmp_path / "whole").wait() == 0
+    run(replace(base, out=tmp_path / "whole", **stages))
     duration = time.monotonic() - began
-    draw = random.Random(0)
-    n_killed = 0
+    draw, n_killed = random.Random(0), 0
     for _ in range(3):
-        process = start(tmp_path / "killed")
+        if (child := os.fork()) == 0:
+            try:
+                run(replace(base, out=tmp_path / "killed", **stages))
+            finally:
+                os._exit(0)
         time.sleep(draw.uniform(0.3, 0.8) * duration)
-        n_killed += process.poll() is None
-        process.kill()
-        process.wait()
+        os.kill(child, signal.SIGKILL)
+        n_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
     assert n_killed, "every run was over before it was to be killed"
-    assert start(tmp_path / "killed").wait() == 0
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole") != {}
-    for name in ("plan.json", "evaluation.json"):
-        ours, theirs = (json.loads((tmp_path / run / name).read_text()) for run in ("killed", "whole"))
-        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
+    run(replace(base, out=tmp_path / "killed", **stages))
+    assert_same_results(tmp_path / "killed", tmp_path / "whole", "plan.json", "evaluation.json")
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(tmp_path, monkeypatch):

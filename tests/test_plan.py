@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -50,12 +49,6 @@ def test_top_k_takes_the_head_of_the_ranking(caplog) -> None:
         HeadPlan.top_k(ranked(), 5)
 
 
-def test_a_plan_remembers_the_teacher_it_was_made_for() -> None:
-    assert HeadPlan.top_k(ranked(fingerprint="abc"), 1).teacher == "abc"
-    assert HeadPlan.random(HeadPlan.top_k(ranked(fingerprint="abc"), 1), 2, seed=0).teacher == "abc"
-    assert HeadPlan.all(SHAPE).teacher == ""
-
-
 def test_random_follows_from_its_seed_on_every_python() -> None:
     plans = [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
     assert plans == [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
@@ -67,7 +60,7 @@ def test_whole_layers_all_and_none() -> None:
     one = HeadPlan.layers(SHAPE, [1])
     assert [one.kept_in(layer) for layer in range(LAYERS)] == [(), tuple(range(HEADS)), ()]
     assert HeadPlan.all(SHAPE) == HeadPlan.layers(SHAPE, range(LAYERS)) and HeadPlan.all(SHAPE).keeps_all
-    assert HeadPlan.none(SHAPE).kept == ()
+    assert HeadPlan.none(SHAPE).kept == () and HeadPlan.none(SHAPE).teacher == ""
 
 
 def test_kept_and_recurrent_heads_partition_a_layer() -> None:
@@ -79,12 +72,10 @@ def test_kept_and_recurrent_heads_partition_a_layer() -> None:
     assert plan.n_stored_kv_heads == 2 + 2 + 1
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
-    plan = HeadPlan.top_k(ranked(fingerprint="abc"), 4)
+def test_a_plan_and_its_teacher_are_read_back(tmp_path: Path) -> None:
+    plan = HeadPlan.random(HeadPlan.top_k(ranked(fingerprint="abc"), 4), 3, seed=0)
     plan.save(tmp_path / "plan.json")
-    assert HeadPlan.load(tmp_path / "plan.json") == plan
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.kept = ()  # type: ignore[misc]
+    assert HeadPlan.load(tmp_path / "plan.json") == plan and plan.teacher == "abc"
 
 
 def test_shape_is_read_from_a_model_and_from_its_config(
@@ -106,13 +97,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no heads": (lambda: HeadPlan.none(7), "int has no head counts"),
     "no such head": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), r"L0H8 does not exist.*0\.\.2 with heads 0\.\.7"),
-    "negative head": (lambda: HeadPlan.from_pairs(SHAPE, [(-1, 0)]), "L-1H0 does not exist"),
     "no such layer": (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0 does not exist"),
     "named twice": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "named twice: L0H1; name each head once"),
     "k above": (lambda: HeadPlan.top_k(ranked(), 25), "k is 25; it must be a whole number from 0 to 24"),
     "k below": (lambda: HeadPlan.random(SHAPE, -1, seed=0), "whole number from 0 to 24"),
-    "k text": (lambda: HeadPlan.random(SHAPE, "3", seed=0), "whole number from 0 to 24"),  # type: ignore[arg-type]
-    "layers": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_layers": 0}), "n_layers is 0; it must be a whole number"),
     "heads": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_heads": 1.5}), "n_heads is 1.5; it must be a whole number"),
     "groups": (lambda: HeadPlan(**{**SHAPE_FIELDS, "n_kv_heads": 3}), "8 query heads cannot share 3 KV heads evenly"),
 }
@@ -128,7 +116,7 @@ def test_an_impossible_plan_is_refused(fault: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        None, "", "{", "[]", "null", "\x00\xff", '{"format": "hybrid-distill/head-scores/1"}', HEADER + "}",
+        None, "{", "null", "\x00\xff", '{"format": "hybrid-distill/head-scores/1"}', HEADER + "}",
         HEADER + ', "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "kept": [[0]]}',
     ],
 )  # fmt: skip
@@ -165,7 +153,7 @@ class Scores:
         return sum(value_LH[head].item() for head in plan.kept)
 
 
-SHAPES = [Scores(2, 4, 2), Scores(2, 4, 1, seed=1), Scores(4, 2, 2, seed=2), Scores(1, 8, 4, seed=3), Scores(2, 4, 4)]
+SHAPES = [Scores(2, 4, 2), Scores(4, 2, 2, seed=2), Scores(1, 8, 4, seed=3)]
 
 
 def every_plan(scores: Scores) -> list[HeadPlan]:
@@ -215,19 +203,13 @@ def test_two_heads_of_a_group_cost_one_kv_head() -> None:
     assert HeadPlan.under_budget(scores, kv_heads=1).teacher == "abc"
 
 
-def test_log_probability_decides_between_heads_of_equal_accuracy() -> None:
+def test_log_probability_decides_between_heads_of_equal_accuracy_and_layers_without_heads_keep_none() -> None:
     scores: Any = Scores(1, 4, 4)
-    scores.accuracy_LH = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    scores.logprob_drop_LH = torch.tensor([[-5.0, -1.0, 2.0, 1.0]], dtype=torch.float64)
-    assert HeadPlan.under_budget(scores, heads=2).kept == (HeadId(0, 0), HeadId(0, 2))
-    assert HeadPlan.under_budget(scores, heads=4).kept == (HeadId(0, 0), HeadId(0, 2), HeadId(0, 3))
+    scores.accuracy_LH = torch.tensor([[0.25, 0.0, 0.0, torch.nan]], dtype=torch.float64)
+    scores.logprob_drop_LH = torch.tensor([[-5.0, -1.0, 2.0, torch.nan]], dtype=torch.float64)
+    for budget in (2, 4):
+        assert HeadPlan.under_budget(scores, heads=budget).kept == (HeadId(0, 0), HeadId(0, 2))
     assert HeadPlan.under_budget(scores, heads=1, by="ratio").kept == (HeadId(0, 2),)
-
-
-def test_layers_without_heads_keep_none() -> None:
-    scores: Any = Scores(3, 4, 2)
-    scores.accuracy_LH = torch.tensor([[0.5] * 4, [torch.nan] * 4, [0.5] * 4], dtype=torch.float64)
-    assert kv_counts(HeadPlan.under_budget(scores, kv_heads=4)) == [2, 0, 2]
 
 
 def test_a_model_of_a_thousand_heads() -> None:
@@ -246,7 +228,6 @@ def test_a_model_of_a_thousand_heads() -> None:
     [
         ({}, "budgets given: none; give one of heads, kv_heads, cache_bytes"),
         ({"heads": 1, "kv_heads": 1}, "budgets given: heads, kv_heads; give one"),
-        ({"heads": -1}, "heads is -1; it must be a whole number"),
         ({"kv_heads": 2.5}, "kv_heads is 2.5; it must be a whole number"),
         ({"cache_bytes": 100, "context": 8, "d_state": 8}, "needs context, head_dim and d_state"),
         # 8 recurrent heads x 4 x 8 x 4 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do

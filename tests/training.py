@@ -1,6 +1,6 @@
 """A stage small enough to train in a second: its text, models and settings; also a program to launch.
 
-``accelerate launch tests/training.py OUT`` trains one stage on as many processes as were launched.
+``accelerate launch tests/training.py OUT`` trains `CHAIN` on as many processes as were launched.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.parallel import fsdp2
 from hybrid_distill.train.stages import Stage, make_stage
 
+CHAIN = ("align", "long", "distill")
+"""Stages of `train_chain`."""
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -105,13 +107,13 @@ def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTr
     return student, teacher
 
 
-def sure_models(precision: str = "fp32") -> tuple[HybridForCausalLM, PreTrainedModel]:
+def sure_models(bf16: bool = False) -> tuple[HybridForCausalLM, PreTrainedModel]:
     """`small_models` whose teacher is sure of its tokens: a loss that is far above the rounding of its terms.
 
     With ``bf16`` all weights are, until a stage makes those it trains float32.
     """
-    models = small_models(initializer_range=0.1)
-    return models if precision == "fp32" else (models[0].bfloat16(), models[1].bfloat16())
+    student, teacher = small_models(initializer_range=0.1)
+    return (student.bfloat16(), teacher.bfloat16()) if bf16 else (student, teacher)
 
 
 def small_stage(config: StageConfig, **overrides: Any) -> Stage:
@@ -145,11 +147,6 @@ class WrappedRows:
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         return self.rows.batch(step, batch_size, rank, world)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class StoppingRows(WrappedRows):
@@ -204,29 +201,44 @@ def record_sharded_teachers(path: Path) -> None:
     fsdp2.with_sharded_teacher = recording
 
 
+def train_chain(
+    out: Path,
+    *,
+    bf16: bool = False,
+    signal_in: str = "",
+    signal_at: int = -1,
+    number: int = signal.SIGTERM,
+    **options: Any,
+) -> None:
+    """Align, go on with long rows in segments, and distill a new student, 12 steps each.
+
+    ``number`` is sent to this process when it asks for the batch of step ``signal_at`` of the stage ``signal_in``.
+    """
+    changes = {"precision": "bf16", "gradient_checkpointing": True} if bf16 else {}
+    for name in CHAIN:
+        if name != "long":
+            student, teacher = sure_models(bf16)
+        stop_at = signal_at if name == signal_in else -1
+        rows = StoppingRows(small_rows(), stop_at, lambda: os.kill(os.getpid(), number))
+        config = small_config(name, micro_batch_size=2, **changes)
+        train_stage(make_stage(config, student, teacher, vocab_size=99), rows, out / name, progress=False, **options)
+
+
 def main() -> None:
-    """Train stages under a launcher."""
+    """Train under a launcher; the last process gets the signal, if there is to be one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--stages", nargs="+", default=["align"])
-    parser.add_argument("--signal-at", type=int, default=-1, help="send --signal to the last process at this step")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--signal-in", default="")
+    parser.add_argument("--signal-at", type=int, default=-1)
+    parser.add_argument("--number", type=int, default=signal.SIGTERM)
     parser.add_argument("--teacher-sharding", default="replicated")
-    parser.add_argument("--signal", type=int, default=signal.SIGTERM)
-    args = parser.parse_args()
+    args = vars(parser.parse_args())
     state = connect()
-    is_last = state.process_index == state.num_processes - 1
-    record_sharded_teachers(args.out / f"teacher-{state.process_index}.json")
-    student, teacher = sure_models(args.precision)
-    for name in args.stages:
-        same = ("steps", "micro_batch_size", "precision", "gradient_checkpointing")
-        config = small_config(name, **{option: getattr(args, option) for option in same})
-        rows = StoppingRows(small_rows(), args.signal_at if is_last else -1, lambda: os.kill(os.getpid(), args.signal))
-        stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, rows, args.out / name, progress=False, teacher_sharding=args.teacher_sharding)
+    if state.process_index < state.num_processes - 1:
+        args["signal_at"] = -1
+    record_sharded_teachers(args["out"] / f"teacher-{state.process_index}.json")
+    train_chain(**args)
 
 
 if __name__ == "__main__":

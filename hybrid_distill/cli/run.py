@@ -51,8 +51,7 @@ def run_with_flags(
     out = run(config)
     if is_launched_main():
         report = write_report(out)
-        measured = out / "evaluation.json"
-        figures = EvalResult.load(measured).figures() if measured.exists() else {}
+        figures = EvalResult.load(out / "evaluation.json").figures()
         finish(f"report: {report}", report=str(report), figures=figures)
 
 

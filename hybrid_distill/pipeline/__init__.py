@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import Batch, open_rows
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import GateReport, export_checkpoint, origin
-from ..io import Record, replacing, write_json
+from ..io import Record, write_json, write_text
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..progress import Phase
@@ -49,6 +49,7 @@ from .inputs import PROBE_SEEDS, Loaded, RunInputs, load, make_plan
 log = logging.getLogger(__name__)
 
 CALIBRATION_TOKENS = 2048
+MEASURED, TEACHER_MEASURED = "evaluation.json", "teacher/evaluation.json"
 
 
 def run(config: RunConfig) -> Path:
@@ -66,6 +67,11 @@ def run(config: RunConfig) -> Path:
         if config.export:
             this.export(student, plan)
     return this.out
+
+
+def is_there(path: Path) -> bool:
+    """Ask the main process whether a result is there: it may be ahead of the others, which all do what it does."""
+    return compute_everywhere(path.exists)[0]
 
 
 class Run(RunInputs):
@@ -109,7 +115,7 @@ class Run(RunInputs):
                 )
             on_main_process(lambda: given.save(path))
             return given
-        if not path.exists():
+        if not is_there(path):
             check_rows(self.teacher)  # `build_student` would refuse after hours of scoring
             partial = self.out / "scores.partial.json"
             nn.Module.to(self.teacher, connect().device)
@@ -138,7 +144,8 @@ class Run(RunInputs):
         else:
             plan = make_plan(self.config.plan, self.teacher, self.scores)
         check_plan(plan, self.teacher)
-        on_main_process(lambda: path.exists() or plan.save(path))  # asked there: one may be ahead of the others
+        if not is_there(path):
+            on_main_process(lambda: plan.save(path))
         return plan
 
     def restoration_path(self, k: int) -> Path:
@@ -155,7 +162,8 @@ class Run(RunInputs):
             heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
             HeadPlan.from_pairs(none, heads).save(path)
 
-        on_main_process(lambda: None if path.exists() else choose())
+        if not is_there(path):
+            on_main_process(choose)
         return HeadPlan.load(path)
 
     @cached_property
@@ -179,19 +187,16 @@ class Run(RunInputs):
 
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
         """Build the student before its first stage. build.json lists where every tensor comes from."""
-        options = self.config.student
+        options, data, calibration = self.config.student, self.config.data, None
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
-        if aligned is None:
-            data, calibration = self.config.data, None
-            if options.init == "fitted":  # to the run's first rows of text
-                calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
-            with Phase("building the student"):
-                student, report = self._new_student(plan, options.init, calibration)
-        else:
-            student, report = self._new_student(plan)
-            graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
+        if aligned is None and options.init == "fitted":  # to the run's first rows of text
+            calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+        with Phase("building the student"):
+            student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
+            if aligned:
+                graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
         path = self.out / "build.json"
-        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **report.to_dict()}))
+        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **dataclasses.asdict(report)}))
         return student
 
     def _new_student(
@@ -239,14 +244,11 @@ class Run(RunInputs):
     def _train_stage(
         self, student: HybridForCausalLM, config: StageConfig, folder: Path, parent: str, steps_before: int
     ) -> StageManifest:
-        rows = self.rows(config)
-        teacher = None
+        rows, teacher = self.rows(config), None
         if config.cached_logits is not None:
             self._release_teacher(student)
-        else:
-            teacher = self.stage_teacher(config)
-            if teacher is not self.teacher:
-                self.teacher.cpu()  # makes room; `evaluate` moves it back
+        elif (teacher := self.stage_teacher(config)) is not self.teacher:
+            self.teacher.cpu()  # makes room; `evaluate` moves it back
         manifest = train_stage(
             make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
             rows,
@@ -312,16 +314,16 @@ class Run(RunInputs):
         """
         nn.Module.to(self.teacher, student.device)  # it may have been loaded again after the stages
         self.evaluate_teacher(again=again)
-        path = self.out / "evaluation.json"
-        is_new = again or not path.exists()
-        result = self._evaluated(student, path, again)
+        path = self.out / MEASURED
+        is_new = again or not is_there(path)
+        result = self._evaluated(student, path, is_new)
         if is_new and self.config.trackers:
             steps = sum(stage.steps for stage in self.config.stage_configs)
             log_figures(self.config.trackers, self._tracked(steps), result.figures())
         return result
 
     def evaluate_teacher(self, *, again: bool = False) -> EvalResult:
-        return self._evaluated(self.teacher, self.out / "teacher" / "evaluation.json", again)
+        return self._evaluated(self.teacher, self.out / TEACHER_MEASURED, again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
         options, form = self.config.evaluation, self.form
@@ -343,7 +345,8 @@ class Run(RunInputs):
                     progress=True,
                 ).save(path)
 
-        on_main_process(lambda: measure() if again or not path.exists() else None)
+        if again or not is_there(path):
+            on_main_process(measure)
         return EvalResult.load(path)
 
     # export
@@ -359,7 +362,7 @@ class Run(RunInputs):
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
-        measured = {"teacher": self.out / "teacher" / "evaluation.json", "student": self.out / "evaluation.json"}
+        measured = {"teacher": self.out / TEACHER_MEASURED, "student": self.out / MEASURED}
         known: Record = {
             "results": {name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
             "scores": HeadScores.load(scores) if scores.exists() else None,
@@ -402,17 +405,15 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
     """
     this = Run(config, shared.teacher_and_tokenizer)
     this.prepare()
-    measured = shared.out / "teacher" / "evaluation.json"
-
-    def copy_to(path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        with replacing(path) as temporary:
-            shutil.copy(measured, temporary)
-
-    on_main_process(lambda: copy_to(this.out / "teacher" / "evaluation.json"))
     plan = this.plan()
+
+    def copy() -> None:
+        measured = (shared.out / TEACHER_MEASURED).read_text()
+        (this.out / TEACHER_MEASURED).parent.mkdir(exist_ok=True)
+        for name in (TEACHER_MEASURED, *[MEASURED] * plan.keeps_all):
+            write_text(this.out / name, measured)
+
+    on_main_process(copy)
     student = this.train(plan)
-    if plan.keeps_all:
-        on_main_process(lambda: copy_to(this.out / "evaluation.json"))
     this.evaluate(student)
     return this, student, plan

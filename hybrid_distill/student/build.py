@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
@@ -45,10 +44,6 @@ class BuildReport:
     init: str
     kept_heads: int
     recurrent_heads: int
-
-    def to_dict(self) -> Record:
-        """Convert to JSON values."""
-        return asdict(self)
 
 
 def build_student(

@@ -257,11 +257,7 @@ class StageManifest:
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
             return None
-        record = _read_sealed(folder / MANIFEST, STAGE_FORMAT)
-        try:
-            return cls(**record)
-        except TypeError as error:
-            raise CorruptCheckpoint(f"{folder / MANIFEST} is not the manifest of a stage ({error}).") from error
+        return cls(**_read_sealed(folder / MANIFEST, STAGE_FORMAT))
 
 
 def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageManifest:
@@ -367,11 +363,6 @@ def _read_sealed(path: Path, expected: str) -> Record:
         found = record.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
-    if found == "hybrid-distill/checkpoint/2":
-        raise ValueError(
-            f"{path.parent} was saved by an earlier version, in whole tensors; finish the stage with that version, or "
-            "begin it again with --resume never."
-        )
     if found != expected:
         raise CorruptCheckpoint(f"{path} has format {found!r}, expected {expected!r}.")
     if record.pop(SEAL, None) != _seal(record):

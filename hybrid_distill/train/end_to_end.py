@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from hybrid_kernels.loss import IGNORE, TeacherHead, TeacherTopK
@@ -17,7 +17,7 @@ from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_l
 from ..student.build import unshare_weights
 from .config import DistillConfig, LongConfig
 from .losses import distillation_loss, next_token_labels
-from .stage import Stage, StageLoss, Totals, mixer_parameters
+from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 
 class EndToEnd(Stage[DistillConfig]):
@@ -65,7 +65,11 @@ class EndToEnd(Stage[DistillConfig]):
         if config.hard_weight:
             labels_BL = next_token_labels(input_ids, seq_idx, batch["mask"])
             options |= {"hard_weight": config.hard_weight, "labels_BL": labels_BL}
-        theirs = teacher_hidden(self.teacher, batch) if self.teachers else _top_k(batch)
+        if self.teachers:
+            theirs = teacher_hidden(self.teacher, batch)
+        else:
+            taught = cast(TaughtBatch, batch)
+            theirs = TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
         packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
         ours_BLD = self.model.backbone_outputs(input_ids, use_cache=False, **packed)[0]
         return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
@@ -74,49 +78,30 @@ class EndToEnd(Stage[DistillConfig]):
         self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
-        ours = OutputEmbedding.of(self.model)
-        fused, known = self.config.fused and ours.is_product, theirs
+        known, fused = theirs, self.config.fused and _is_product(self.model)
         if isinstance(theirs, Tensor):
-            head = OutputEmbedding.of(self.teacher)
             with torch.no_grad():
-                known = TeacherHead(theirs, head.module.weight) if fused and head.is_product else head(theirs)
+                is_head = fused and _is_product(self.teacher)
+                known = TeacherHead(theirs, _head(self.teacher).weight) if is_head else _logits(self.teacher, theirs)
         if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
-            return fused_distillation_loss(ours_BLD, ours.module.weight, known, mask_BL, **options)
-        return distillation_loss(ours(ours_BLD), known, mask_BL, **options)
+            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
+        return distillation_loss(_logits(self.model, ours_BLD), known, mask_BL, **options)
 
 
-@torch.no_grad()
-def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
-    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
-    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
 
 
-def _top_k(batch: Batch) -> TeacherTopK:
-    taught = cast(TaughtBatch, batch)
-    return TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
+def _logits(model: PreTrainedModel, hidden_BLD: Tensor) -> Tensor:
+    return finish_logits(_head(model)(hidden_BLD), decoder_of(model).config)
 
 
-class OutputEmbedding(NamedTuple):
-    """The module that turns a model's last hidden states into logits."""
-
-    module: Any
-    config: Any
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> OutputEmbedding:
-        return cls(model.get_output_embeddings(), decoder_of(model).config)
-
-    def __call__(self, hidden_BLD: Tensor) -> Tensor:
-        return finish_logits(self.module(hidden_BLD), self.config)
-
-    @property
-    def is_product(self) -> bool:
-        """True for a plain product with ``module.weight``, all of which is in this process."""
-        module = self.module
-        whole = type(module) is nn.Linear and module.bias is None and type(module.weight.data) is Tensor
-        return (
-            whole
-            and module.weight.numel() == module.in_features * module.out_features
-            and not finishes_logits(self.config)
-        )
+def _is_product(model: PreTrainedModel) -> bool:
+    """Return whether logits are a plain product with the head's weight, all of which is in this process."""
+    head = _head(model)
+    whole = type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
+    return (
+        whole
+        and head.weight.numel() == head.in_features * head.out_features
+        and not finishes_logits(decoder_of(model).config)
+    )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,14 @@ from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 
 from ..data import Batch, Rows, on_device, read_ahead
-from ..distributed import is_deepspeed, is_fsdp2, make_accelerator, on_main_process, set_batch
+from ..distributed import (
+    compute_everywhere,
+    is_deepspeed,
+    is_fsdp2,
+    make_accelerator,
+    on_main_process,
+    set_batch,
+)
 from ..io import Record
 from ..progress import Phase
 from ..teacher import decoder_blocks
@@ -30,7 +38,7 @@ from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
-from .parallel.strategy import Replicated, Strategy
+from .parallel.strategy import Strategy
 from .resume import (
     METRICS,
     Interrupted,
@@ -38,10 +46,10 @@ from .resume import (
     check_same_run,
     clear,
     cut_metrics,
-    snapshot_to_resume,
+    rng_state,
+    set_rng_state,
     stop_requests,
 )
-from .rng import rng_state, row_seeds, set_rng_state
 from .spikes import Meter, SpikeDetector, flops_per_token, profiler
 from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
@@ -84,7 +92,12 @@ def train_stage(
     config, out = stage.config, Path(out_dir)
     tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())
     accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
-    _check_precision(stage)
+    dtype = next(iter(stage.teachers), stage.student).dtype
+    if config.precision == "fp32" and dtype.itemsize < 4:
+        raise ValueError(
+            f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with --teacher.dtype float32, or "
+            "use precision bf16."
+        )
     parent = checkpoint.weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
         raise StageParentError(
@@ -95,13 +108,12 @@ def train_stage(
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
-    manifest = StageManifest.read(out)
-    if manifest is not None:
+    if manifest := StageManifest.read(out):
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    snapshot = snapshot_to_resume(checkpoints, resume)
-    if snapshot is not None:
+    named = resume not in ("auto", "never")
+    if snapshot := checkpoint.load(resume) if named else checkpoints.latest():
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
@@ -110,7 +122,7 @@ def train_stage(
             trace = out / f"trace-{accelerator.process_index}.json" if profile else None
             training.run(stop_requested, progress, trace)
             manifest = training.finish()
-            if training.on_any_process(stop_requested()):
+            if any(compute_everywhere(stop_requested)):
                 raise Interrupted(f"{config.name} is finished and saved in {out}; run the same command to resume.")
         return manifest
     finally:
@@ -148,8 +160,11 @@ class _Training:
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         teacher_forced = not isinstance(self.stage, EndToEnd)
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
-        if self.config.compile_layers:
-            self._compile_layers(teacher_forced)
+        if self.config.compile_layers:  # but for a teacher whose inner modules have hooks
+            teachers = () if teacher_forced else self.strategy.stage.teachers
+            blocks = [block for teacher in teachers for _, block in decoder_blocks(teacher)]
+            for layer in self.strategy.stage.parts() + blocks:
+                layer.compile()
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -163,7 +178,10 @@ class _Training:
         config = self.config
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
-        batches = self._batches()
+        on_gpu = self.accelerator.device.type == "cuda"
+        share = (range(self.step, config.steps), config.batch_size, self.rank, self.world)
+        workers = GPU_WORKERS * on_gpu if config.data_workers is None else config.data_workers
+        batches = read_ahead(self.rows, *share, workers=workers, pinned=on_gpu)
         with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
@@ -188,20 +206,6 @@ class _Training:
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _compile_layers(self, teacher_forced: bool) -> None:
-        """Compile what runs a layer at a time; not a teacher whose inner modules have hooks."""
-        stage = self.strategy.stage
-        blocks = [block for teacher in stage.teachers for _, block in decoder_blocks(teacher)]
-        for layer in stage.parts() + blocks * (not teacher_forced):
-            layer.compile()
-
-    def _batches(self) -> Generator[Batch, None, None]:
-        """Return this process's share of the steps that are left."""
-        on_gpu = self.accelerator.device.type == "cuda"
-        workers = GPU_WORKERS * on_gpu if self.config.data_workers is None else self.config.data_workers
-        steps, size = range(self.step, self.config.steps), self.config.batch_size
-        return read_ahead(self.rows, steps, size, self.rank, self.world, workers=workers, pinned=on_gpu)
-
     def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
         """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
         config = self.config
@@ -210,7 +214,7 @@ class _Training:
         with self.meter.waiting_for_data():
             batch = on_device(next(batches), self.accelerator.device)
         first = self.step * config.batch_size + self.rank * self.n_rows
-        seeds = row_seeds(self.identity["seed"], range(first, first + self.n_rows))
+        seeds = [row_seed(self.identity["seed"], place) for place in range(first, first + self.n_rows)]
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
         recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
         with on_fast_cpu(self.accelerator.device, recomputes):
@@ -267,10 +271,6 @@ class _Training:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
 
-    def on_any_process(self, condition: bool) -> bool:
-        """Return whether a condition holds on at least one process. All of them must ask."""
-        return bool(self._sum(torch.tensor(float(condition))) > 0)
-
     def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
         """Return why this step must be left out, None for a good one. Raises Diverged where it may not be."""
         reason = self.spikes.reason(loss, grad_norm, layers)
@@ -299,13 +299,8 @@ class _Training:
 
     def _save(self) -> Path:
         """Begin to save a checkpoint of this moment; every process writes its share."""
-        state = {
-            "identity": self.identity,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "watch": self.spikes.state_dict(),
-            "rng": rng_state(),
-        }
+        state = {"identity": self.identity, "tokens": self.tokens, "seconds": self.seconds}
+        state |= {"watch": self.spikes.state_dict(), "rng": rng_state()}
         self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
@@ -320,7 +315,7 @@ class _Training:
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
         self.checkpoints.wait()
-        self.strategy.unshard()
+        is_whole = self.strategy.unshard()
         student: Any = self.stage.student.eval()
         student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
 
@@ -330,7 +325,7 @@ class _Training:
             self.checkpoints.clear()
 
         on_main_process(write)
-        if not (self.strategy.whole_everywhere or self.accelerator.is_main_process):
+        if not is_whole:
             checkpoint.load_trained(self.out, student)
         manifest = StageManifest.read(self.out)
         assert manifest is not None
@@ -343,6 +338,11 @@ class _Training:
             tracker.finish()
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
+
+
+def row_seed(seed: int, place: int) -> int:
+    """Make a row's seed of the run's and the row's place in the data's order."""
+    return int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little")
 
 
 def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
@@ -359,13 +359,4 @@ def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> St
         from .parallel.fsdp2 import Fsdp2
 
         return Fsdp2(stage, accelerator)
-    return Replicated(stage, accelerator)
-
-
-def _check_precision(stage: Stage) -> None:
-    dtype = next(iter(stage.teachers), stage.student).dtype
-    if stage.config.precision == "fp32" and dtype != torch.float32:
-        raise ValueError(
-            f"{stage.config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
-            "--teacher.dtype float32, or use precision bf16."
-        )
+    return Strategy(stage, accelerator)

@@ -51,11 +51,6 @@ def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
     return beta * forward_kl(mixture_MV, teacher_MV) + (1.0 - beta) * forward_kl(mixture_MV, student_MV)
 
 
-def hard_cross_entropy(student_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """Cross-entropy of each token to its label, from log-probabilities; 0 where the label is `IGNORE`."""
-    return F.nll_loss(student_MV, labels_M, ignore_index=IGNORE, reduction="none")
-
-
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return the token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
 
@@ -92,8 +87,11 @@ def distillation_loss(
     """
     known = teacher if isinstance(teacher, TeacherTopK) else (teacher,)
     compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
-    n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
-    divergence = _divergence(kind, beta)
+    width = min(x.shape[-1] for x in (student_logits_BLV, teacher) if isinstance(x, Tensor))
+    n_real = width if vocab_size is None else vocab_size
+    if not 0 < n_real <= width:
+        raise ValueError(f"vocab_size is {n_real}; it must be from 1 to {width}, the number of logits.")
+    divergence = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}[kind]
     shape = student_logits_BLV.shape[:-1]
     mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
@@ -106,7 +104,8 @@ def distillation_loss(
         student_MV, *theirs = (_real(x, mask_M, n_real) for x in (student_MV, *known_MX))
         loss = soft_scale * divergence(*compared(student_MV, *theirs, temperature)).where(mask_M, 0.0).sum()
         if hard_weight:
-            loss = loss + hard_scale * hard_cross_entropy(student_MV.log_softmax(-1), labels_M).sum()
+            log_q_MV = student_MV.log_softmax(-1)
+            loss = loss + hard_scale * F.nll_loss(log_q_MV, labels_M, ignore_index=IGNORE, reduction="none").sum()
         return loss
 
     of_tokens = (mask_BL.flatten(), labels_BL.flatten(), *(x.flatten(0, -2) for x in (student_logits_BLV, *known)))
@@ -165,18 +164,6 @@ def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the mean of ``x`` [B, L, ...] over what follows L, and which tokens count."""
     x_BL = x.reshape(*x.shape[:2], -1).mean(-1)
     return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
-
-
-def _real_vocabulary(student_BLV: Tensor, teacher: Tensor | TeacherTopK, vocab_size: int | None) -> int:
-    widths = [student_BLV.shape[-1]] + ([teacher.shape[-1]] if isinstance(teacher, Tensor) else [])
-    n_real = min(widths) if vocab_size is None else vocab_size
-    if not 0 < n_real <= min(widths):
-        raise ValueError(f"vocab_size is {n_real}; it must be from 1 to {min(widths)}, the number of logits.")
-    return n_real
-
-
-def _divergence(kind: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}[kind]
 
 
 def _tokens(student_MV: Tensor, teacher_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +53,6 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters with a gradient, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return AdamW's state as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
-    state = optimizer.optimizer.state
-    parameters = trainable(module).items()
-    return {f"{key}/{name}": tensor for name, p in parameters for key, tensor in state[p].items()}
 
 
 def load_trainable_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

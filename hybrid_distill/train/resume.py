@@ -1,4 +1,4 @@
-"""Stop a stage and resume it: requests to stop, the checkpoint to resume from, and whether it is of the same run."""
+"""Stop a stage and resume it: requests to stop, random generators, and whether a checkpoint is of the same run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..io import Record, write_text
 from . import checkpoint
-from .checkpoint import Checkpoints, Snapshot
+from .checkpoint import Checkpoints
 from .config import MAY_CHANGE
 
 METRICS = "metrics.jsonl"
@@ -57,13 +59,6 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def snapshot_to_resume(checkpoints: Checkpoints, resume: str) -> Snapshot | None:
-    """Read the checkpoint to resume from, the same one in all processes."""
-    if resume == "never":
-        return None
-    return checkpoints.latest() if resume == "auto" else checkpoint.load(resume)
-
-
 def check_same_run(ours: Record, found: Record, place: Path) -> None:
     """Raise unless ``found``, read from ``place``, is the identity of this run."""
     if found["parent"] != ours["parent"]:
@@ -101,3 +96,19 @@ def cut_metrics(path: Path, step: int) -> None:
         except (ValueError, KeyError):
             continue
     write_text(path, "".join(kept))
+
+
+def rng_state() -> Record:
+    """Return the states of torch's generators, the CPU's and the current GPU's, as JSON."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: state.numpy().tobytes().hex() for name, state in states.items()}
+
+
+def set_rng_state(state: Record) -> None:
+    """Restore a state that `rng_state` returned."""
+    states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in state.items()}
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

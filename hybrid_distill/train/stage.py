@@ -10,8 +10,8 @@ D model width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -165,31 +165,26 @@ class TeacherForced(Stage[Config]):
     def run_teacher(self, batch: Batch, visit: Callable[[int, Call], Tensor]) -> dict[str, Tensor]:
         """Run the teacher on a batch; returns what ``visit`` makes of each watched call, by the layer's name."""
         found: dict[str, Tensor] = {}
-        packed = packed_inputs(batch["seq_idx"], self.teacher.dtype, self.teacher.config, cu_seqlens=cu_seqlens(batch))
-        with torch.no_grad(), self._hooks(visit, found):
-            decoder_of(self.teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)
+        with torch.no_grad(), ExitStack() as hooks:
+            for site in self._sites:
+                self._watch(site, visit, found, hooks)
+            teacher_hidden(self.teacher, batch)
         return found
 
-    @contextmanager
-    def _hooks(self, visit: Callable[[int, Call], Tensor], found: dict[str, Tensor]) -> Iterator[None]:
-        def watch(site: AttentionSite) -> Iterator[Any]:
-            heads: list[Tensor] = []
+    def _watch(
+        self, site: AttentionSite, visit: Callable[[int, Call], Tensor], found: dict[str, Tensor], hooks: ExitStack
+    ) -> None:
+        heads: list[Tensor] = []
 
-            def before_o_proj(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                heads[:] = [args[0].unflatten(-1, (site.n_heads, site.head_dim))]
+        def before_o_proj(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            heads[:] = [args[0].unflatten(-1, (site.n_heads, site.head_dim))]
 
-            def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                call = Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
-                found[f"layer.{site.layer}"] = visit(site.layer, call)
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            call = Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
+            found[f"layer.{site.layer}"] = visit(site.layer, call)
 
-            yield site.o_proj.register_forward_pre_hook(before_o_proj)
-            yield self.watched(site).register_forward_hook(after, with_kwargs=True)
-
-        with ExitStack() as hooks:
-            for site in self._sites:
-                for handle in watch(site):
-                    hooks.callback(handle.remove)
-            yield
+        hooks.enter_context(site.o_proj.register_forward_pre_hook(before_o_proj))
+        hooks.enter_context(self.watched(site).register_forward_hook(after, with_kwargs=True))
 
 
 class Call(NamedTuple):
@@ -204,6 +199,13 @@ class Call(NamedTuple):
     @property
     def hidden_BLD(self) -> Tensor:
         return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+
+@torch.no_grad()
+def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
+    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
+    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
 
 
 def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:

@@ -94,12 +94,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(checkpoints):
+    checkpoints.clear()
     folder = checkpoints.path(16)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "manifest.json").write_text('{"format": "hybrid-distill/checkpoint/2"}')
-    for read in (checkpoints.latest, lambda: checkpoint.load(folder)):
-        with pytest.raises(ValueError, match=r"step-00000016 was saved by an earlier version.*--resume never"):
-            read()
+    with pytest.raises(CorruptCheckpoint, match=r"has format 'hybrid-distill/checkpoint/2', expected.*--resume never"):
+        checkpoints.latest()
 
 
 def flip(path: Path) -> None:
@@ -117,10 +117,8 @@ RECORD = "rank-00000-of-00001.json"
 FILE = "rank-00000-of-00001.safetensors"
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "a flipped bit": lambda folder: flip(folder / FILE),
-    "a cut file": lambda folder: os.truncate(folder / FILE, 100),
     "a missing file": lambda folder: (folder / FILE).unlink(),
     "a changed state": lambda folder: edit(folder / RECORD, state={"tokens": 13}),
-    "a record of another step": lambda folder: edit(folder / RECORD, step=4),
     "a record of fewer files": lambda folder: edit(folder / RECORD, files={}),
     "a torn record": lambda folder: os.truncate(folder / RECORD, 20),
 }
@@ -162,7 +160,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(checkpoints, full_disk):
     assert list(checkpoints.folder.iterdir()) == checkpoints.paths()
 
 
-@pytest.mark.parametrize("moment", ["save_tensors", "write_json", "file_hash", "sync", "_remove"])
+@pytest.mark.parametrize("moment", ["save_tensors", "write_json", "sync", "_remove"])
 def test_killed_at_any_moment_of_a_save(checkpoints, moment):
     """``kill -9`` when this step of a save begins."""
 
@@ -214,36 +212,27 @@ def test_trained_parameters_are_pages_of_the_result_and_training_them_leaves_it_
     checkpoint.check_files(tmp_path, saved.files)
 
 
-def test_loading_takes_over_the_stored_precision(tmp_path):
+def test_loading_takes_over_the_stored_precision_and_a_hash_depends_on_every_value_alone(tmp_path):
     student, _ = small_models()
     saved = save_stage(tmp_path, student, **STAGE)
     other = small_models()[0].bfloat16()
-    load_stage(tmp_path, other)
+    before = weights_hash(other)
+    assert weights_hash(other.float()) == before != saved.weights
+    load_stage(tmp_path, other.bfloat16())
     assert weights_hash(other) == saved.weights
-
-
-def test_a_hash_does_not_depend_on_precision_but_on_every_value():
-    student, _ = small_models()
-    student.bfloat16()
-    before = weights_hash(student)
-    assert weights_hash(student.float()) == before
     with torch.no_grad():
-        student.model.layers[1].self_attn.ssm.D[0] += 1e-3
-    assert weights_hash(student) != before
+        other.model.layers[1].self_attn.ssm.D[0] += 1e-3
+    assert weights_hash(other) != saved.weights
 
 
-def test_another_student_is_refused(tmp_path):
+def test_another_student_and_a_folder_without_a_finished_stage_are_refused(tmp_path):
     save_stage(tmp_path, small_models()[0], **STAGE)
-    with pytest.raises(ValueError, match="another student"):
-        load_stage(tmp_path, small_models(k=0)[0])
-    with pytest.raises(ValueError, match=r"another student: .* of shape"):
-        load_stage(tmp_path, small_models(hidden_size=16)[0])
-
-
-def test_a_folder_without_a_finished_stage_is_refused(tmp_path):
-    assert StageManifest.read(tmp_path) is None
+    for student in (small_models(k=0)[0], small_models(hidden_size=16)[0]):
+        with pytest.raises(ValueError, match=r"another student: .* of shape"):
+            load_stage(tmp_path, student)
+    (tmp_path / "manifest.json").unlink()
     with pytest.raises(ValueError, match="does not hold a finished stage"):
-        load_stage(tmp_path, small_models()[0])
+        load_stage(tmp_path, student)
 
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path):
@@ -254,9 +243,6 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path):
         load_stage(tmp_path, student)
     edit(tmp_path / "manifest.json", steps=4)
     with pytest.raises(CorruptCheckpoint, match=r"manifest.json was changed .*; undo that, or delete"):
-        StageManifest.read(tmp_path)
-    checkpoint.write_sealed(tmp_path / "manifest.json", {"format": checkpoint.STAGE_FORMAT, "name": "align"})
-    with pytest.raises(CorruptCheckpoint, match="is not the manifest of a stage"):
         StageManifest.read(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import StoppingRows, free_port, small_config, small_rows, sure_models
-from transformers import PreTrainedModel
+from training import CHAIN, StoppingRows, free_port, small_config, small_rows, sure_models, train_chain
 
-from hybrid_distill.train.checkpoint import load_stage
 from hybrid_distill.train.loop import Interrupted, train_stage
 from hybrid_distill.train.stages import make_stage
 
@@ -25,7 +24,7 @@ LAUNCH_FILES = Path(__file__).parents[2] / "launch"
 DDP = ("--multi_gpu", "--num_processes", "2")
 ZERO_2 = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2")
 FSDP_2 = ("--config_file", str(LAUNCH_FILES / "fsdp2.yaml"), "--num_processes", "2")
-CURVES = ("--stages", "align", "distill", "--steps", 20, "--micro-batch-size", 2)
+SHARDED = ("--teacher-sharding", "sharded")
 
 
 def launch(launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
@@ -42,7 +41,8 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
+def assert_same_stage(one: Path, other: Path) -> None:
+    assert len(losses(one)) == 12 and losses(one) == pytest.approx(losses(other), rel=1e-4)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -50,47 +50,17 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
-    """Both stages, one after the other, on one process with twice the accumulation of two."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All stages on one process, with twice the accumulation of two."""
     torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("alone")
-    models = sure_models()
-    for name in ("align", "distill"):
-        config = small_config(name, steps=20, micro_batch_size=2)
-        stage = make_stage(config, *models, vocab_size=99)
-        train_stage(stage, small_rows(), out / name, progress=False)
+    train_chain(out := tmp_path_factory.mktemp("alone"))
     return out
-
-
-@pytest.fixture(scope="module")
-def with_ddp(tmp_path_factory) -> Path:
-    return launched(DDP, tmp_path_factory.mktemp("ddp"))
-
-
-def launched(launcher: tuple[str, ...], out: Path) -> Path:
-    """Both stages, one after the other: the second begins with what the strategy gave back of the first."""
-    done = launch(launcher, out, *CURVES)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-def assert_same_curves(one: Path, other: Path) -> None:
-    for name in ("align", "distill"):
-        assert len(losses(one / name)) == 20
-        assert losses(one / name) == pytest.approx(losses(other / name), rel=1e-4)
-        assert_same_weights(one / name, other / name)
 
 
 def zero_3(folder: Path) -> tuple[str, ...]:
     """A configuration that divides even the smallest parameter."""
-    settings = {
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    }
-    (folder / "zero3.json").write_text(json.dumps(settings))
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    (folder / "zero3.json").write_text(json.dumps({"zero_optimization": sharded}))
     (folder / "zero3.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\nmachine_rank: 0\n"
         f"num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {folder / 'zero3.json'}\n"
@@ -99,103 +69,79 @@ def zero_3(folder: Path) -> tuple[str, ...]:
     return ("--config_file", str(folder / "zero3.yaml"))
 
 
-def launcher_of(strategy: str, folder: Path) -> tuple[str, ...]:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    return {"zero2": ZERO_2, "zero3": zero_3(folder), "fsdp2": FSDP_2}[strategy]
+def on_one_process(out: Path, stop_at: int) -> None:
+    """Begin the distillation of `train_chain`, or go on with it."""
+    stage = make_stage(small_config("distill", micro_batch_size=2), *sure_models(), vocab_size=99)
+    train_stage(stage, StoppingRows(small_rows(), stop_at), out / "distill", progress=False)
 
 
-def test_two_processes_with_ddp_give_the_curves_of_one(alone, with_ddp):
-    assert_same_curves(with_ddp, alone)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
-def test_two_processes_that_share_a_model_give_the_curves_of_one(alone, tmp_path, strategy):
-    assert_same_curves(launched(launcher_of(strategy, tmp_path), tmp_path), alone)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
-def test_a_run_moves_from_one_process_to_two_and_back(alone, tmp_path, strategy):
-    """The losses after each move, and the weights at the end, are those of a run that stays where it is."""
-    config = small_config("distill", steps=20, micro_batch_size=2)
-    load_stage(alone / "align", (models := sure_models())[0])
-    out = tmp_path / "distill"
-    (tmp_path / "align").symlink_to(alone / "align")
-
-    def on_one_process(stop_at: int) -> None:
-        stage = make_stage(config, *models, vocab_size=99)
-        train_stage(stage, StoppingRows(small_rows(), stop_at), out, progress=False)
-
-    with pytest.raises(Interrupted, match="stopped at step 7"):
-        on_one_process(stop_at=6)
-    stopped = launch(launcher_of(strategy, tmp_path), tmp_path, *CURVES, "--signal-at", 12)
-    assert "Interrupted: distill stopped at step 13 of 20" in stopped.stderr, stopped.stderr
-    load_stage(alone / "align", models[0])
-    on_one_process(stop_at=-1)
-    assert losses(out) == pytest.approx(losses(alone / "distill"), rel=1e-4)
-    assert_same_weights(out, alone / "distill")
-
-
-def assert_each_held_half(out: Path, teacher: PreTrainedModel) -> None:
+def assert_each_held_half(out: Path, bf16: bool = False) -> None:
     """Each rank held half of the teacher's decoder layers, all of its embeddings and last norm, in each stage."""
+    teacher = sure_models(bf16)[1]
     layers = sum(p.nbytes for p in teacher.model.layers.parameters())
     expected = sum(p.nbytes for p in teacher.parameters()) - layers // 2
     for rank in range(2):
-        assert json.loads((out / f"teacher-{rank}.json").read_text()) == [expected, expected]
+        assert json.loads((out / f"teacher-{rank}.json").read_text()) == [expected] * len(CHAIN)
 
 
-def test_a_sharded_teacher_gives_the_curves_of_a_replicated_one(alone, tmp_path):
-    done = launch(DDP, tmp_path, *CURVES, "--teacher-sharding", "sharded")
-    assert done.returncode == 0, done.stderr
-    assert_same_curves(tmp_path, alone)
-    assert_each_held_half(tmp_path, sure_models()[1])
+@pytest.fixture(scope="module")
+def with_ddp(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moved(DDP, tmp_path_factory.mktemp("ddp"), *SHARDED)
 
 
-def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path):
-    options = "--steps", 8, "--micro-batch-size", 2, "--precision", "bf16", "--gradient-checkpointing"
-    both = ("--stages", "align", "distill", "--teacher-sharding", "sharded")
-    done = launch(FSDP_2, tmp_path / "two", *both, *options)
-    assert done.returncode == 0, done.stderr
-    student, teacher = sure_models("bf16")
-    for name in ("align", "distill"):
-        config = small_config(name, steps=8, micro_batch_size=2, precision="bf16", gradient_checkpointing=True)
-        stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, small_rows(), tmp_path / name, progress=False)
-        assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / name), rel=2e-3)
-        tensors = load_file(tmp_path / "two" / name / "model.safetensors")
-        trained = {tensor for tensor in tensors if name == "distill" or ".ssm." in tensor}
-        assert trained == {tensor for tensor in tensors if tensors[tensor].dtype == torch.float32}
-    assert_each_held_half(tmp_path / "two", teacher)
+def moved(launcher: tuple[str, ...], out: Path, *options: str) -> Path:
+    """Train on two processes; the distillation begins, and ends, on one."""
+    with pytest.raises(Interrupted, match="stopped at step 4"):
+        on_one_process(out, stop_at=3)
+    stopped = launch(launcher, out, "--signal-in", "distill", "--signal-at", 7, *options)
+    assert "Interrupted: distill stopped at step 8 of 12" in stopped.stderr, stopped.stderr
+    on_one_process(out, stop_at=-1)
+    return out
 
 
-def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp, tmp_path):
-    killed = launch(DDP, tmp_path, *CURVES, "--signal-at", 6, "--signal", 9)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_two_processes_that_share_a_model_give_the_curves_of_one(alone: Path, tmp_path: Path, strategy: str) -> None:
+    """From the start, from what the strategy gave back of the stage before, and from and to one process."""
+    if strategy != "fsdp2":
+        pytest.importorskip("deepspeed")
+    moved({"zero2": ZERO_2, "zero3": zero_3(tmp_path), "fsdp2": FSDP_2}[strategy], tmp_path)
+    for name in CHAIN:
+        assert_same_stage(tmp_path / name, alone / name)
+
+
+def test_two_processes_with_ddp_and_a_sharded_teacher_give_the_curves_of_one(alone: Path, with_ddp: Path) -> None:
+    for name in CHAIN:
+        assert_same_stage(with_ddp / name, alone / name)
+    assert_each_held_half(with_ddp)
+
+
+def test_a_process_killed_and_all_relaunched_gives_the_same_weights(with_ddp: Path, tmp_path: Path) -> None:
+    killed = launch(DDP, tmp_path, "--signal-in", "align", "--signal-at", 6, "--number", signal.SIGKILL.value, *SHARDED)
     assert killed.returncode != 0 and not (tmp_path / "align" / "manifest.json").exists()
-    again = launch(DDP, tmp_path, *CURVES)
+    again = launch(DDP, tmp_path, *SHARDED)
     assert again.returncode == 0, again.stderr
-    assert losses(tmp_path / "align") == losses(with_ddp / "align"), "to the last bit"
-    files = [folder / "align" / "model.safetensors" for folder in (tmp_path, with_ddp)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    for name in ("align", "long"):
+        assert losses(tmp_path / name) == losses(with_ddp / name), "to the last bit"
+        files = [folder / name / "model.safetensors" for folder in (tmp_path, with_ddp)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("launcher", [("--cpu", "--num_processes", "2"), ("--num_processes", "2")], ids=" ".join)
-def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(tmp_path, launcher):
-    done = launch(launcher, tmp_path)
+def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path: Path) -> None:
+    done = launch(FSDP_2, tmp_path / "two", "--bf16", *SHARDED)
+    assert done.returncode == 0, done.stderr
+    train_chain(tmp_path / "one", bf16=True)
+    for name in CHAIN:
+        assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / "one" / name), rel=2e-3)
+        tensors = load_file(tmp_path / "two" / name / "model.safetensors")
+        trained = {tensor for tensor in tensors if name != "align" or ".ssm." in tensor}
+        assert trained == {tensor for tensor in tensors if tensors[tensor].dtype == torch.float32}
+    assert_each_held_half(tmp_path / "two", bf16=True)
+
+
+def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(tmp_path: Path) -> None:
+    done = launch(("--cpu", "--num_processes", "2"), tmp_path)
     assert done.returncode != 0 and "WorldError: several processes were asked for" in done.stderr
     assert not (tmp_path / "align").exists()
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_segments_are_computed_again_with_sharded_weights(tmp_path, strategy):
-    config = small_config("long", steps=4, micro_batch_size=2)
-    torch.set_num_threads(1)
-    stage = make_stage(config, *sure_models(), vocab_size=99)
-    train_stage(stage, small_rows(), tmp_path / "alone", progress=False)
-    launcher = launcher_of(strategy, tmp_path)
-    done = launch(launcher, tmp_path, "--stages", "long", "--steps", 4, "--micro-batch-size", 2)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "long") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    assert_same_weights(tmp_path / "long", tmp_path / "alone")
 
 
 CONNECTED = """
@@ -210,14 +156,14 @@ print("still there")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
-def test_a_killed_launcher_leaves_no_process_that_trains():
+def test_a_killed_launcher_leaves_no_process_that_trains() -> None:
     """A shell stands in for the launcher, a process that sleeps for one that trains."""
     started = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     launcher = subprocess.Popen(
         ["bash", "-c", f"{sys.executable} -c '{CONNECTED}' & wait"],
         env={**os.environ, **started, "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert launcher.stdout is not None and launcher.stdout.readline() == b"up\n"
     launcher.kill()
     assert launcher.stdout.read() == b"", "it lived on"

@@ -13,10 +13,12 @@ from training import SMALL, small_models, small_run, word_texts, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.cli.app import main, run_recipe
-from hybrid_distill.config import PlanConfig, RunConfig, TeacherConfig, from_json
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, TeacherConfig, from_json
 from hybrid_distill.data import DataConfig, PackedRows, check_same_vocabulary, check_sources, open_rows, write_tokens
 from hybrid_distill.data.chat import encode_conversation
 from hybrid_distill.data.documents import read_documents
+from hybrid_distill.evaluation.evaluate import EvalResult
+from hybrid_distill.pipeline import Run
 from hybrid_distill.train.config import PostConfig
 from hybrid_distill.train.losses import IGNORE, next_token_labels
 from hybrid_distill.train.stages import EndToEnd, make_stage
@@ -175,23 +177,22 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: int) -
     return str(folder)
 
 
-def post_run(tmp_path: Path, **changes) -> RunConfig:
+def post_run(tmp_path: Path) -> RunConfig:
     """A run of the post stage alone: a base model as student, a wider one with a chat template as teacher."""
     text = tmp_path / "text.jsonl"
     write_jsonl(text, [{"text": document} for document in word_texts(20)])
     small = save_model(tmp_path / "small", chat_tokenizer(None))
     wide = save_model(tmp_path / "wide", chat_tokenizer(), hidden_size=48)
     data = DataConfig((str(conversations(tmp_path / "chat.jsonl")),), chat=True, seq_len=24)
-    run = small_run(
+    return small_run(
         tmp_path / "run",
         teacher=TeacherConfig(path=small),
         data=DataConfig((str(text),), seq_len=16),
         stages=("align", "post"),
         plan=PlanConfig("random", k=2),
         post=PostConfig(steps=2, batch_size=2, micro_batch_size=1, data=data, teacher=wide),
+        evaluation=EvaluationConfig(texts=str(text), n_texts=2, n_pairs=(4,)),
     )
-    run = replace(run, evaluation=replace(run.evaluation, texts=str(text)))
-    return replace(run, **changes)
 
 
 def test_a_run_with_a_stage_of_its_own_data_and_teacher(tmp_path, monkeypatch, capsys):
@@ -200,7 +201,9 @@ def test_a_run_with_a_stage_of_its_own_data_and_teacher(tmp_path, monkeypatch, c
     assert main(["prepare-data", "--tokenizer", str(tmp_path / "wide"), "--sources", run.post.data.sources[0],
                  "--chat", "--out", str(tmp_path / "tokens")]) is None  # fmt: skip
     assert "12 documents" in capsys.readouterr().out
-    monkeypatch.setattr("hybrid_distill.pipeline.Run.evaluate", lambda self, student: None)
+    # This tokenizer has no words to ask questions with.
+    nothing = EvalResult({}, {}, 1, None, None, 0, None, None, None, 0, {}, 0)
+    monkeypatch.setattr(Run, "evaluate", lambda self, student: nothing.save(self.out / "evaluation.json"))
     prepared = replace(run.post, data=replace(run.post.data, sources=(str(tmp_path / "tokens"),)))
     for number, post in enumerate((run.post, prepared)):
         config = replace(run, out=tmp_path / f"run{number}", post=post)

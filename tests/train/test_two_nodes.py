@@ -95,7 +95,7 @@ def losses(folder: Path) -> list[tuple[int, float, int]]:
 def test_a_machine_that_fails_ends_the_other_and_both_go_on_exactly(machines: list[str], tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch(machines, "", whole) == [0, 0]
-    kill = ("--signal-at", KILLED_AT, "--signal", signal.SIGKILL.value)
+    kill = ("--signal-in", "align", "--signal-at", KILLED_AT, "--number", signal.SIGKILL.value)
     failed = launch(machines, "launch/ddp.yaml", cut, *kill)
     assert all(failed), "the first machine's process lost its partner"
     assert len(losses(cut / "align")) == KILLED_AT and not (cut / "align" / "manifest.json").exists()

@@ -11,20 +11,17 @@ import copy
 from collections.abc import Iterable
 from typing import Any, cast
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from ...distributed import rank_and_world
 from ...model.layout import decoder_of
 from ...teacher import decoder_blocks
-from ..checkpoint import ShardedTensors
-from ..optimizer import MOMENTS, trainable
+from ..optimizer import trainable
 from ..stage import Stage
-from .strategy import Strategy, placeholder, row_bounds, stage_adamw
+from .strategy import Strategy, placeholder, stage_adamw, whole_tensor
 
 
 class Fsdp2(Strategy):
@@ -41,25 +38,15 @@ class Fsdp2(Strategy):
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
 
-    def load_optimizer(self, tensors: ShardedTensors) -> None:
-        state = self.optimizer.optimizer.state
+    def unshard(self) -> bool:
+        targets, is_main = trainable(self._whole), rank_and_world()[0] == 0
         for name, parameter in trainable(self.stage).items():
-            for key in MOMENTS:
-                mine = tensors.rows(f"{key}/{name}", *row_bounds(len(parameter))).to(parameter.device)
-                state[parameter][key] = _sharded_as(cast(DTensor, parameter), mine)
-            state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        return _whole(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
-
-    def unshard(self) -> None:
-        targets = trainable(self._whole)
-        for name, parameter in trainable(self.stage).items():
-            whole = _whole(parameter)
-            if rank_and_world()[0] == 0:
+            whole = whole_tensor(parameter)
+            if is_main:
                 targets[name].data = whole.cpu()
         del self.model, self.stage, self.optimizer
         self._whole.place(self._device)
+        return is_main
 
 
 def process_mesh(accelerator: Accelerator) -> DeviceMesh:
@@ -110,12 +97,3 @@ def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable
         known |= {id(p): p for p in module.parameters()}
     known |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
     return copy.deepcopy(stage, known)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _sharded_as(like: DTensor, rows: Tensor) -> DTensor:
-    return DTensor.from_local(rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

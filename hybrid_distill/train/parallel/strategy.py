@@ -6,9 +6,8 @@ cuts them, under the parameters' names. So a run can resume with another number 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,52 +17,75 @@ from torch.optim import AdamW
 
 from ...distributed import rank_and_world
 from ..checkpoint import ShardedTensors
-from ..optimizer import MOMENTS, make_adamw, optimizer_tensors, trainable
+from ..optimizer import MOMENTS, make_adamw, trainable
 from ..stage import Stage
 
 
-class Strategy(ABC):
-    """A stage on its device and ready to train. Every process must call each method, in the same order."""
+class Strategy:
+    """A stage on its device and ready to train: on one process, or with DDP, where every process holds everything.
+
+    Every process must call each method, in the same order.
+    """
 
     stage: Stage
     """The stage as it trains: the given one, or a copy."""
     model: Any
     """Module that takes a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
-    whole_everywhere = False
-    """True where `unshard` gives every process the trained parameters, False where the main one alone."""
 
-    @abstractmethod
-    def __init__(self, stage: Stage, accelerator: Accelerator) -> None: ...
+    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
+        self.stage, self._accelerator = stage, accelerator
+        stage.place(accelerator.device)
+        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained parameters, in float32, as ``weights/NAME`` and AdamW's state as ``optimizer/KEY/NAME``."""
+        state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
             yield f"weights/{name}", parameter.detach()
-        for name, tensor in optimizer_tensors(self.stage, self.optimizer).items():
-            yield f"optimizer/{name}", tensor
+            for key, tensor in state[parameter].items():
+                yield f"optimizer/{key}/{name}", tensor
 
     def shares(self) -> dict[str, Tensor]:
         """Copy this process's rows of `tensors` to the CPU; the first process has what has no rows."""
         shares = {name: own_rows(tensor) for name, tensor in self.tensors()}
         return {name: share for name, share in shares.items() if share is not None}
 
-    @abstractmethod
     def load_optimizer(self, tensors: ShardedTensors) -> None:
         """Load what `tensors` yielded of the optimizer; weights are loaded into a stage before it is spread."""
+        state = self.optimizer.optimizer.state
+        for name, parameter in trainable(self.stage).items():
+            state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)  # fused: counted there
+            for key in MOMENTS:
+                state[parameter][key] = _read_like(parameter, tensors, f"{key}/{name}")
 
-    @abstractmethod
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes,
         on the device."""
+        return whole_tensor(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
-    @abstractmethod
-    def unshard(self) -> None:
-        """End the training: leave the trained parameters, whole, in the main process's given stage on its device.
+    def unshard(self) -> bool:
+        """End the training: leave the trained parameters, whole, in the given stage; returns whether this process has
+        them, as the main one always does.
 
         The others have placeholders in their place, and read the file that the main process writes: a machine's
         memory then holds it once.
         """
+        return True
+
+
+def _read_like(parameter: Tensor, tensors: ShardedTensors, name: str) -> Tensor:
+    """Read a tensor as the parameter lies in this process: whole, or this process's rows."""
+    if not isinstance(parameter, DTensor):
+        return tensors[name].to(parameter.device, copy=True)
+    rows = tensors.rows(name, *row_bounds(len(parameter))).to(parameter.device)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def placeholder(tensor: Tensor) -> Tensor:
@@ -95,26 +117,3 @@ def stage_adamw(stage: Stage) -> AdamW:
     """Make the optimizer of a stage's config, for the parameters as they are now."""
     config = stage.config
     return make_adamw(stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
-
-
-class Replicated(Strategy):
-    """One process, or DDP: every process holds everything."""
-
-    whole_everywhere = True
-
-    def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
-        self.stage, self._accelerator = stage, accelerator
-        stage.place(accelerator.device)
-        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
-
-    def load_optimizer(self, tensors: ShardedTensors) -> None:
-        state = self.optimizer.optimizer.state
-        for name, parameter in trainable(self.stage).items():
-            for key in ("step", *MOMENTS):  # a fused optimizer counts its steps on the device
-                state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device, copy=True)
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        return cast(Tensor, self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm))
-
-    def unshard(self) -> None:
-        pass

@@ -17,7 +17,7 @@ from ...distributed import build_whole_models
 from ..checkpoint import ShardedTensors
 from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
-from .strategy import Strategy, placeholder, stage_adamw
+from .strategy import Strategy, placeholder
 
 
 class Zero(Strategy):
@@ -29,9 +29,7 @@ class Zero(Strategy):
                 f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked "
                 "at; use 'stop', or DDP or FSDP2."
             )
-        self.stage, self._accelerator = stage, accelerator
-        stage.place(accelerator.device)
-        self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
+        super().__init__(stage, accelerator)
         _register_outside_use(stage)
         if any(hasattr(parameter, "ds_id") for parameter in stage.parameters()) and not stage.shardable:
             raise ValueError(f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
@@ -78,7 +76,7 @@ class Zero(Strategy):
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return torch.as_tensor(0.0 if norm is None else norm, device=self._accelerator.device)
 
-    def unshard(self) -> None:
+    def unshard(self) -> bool:
         """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
         from deepspeed import zero
 
@@ -96,6 +94,7 @@ class Zero(Strategy):
         for part in self.stage.modules():
             # ZeRO-3 left a dictionary of its own behind.
             part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
+        return self._accelerator.is_main_process
 
 
 def _register_outside_use(module: nn.Module) -> None:
@@ -111,9 +110,7 @@ def _register_outside_use(module: nn.Module) -> None:
 
 def _flat_partitions(engine: Any) -> list[Tensor]:
     """Return this process's float32 parameters, one flat tensor for each group of the optimizer."""
-    if hasattr(engine, "fp32_partitioned_groups_flat"):
-        return engine.fp32_partitioned_groups_flat
-    return engine.single_partition_of_fp32_groups
+    return getattr(engine, "fp32_partitioned_groups_flat", None) or engine.single_partition_of_fp32_groups
 
 
 def _link_states(optimizer: Any) -> None:
