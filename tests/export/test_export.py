@@ -290,15 +290,11 @@ def test_refuses_a_folder_that_is_not_an_export(exports, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_refuses_another_plan_and_empty_and_secretly_shared_tensors(tmp_path):
+def test_refuses_another_plan_and_empty_tensors(tmp_path):
     student, plan = tiny_student("llama")
     with pytest.raises(ValueError, match="the plan keeps"):
         export_checkpoint(student, None, tmp_path / "export", plan=HeadPlan.none(plan), gate=False)
-    norm = student.model.norm
-    norm.weight = student.model.layers[0].input_layernorm.weight
-    with pytest.raises(ExportError, match="shares its memory with"):
-        export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
-    norm.weight = torch.nn.Parameter(torch.empty(0))
+    student.model.norm.weight = torch.nn.Parameter(torch.empty(0))
     with pytest.raises(ExportError, match=r"empty tensors: model\.norm\.weight"):
         export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
     assert list(tmp_path.iterdir()) == []
@@ -326,18 +322,13 @@ def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch)
     for odd in ("newest", "5", 5.2, "5.0.0; import os"):
         with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
             check_version(odd)
-
-
-def test_a_family_that_no_other_version_was_tried_for_needs_this_one():
+    monkeypatch.undo()
     assert oldest_transformers("a-model-of-tomorrow") == transformers.__version__
     assert oldest_transformers("mixtral") == "5.0.0", "4.x leaves its experts unloaded"
 
 
-@pytest.mark.parametrize("max_shard_size", ["100KB", "1GB"])
-def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_shard_size):
-    student, plan = tiny_student("llama")
-    path = tmp_path / "export"
-    export_checkpoint(student, None, path, plan=plan, gate=False, max_shard_size=max_shard_size)
+def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(copied):
+    path, _ = copied
     assert HybridForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map="cpu").dtype == torch.bfloat16
     file = sorted(path.glob("*.safetensors"))[0]
     index_file = path / "model.safetensors.index.json"
@@ -345,10 +336,9 @@ def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_s
     gone = sorted(tensors)[0]
     changed = {"model.nobody.asked.weight" if name == gone else name: tensor for name, tensor in tensors.items()}
     save_file(changed, file, metadata={"format": "pt"})
-    if max_shard_size == "100KB":
-        index = json.loads(index_file.read_text())
-        index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
-        index_file.write_text(json.dumps(index))
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
+    index_file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=rf"missing: {gone}; .*unexpected: model\.nobody\.asked\.weight\); .*"):
         HybridForCausalLM.from_pretrained(path)
     _, info = HybridForCausalLM.from_pretrained(path, output_loading_info=True)
