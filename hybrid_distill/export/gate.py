@@ -25,6 +25,7 @@ from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
 from ..io import Record, file_hash, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..progress import Phase
+from ..teacher import eval_mode
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
 from .falcon_h1 import container
@@ -164,19 +165,14 @@ def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
     return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
-@torch.no_grad()
 def record_prompts(student: HybridForCausalLM, ids: list[Tensor]) -> Prompts:
     """Compute the student's logits and greedy tokens for prompts of token ids [L], in eval mode."""
-    was_training = student.training
-    student.eval()
-    try:
+    with eval_mode(student):
         ids = [ids_L.to(student.device) for ids_L in ids]
         logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
-        vocab_size = logits_LV[0].shape[-1]
-        columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
         written = [greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids]
-    finally:
-        student.train(was_training)
+    vocab_size = student.config.vocab_size
+    columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
     logits_LC = [logits[:, columns_C] for logits in logits_LV]
     return Prompts(
         columns_C, ids, logits_LC, [out.tokens_BT[0] for out in written], [out.leads_BT[0] for out in written]

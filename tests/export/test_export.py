@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, tiny_student
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -21,7 +20,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
-from hybrid_distill.export.check import Check, left_padded, run_checks, table
+from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.checkpoint import write_configuration
 from hybrid_distill.export.versions import oldest_transformers
 from hybrid_distill.guard import MODEL_CODE, foreign_code
@@ -69,7 +68,7 @@ for folder in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
-    """Each family's student and its export in several files; the first went through the gate, with its card in full."""
+    """Each family's student and its export in several files; the first has its card in full."""
     torch.set_num_threads(1)
     made = {}
     for family in FAMILIES:
@@ -77,7 +76,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
         path = tmp_path_factory.mktemp(family) / "export"
         results = {"teacher": RESULT, "student": replace(RESULT, recurrent_heads_zeroed=ZEROED)}
         options = {"results": results, "license": "apache-2.0"} if not made else {}
-        export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=not made, **options)
+        export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=False, **options)
         made[family] = (student, path)
     return made
 
@@ -153,24 +152,12 @@ def test_every_check_of_the_gate_holds_and_logits_are_the_same_to_the_bit(export
     names = " ".join(check.name for check in checks)
     for part in ("pickled", "on disk", "tokenizer", "after loading", "reloaded", "cached", "padded", "generated"):
         assert part in names
+    tied = {"lm_head.weight"} if family == "qwen2" else set()
+    assert weight_files(path).keys() == student.state_dict().keys() - tied, "each tensor once"
+    assert len(list(path.glob("model-*.safetensors"))) > 1, "this test is about sharded exports"
     reloaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
     ids_BL = torch.randint(5, 261, (2, 33))
     assert torch.equal(reloaded(input_ids=ids_BL).logits, student(input_ids=ids_BL).logits)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_stored_once_and_none_is_empty(exports, family):
-    student, path = exports[family]
-    stored = {}
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names = list(tensors.keys())
-            assert not stored.keys() & set(names)
-            stored |= {name: tensors.get_tensor(name) for name in names}
-    tied = {"lm_head.weight"} if family == "qwen2" else set()
-    assert stored.keys() == student.state_dict().keys() - tied
-    assert all(tensor.numel() > 0 for tensor in stored.values())
-    assert len(list(path.glob("model-*.safetensors"))) > 1, "this test is about sharded exports"
 
 
 def test_nothing_is_pickled_and_the_code_is_this_packages(exports):
@@ -178,7 +165,6 @@ def test_nothing_is_pickled_and_the_code_is_this_packages(exports):
     kinds = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert kinds == {".safetensors", ".json", ".py", ".md"}
     assert foreign_code(path) == [] and len(list(path.glob("*.py"))) == len(list(MODEL_CODE.glob("*.py"))) - 1
-    assert json.loads((path / "gate" / "report.json").read_text())["ok"]
     # Before 5.5, transformers copies a local model's entry file and what that file itself imports, no more.
     imported = {*get_relative_imports(path / "modeling_hybrid.py"), "modeling_hybrid"}
     assert imported == {file.stem for file in path.glob("*.py")}

@@ -149,6 +149,7 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(
     own, stock = tmp_path / "own", tmp_path / "stock"
     export_checkpoint(student, None, own, plan=plan, form="safetensors", gate=False)
     assert export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB")).ok
+    assert json.loads((stock / "gate/report.json").read_text())["ok"]
     assert not list(stock.glob("*.py")) + list(own.glob("*.py")) and len(list(stock.glob("model-*.safetensors"))) > 1
     assert "auto_map" not in json.loads((stock / "config.json").read_text())
     assert "FalconH1ForCausalLM" in (stock / "README.md").read_text()

@@ -1,7 +1,9 @@
 """Heads of every family of docs/heads.md, on tiny random models of the real transformers classes."""
 
 import copy
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -109,13 +111,13 @@ def without_columns(model: PreTrainedModel, site: HeadSite, head: int) -> PreTra
 
 
 @contextmanager
-def block_outputs(model: PreTrainedModel):
-    """Collect the outputs of each decoder layer in a forward."""
+def block_outputs(model: PreTrainedModel, pick: Callable[[Any], Any] = itemgetter(0)):
+    """Collect what each decoder layer returns in a forward: the hidden states, or all of it."""
     outputs: list[Any] = []
-    handles = [b.register_forward_hook(lambda *call: outputs.append(call[-1])) for _, b in decoder_blocks(model)]
-    yield outputs
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for _, block in decoder_blocks(model):
+            hooks.enter_context(block.register_forward_hook(lambda *call: outputs.append(pick(call[-1]))))
+        yield outputs
 
 
 def n_hooks(model: nn.Module) -> int:
@@ -152,7 +154,7 @@ def test_ablating_a_head_is_zeroing_its_columns_in_its_layer_alone(family: str) 
                     ablated = model(IDS).logits
                 torch.testing.assert_close(ablated, expected)
                 assert (ablated - plain).abs().max() > 1e-4
-                unchanged = [torch.equal(a[0], b[0]) for a, b in zip(outputs, below, strict=True)]
+                unchanged = [torch.equal(a, b) for a, b in zip(outputs, below, strict=True)]
                 assert unchanged[: site.layer + 1] == [True] * site.layer + [False]
                 assert not any(unchanged[site.layer :])
     assert torch.equal(model(IDS).logits, plain) and n_hooks(model) == 0
@@ -272,7 +274,7 @@ def test_each_group_of_rows_loses_its_own_head(family: str) -> None:
 @torch.no_grad()
 def test_replayed_blocks_change_nothing(family: str) -> None:
     model = make_model(family)
-    with block_outputs(model) as outputs:
+    with block_outputs(model, pick=lambda output: output) as outputs:
         logits = model(IDS, use_cache=False).logits
     for layer, output in enumerate(outputs[:-1]):
         with replay_blocks(model, layer, output):
