@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.export import GateReport, export_checkpoint
-from hybrid_distill.export.card import container_cost
+from hybrid_distill.export.card import model_card
 from hybrid_distill.export.check import greedy, left_padded, run_checks
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
@@ -134,10 +134,13 @@ def test_mamba2_heads_give_one_result_however_they_are_run() -> None:
 
 def test_the_card_states_the_cost() -> None:
     student = student_keeping("llama", [(0, 1), (5,), ()])
-    said = container_cost(student, HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)]), length=1000)
+    plan = HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)])
+    card = model_card(student, plan, None, None, form="falcon-h1", license="mit", base_model="")
     # 3 layers with one KV head of 8 channels in 16 bit, 8 SSM heads of 8 x 5 in 32 bit
-    n_bytes = 3 * (2 * 1 * 8 * 1000 * 2 + 8 * 8 * 5 * 4)
-    assert f"{container(student).parameters():,}" in said and f"{n_bytes / 1e6:.3f} MB at 1,000 tokens" in said
+    n_bytes = 3 * (2 * 1 * 8 * 4096 * 2 + 8 * 8 * 5 * 4)
+    assert (
+        f"{container(student).parameters():,} parameters" in card and f"{n_bytes / 1e6:.3f} MB at 4,096 tokens" in card
+    )
 
 
 @pytest.mark.launched
