@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,80 +78,42 @@ def _site_with(model: nn.Module, layer: int, heads: Iterable[int], kind: HeadKin
 @contextmanager
 def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
     """Pass ``edit`` a copy x_BLHP of this layer's heads; the projection reads the copy as edited."""
-    in_layer, reached = not site.shared, False  # a shared module runs for other layers as well
+    forward, reached = site.block.forward, False
 
-    def enter_layer(module: nn.Module, args: object) -> None:
-        nonlocal in_layer
-        in_layer = True
-
-    def leave_layer(module: nn.Module, args: object, output: object) -> None:
-        nonlocal in_layer
-        in_layer = not site.shared
-
-    def start(module: nn.Module, args: object) -> None:
-        nonlocal reached
-        reached = False
-
-    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         nonlocal reached
         reached = True
-        if not in_layer:
-            return None
         heads_BLHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
         edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    def check(module: nn.Module, args: object, output: object) -> None:
+    def run(*args: object, **kwargs: object) -> object:
+        nonlocal reached
+        reached = False
+        with site.o_proj.register_forward_pre_hook(edited):  # for now: other layers may run the same module
+            output = forward(*args, **kwargs)
         if not reached:
             raise ValueError(
                 f"{site.name} did not call its output projection, so its heads were left as they are: "
                 "a fused kernel for training did its work; call model.eval() first."
             )
+        return output
 
-    with (
-        site.block.register_forward_pre_hook(enter_layer),
-        site.module.register_forward_pre_hook(start),
-        site.o_proj.register_forward_pre_hook(edited),
-        site.module.register_forward_hook(check),
-        site.block.register_forward_hook(leave_layer, always_call=True),
-    ):
+    with replaced_forward(site.block, run):
         yield
 
 
-@dataclass
 class MixerCall:
-    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output.
+    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output."""
 
-    Reading a field before a forward has run raises AttributeError.
-    """
+    args: tuple[Any, ...]
+    kwargs: Record
+    heads_BLHP: Tensor
+    out_BLD: Tensor
 
-    site: HeadSite
-    hidden_BLD: Tensor = field(init=False)
-    args: tuple[object, ...] = field(init=False)
-    kwargs: Record = field(init=False)
-    heads_BLHP: Tensor = field(init=False)
-    out_BLD: Tensor = field(init=False)
-
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Fill the fields in every forward while the context is open."""
-
-        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: Record) -> None:
-            self.args, self.kwargs = args, kwargs
-            self.hidden_BLD = args[0] if args else kwargs["hidden_states"]
-
-        def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
-
-        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self.out_BLD = output[0] if isinstance(output, tuple) else output
-
-        with (
-            self.site.module.register_forward_pre_hook(before, with_kwargs=True),
-            self.site.o_proj.register_forward_pre_hook(heads),
-            self.site.module.register_forward_hook(after),
-        ):
-            yield
+    @property
+    def hidden_BLD(self) -> Tensor:
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
 
 
 @contextmanager
@@ -160,10 +122,20 @@ def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
 
     Tensors are the model's own, neither copied nor detached: for targets, forward under ``torch.no_grad``.
     """
-    calls = [MixerCall(site) for site in attention_sites(model)]
+
+    def before_projection(call: MixerCall, head_dim: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        call.heads_BLHP = args[0].unflatten(-1, (-1, head_dim))
+
+    def after(call: MixerCall, module: nn.Module, args: tuple[Any, ...], kwargs: Record, output: Any) -> None:
+        call.args, call.kwargs = args, kwargs
+        call.out_BLD = output[0] if isinstance(output, tuple) else output
+
+    calls = []
     with ExitStack() as hooks:
-        for call in calls:
-            hooks.enter_context(call.record())
+        for site in attention_sites(model):
+            calls.append(call := MixerCall())
+            hooks.enter_context(site.o_proj.register_forward_pre_hook(partial(before_projection, call, site.head_dim)))
+            hooks.enter_context(site.module.register_forward_hook(partial(after, call), with_kwargs=True))
         yield calls
 
 
