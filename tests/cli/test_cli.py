@@ -56,7 +56,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "empty.txt").write_text("")
     lines = [json.dumps({"text": "one two three"})] * 2000
     (folder / "late.jsonl").write_text("\n".join([*lines, "not json"]))
-    replace(HeadPlan(6, 8, 4, (HeadId(0, 0),)), teacher="0123456789abcdef").save(folder / "plan.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYBRID_DISTILL_CACHE", str(folder / "cache"))
         yield folder
@@ -73,7 +72,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--student.d-stat 8", "error: --student.d-stat is not recognized; did you mean --student.d-state?"),
         ("--plan.selection top --plan.k 49", "49"),
         ("--plan.selection pairs --plan.pairs 9 0", "L9H0"),
-        ("--plan.selection file --plan.file {}/plan.json", "0123456789abcdef"),
         ("--plan.selection top --scoring.n-pairs 101", "101"),
         ("--teacher /no/such/folder", "/no/such/folder"),
         ("--student.init bogus", "bogus"),
@@ -92,6 +90,12 @@ def test_bad_input_is_named_and_leaves_nothing_in_the_way_of_the_corrected_comma
 ) -> None:
     assert said in refusal(capsys, small_run(tmp_path / "run"), *flags.format(bad).split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_for_another_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    HeadPlan(6, 8, 4, (HeadId(0, 0),), teacher="0123456789abcdef").save(tmp_path / "plan.json")
+    flags = ["--plan.selection", "file", "--plan.file", str(tmp_path / "plan.json")]
+    assert "0123456789abcdef" in refusal(capsys, small_run(tmp_path / "run"), *flags)
 
 
 def test_a_run_its_config_and_another_config(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
