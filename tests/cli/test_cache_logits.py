@@ -313,7 +313,9 @@ def parameter_bytes() -> int:
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
 
 
-def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_trains_from_disk_there_is_one_model_in_memory(
+    job: CacheJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an alignment, which needs the teacher, in the same process."""
     cache_logits(job)
     before = parameter_bytes()
@@ -352,7 +354,9 @@ def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None
     assert run.teacher is owner.teacher and fingerprint(owner.teacher) == before
 
 
-def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_the_bytes_of_one(
+    job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second process first: neither needs the other's files."""
     cache_logits(job)
     two = changed(job, "distill", teacher_logits=tmp_path / "two")
