@@ -18,7 +18,7 @@ from ..plan import BF16_BYTES, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY
 from .falcon_h1 import container
-from .versions import oldest_transformers, right_for_falcon_h1, tried_versions
+from .versions import TRIED, oldest_transformers
 
 UNKNOWN = "unknown"
 MOST_MISSED = 10
@@ -62,8 +62,8 @@ def model_card(
         config=config,
         form=form,
         oldest=oldest_transformers(config.backbone["model_type"]),
-        newest=tried_versions()[-1],
-        right=", ".join(right_for_falcon_h1()),
+        newest=TRIED["tried"][-1],
+        right=", ".join(TRIED["falcon-h1"]),
         stock=container(student) if form == "falcon-h1" else None,
         n_parameters=student.num_parameters(),
         bytes_per_element=BF16_BYTES,
