@@ -44,7 +44,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hybrid_distill
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.check import TOLERANCE, left_padded
-from hybrid_distill.export.versions import oldest_transformers, tried_versions
+from hybrid_distill.export.versions import TRIED, oldest_transformers
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -297,8 +297,9 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     padded_BL, mask_BL = left_padded(documents)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     batch = logits_of(student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False)
-    yield "left-padded = alone", max(
-        difference(row_LV[-len(own_LV) :], own_LV) for row_LV, own_LV in zip(batch, alone_of, strict=True)
+    yield (
+        "left-padded = alone",
+        max(difference(row_LV[-len(own_LV) :], own_LV) for row_LV, own_LV in zip(batch, alone_of, strict=True)),
     )
     for name, made in students.items():
         folder = scratch / f"{teacher.config.model_type}-{name}"
@@ -379,7 +380,7 @@ def write_page() -> None:
             transformers=record["transformers"],
             torch=record["torch"],
             device=record["device"],
-            tried=", ".join(tried_versions()),
+            tried=", ".join(TRIED["tried"]),
         ),
         "| check | largest difference | limit |\n| --- | ---: | ---: |",
         *(f"| {name} | {worst[name]:.1e} | {limit:g} |" for name, limit in CHECKS.items()),

@@ -38,8 +38,8 @@ class Entry(NamedTuple):
     file: Path
 
 
-def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, Entry]:
-    """Return the tensors of a local Hugging Face folder by name. Raises ValueError for anything wrong with it.
+def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
+    """Raise ValueError for anything wrong with a local Hugging Face folder.
 
     Runs nothing in the folder and builds no model in memory; ``numbers`` also reads every tensor, for NaN. Any
     checkpoint: links and names that lead out of the folder, damaged JSON, damaged safetensors, absurd sizes. A student
@@ -64,23 +64,22 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> dict[str, E
     tensors = _read_weights(folder, strict, numbers)
     if is_hybrid:
         _check_model(folder, config, tensors)
-    return tensors
 
 
-def load_student(
-    folder: str | Path, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None
-) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
+def load_student(folder: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
     """Load an exported student and its tokenizer with this package's own code; the code in the folder is never run.
 
-    In eval mode, on the CPU, in the stored ``dtype`` unless another is given. Raises as `check_checkpoint` does.
+    In eval mode, on the CPU, in the stored dtype. Raises as `check_checkpoint` does.
     """
     folder = Path(folder)
     check_checkpoint(folder)
     config = read_json(folder / "config.json")
-    if config["model_type"] != HybridConfig.model_type:
-        raise ValueError(f"{folder} holds {config['model_type']!r}; pass an export as remote-code or safetensors.")
-    options = {"dtype": dtype or getattr(torch, config["dtype"]), "attn_implementation": attn_implementation}
-    student = HybridForCausalLM.from_pretrained(folder, **options, use_safetensors=True, local_files_only=True).eval()
+    if (kind := config.get("model_type")) != HybridConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}; pass a finished run, or an export as remote-code or safetensors."
+        )
+    options = {"dtype": getattr(torch, config["dtype"]), "use_safetensors": True, "local_files_only": True}
+    student = HybridForCausalLM.from_pretrained(folder, **options).eval()
     if not (folder / "tokenizer_config.json").exists():
         return student, None
     try:
@@ -100,11 +99,6 @@ def check_no_run(folder: Path) -> None:
         raise ValueError(f"{folder} is a run; pass its export, {folder / 'export'}.")
     if below := sorted(folder.glob("*/export/config.json")):
         raise ValueError(f"{folder} contains several runs; pass the export of one, such as {below[0].parent}.")
-
-
-def is_bin_only(folder: Path) -> bool:
-    """Return whether a folder has its weights as a pickle and not as safetensors."""
-    return not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin"))
 
 
 def foreign_code(folder: Path) -> list[str]:
@@ -166,13 +160,14 @@ def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]
         listed = read_json(index).get("weight_map") or {}
         if not isinstance(listed, dict) or not listed:
             raise ValueError(f"{index} has no weight_map of tensors to files; copy it again.")
-        if other := [file for file in listed.values() if not re.fullmatch(FILE_NAME + r"\.safetensors", str(file))]:
-            raise ValueError(f"{index} names {other[0]!r}; it must be a plain file name that ends in .safetensors.")
-    files = [folder / name for name in sorted(set(listed.values()) or {"model.safetensors"})]
-    if strict and (unknown := sorted(set(folder.glob("*.safetensors")) - set(files))):
-        raise ValueError(f"{unknown[0]} does not belong to the weights of {folder} ({INDEX} names them); remove it.")
+    there = {path.name for path in folder.glob("*.safetensors")}
+    files = set(map(str, listed.values())) or {"model.safetensors"}
+    if absent := sorted(files - there):
+        raise ValueError(f"{folder} has no {absent[0]}, a safetensors file that its weights are in; copy it again.")
+    if strict and (unknown := sorted(there - files)):
+        raise ValueError(f"{folder / unknown[0]} does not belong to the weights ({INDEX} names them); remove it.")
     tensors: dict[str, Entry] = {}
-    for path in files:
+    for path in [folder / name for name in sorted(files)]:
         own = _read_file(path, numbers)
         if twice := sorted(tensors.keys() & own.keys()):
             raise ValueError(f"the tensor {twice[0]} is in {tensors[twice[0]].file.name} and in {path}; remove one.")

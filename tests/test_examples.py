@@ -55,7 +55,10 @@ def test_the_scripts_run_one_after_the_other(
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
-    assert hybrid_distill.load_student("tuned")
+    trained, before = hybrid_distill.load_student("tuned")[0].state_dict(), student.state_dict()
+    changed = {name.partition(".self_attn.")[2] for name in before if not torch.equal(before[name], trained[name])}
+    parts = {*(f"ssm.{name}_proj.weight" for name in "xbcza"), *(f"attention.{name}_proj.weight" for name in "qkv")}
+    assert changed == parts | {"o_proj.weight"}
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -17,13 +17,13 @@ from transformers import AutoConfig
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import export_checkpoint, verify_export
-from hybrid_distill.guard import MARK, check_checkpoint, foreign_code, load_student
+from hybrid_distill.guard import MARK, foreign_code, load_student
 from hybrid_distill.io import file_hash
 from hybrid_distill.model import HybridConfig
-from hybrid_distill.plan import HeadPlan
-from hybrid_distill.teacher import load_config, load_teacher
+from hybrid_distill.teacher import load_teacher
 
 DAMAGES = all_damages()
+assert len(DAMAGES) >= 300
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,6 @@ def copied(exported, tmp_path) -> Path:
     path = tmp_path / "damaged"
     shutil.copytree(exported[1], path)
     return path
-
-
-def test_there_are_three_hundred_damages() -> None:
-    assert len(DAMAGES) >= 300
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -151,7 +147,7 @@ def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
         if file == first.name:
             index["weight_map"][name] = "../w.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="plain file name"):
+    with pytest.raises(ValueError, match=r"has no \.\./w\.safetensors"):
         load_teacher(folder)
 
 
@@ -165,15 +161,6 @@ def test_the_hub_caches_links_are_followed(exported, tmp_path) -> None:
     assert load_student(snapshot)
 
 
-def test_reading_a_config_runs_no_code(tmp_path) -> None:
-    plant_code("evil.py")(tmp_path, Random(0))
-    record = {"model_type": "surprise", "auto_map": {"AutoConfig": "evil.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="no config"):
-        load_config(tmp_path)
-    assert not (tmp_path.parent / CANARY).exists()
-
-
 def test_a_config_validates_itself_inside_an_export(exported) -> None:
     """The class that travels refuses for plain transformers, without this package's guard."""
     record = AutoConfig.from_pretrained(exported[1]).to_dict()
@@ -182,10 +169,3 @@ def test_a_config_validates_itself_inside_an_export(exported) -> None:
             HybridConfig(**{**record, "backbone": {**record["backbone"], name: value}})
     with pytest.raises(ValueError, match="parameters"):
         HybridConfig(**{**record, "backbone": {**record["backbone"], "hidden_size": 2**17, "vocab_size": 2**24}})
-
-
-def test_a_plan_from_elsewhere_is_noticed(copied) -> None:
-    plan = HeadPlan.load(copied / "plan.json")
-    HeadPlan.none(plan).save(copied / "plan.json")
-    with pytest.raises(ValueError, match="keep other heads"):
-        check_checkpoint(copied)

@@ -77,7 +77,8 @@ PACKAGE = [path for path in files("hybrid_distill") if path != ROOT / "hybrid_di
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_uses_no_later_layer(path: Path) -> None:
+def test_a_module_uses_no_later_layer_and_imports_optional_libraries_where_it_uses_them(path: Path) -> None:
+    assert not OPTIONAL & {name.split(".")[0] for name in imports(path, lazy=False)}
     unit = unit_of_file(path)
     assert unit in LAYER_OF, "a new module: give it a place in LAYERS"
     for used in used_units(path):
@@ -94,9 +95,7 @@ def test_no_circle() -> None:
 
 @pytest.mark.parametrize("path", files("hybrid_distill/model"), ids=lambda path: path.name)
 def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
-    assert set(get_imports(path)) <= MODEL_MAY_IMPORT, (
-        "remote code that imports more does not load"
-    )
+    assert set(get_imports(path)) <= MODEL_MAY_IMPORT, "remote code that imports more does not load"
     for name in imports(path):
         own = name.startswith("hybrid_distill.model.")
         kernels = path.name == "ssd.py" and name.startswith(("hybrid_kernels", "mamba_ssm"))
@@ -119,11 +118,6 @@ def test_kernels_do_not_know_the_package() -> None:
         roots = {name.split(".")[0] for name in imports(path)}
         # A relative import reads as kernels.hybrid_kernels here, for the folder is a source root.
         assert roots <= {"torch", "triton", "hybrid_kernels", "kernels", *sys.stdlib_module_names}, path
-
-
-@pytest.mark.parametrize("path", files("hybrid_distill"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_optional_libraries_are_imported_where_they_are_used(path: Path) -> None:
-    assert not OPTIONAL & {name.split(".")[0] for name in imports(path, lazy=False)}
 
 
 @pytest.mark.parametrize(

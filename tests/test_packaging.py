@@ -44,27 +44,21 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("recipe", ["tiny", "recipes/hybrid_tiny.py"])
-def test_without_a_clone_a_recipe_runs_by_name_and_as_the_docs_call_it(
-    wheel: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_without_a_clone_a_recipe_runs_as_the_docs_call_it(wheel: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path[1:]])}
-    words = ["run", recipe, "--dry-run", "--align.steps", "1", "--distill.steps", "1"]
+    words = ["run", "recipes/hybrid_tiny.py", "--dry-run", "--align.steps", "1", "--distill.steps", "1"]
     code = "import hybrid_distill.cli as cli; print(cli.__file__); cli.main()"
     ran = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(str(wheel)) and f"hybrid-distill run {recipe}" in ran.stdout
+    assert ran.stdout.startswith(str(wheel)) and "hybrid-distill run recipes/hybrid_tiny.py" in ran.stdout
 
 
-@pytest.mark.launched
 def test_the_program_of_this_environment_runs_outside_the_clone(tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "hybrid-distill"
     if not program.is_file():
         pytest.skip("not installed in this environment; pip install -e .")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
-        [program, "recipes"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = subprocess.run([program, "recipes"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and "tiny" in ran.stdout, ran.stderr

@@ -12,5 +12,3 @@ except ValueError as error:  # before anything is imported that would fail there
     sys.exit(2)
 
 from .app import main, run_recipe
-
-__all__ = ["main", "run_recipe"]

@@ -39,39 +39,30 @@ MOVED = {
 
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Translate a command line into today's words."""
-    name = words[0].replace("_", "-")
-    rest = _without_dropped(name, words[1:])
+    name, rest = words[0].replace("_", "-"), list[str]()
     if name in RENAMED:
         _notice(name, RENAMED[name])
-        return [RENAMED[name], *rest]
-    flags = [word.partition("=")[0].replace("_", "-") if word.startswith("--") else "" for word in rest]
-    for (command, flag), new in MOVED.items():
-        if name == command and flag in flags:
-            _notice(f"{name} {flag}", new.command)
-            at = flags.index(flag)
-            values = [value for _, equals, value in [rest[at].partition("=")] if equals]
-            end = at + 1 + new.n_values - len(values)
-            others = [*rest[:at], *rest[end:]] if new.others_stay else []
-            return [new.command, *values, *rest[at + 1 : end], *others]
-    if name == "evaluate" and "--model" in flags:
-        _notice("evaluate --model", "evaluate-suite --model")
-        return ["evaluate-suite", *rest]
-    return [name, *(word.replace(flag, SAME.get((name, flag), flag), 1) for word, flag in zip(rest, flags))]
-
-
-def _without_dropped(name: str, words: Sequence[str]) -> list[str]:
-    kept, at = list[str](), 0
-    while at < len(words):
-        flag, equals, _ = words[at].partition("=")
-        n_values = DROPPED.get((name, flag.replace("_", "-")))
-        if n_values is None:
-            kept.append(words[at])
-        else:
+        name = RENAMED[name]
+    for word in words[1:]:
+        flag, *value = word.split("=", maxsplit=1)
+        is_old = (name, flag := flag.replace("_", "-")) in {*DROPPED, *MOVED, *SAME}
+        rest += [flag, *value] if is_old else [word]
+    for (command, flag), n_values in DROPPED.items():
+        while name == command and flag in rest:
+            at = rest.index(flag)
+            del rest[at : at + 1 + n_values]
             if is_launched_main():
                 print(f"note: {flag} of `hybrid-distill {name}` no longer does anything.", file=sys.stderr)
-            at += 0 if equals else n_values
-        at += 1
-    return kept
+    for (command, flag), new in MOVED.items():
+        if name == command and flag in rest:
+            _notice(f"{name} {flag}", new.command)
+            at = rest.index(flag)
+            end = at + 1 + new.n_values
+            return [new.command, *rest[at + 1 : end], *([*rest[:at], *rest[end:]] if new.others_stay else [])]
+    if name == "evaluate" and any(word.partition("=")[0] == "--model" for word in rest):
+        _notice("evaluate --model", "evaluate-suite --model")
+        return ["evaluate-suite", *rest]
+    return [name, *(SAME.get((name, word), word) for word in rest)]
 
 
 def _notice(old: str, new: str) -> None:

@@ -86,10 +86,11 @@ def _dispatch(name: str, *words: str) -> None:
     with _loading():
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         from .parsing import parse
-    run = partial(module.main, list(words)) if hasattr(module, "main") else None
-    if run is None:
+    if hasattr(module, "main"):
+        run = partial(module.main, list(words))
+    else:
         run = parse(module.command, words, prog=f"hybrid-distill {name}")
-    if words[:1] not in (("-h",), ("--help",)):
+    if name != "recipes" and words[:1] not in (("-h",), ("--help",)):
         with _loading():  # what commands import where they use it, so that their help is quick
             importlib.import_module("hybrid_distill.pipeline")
             _mute()

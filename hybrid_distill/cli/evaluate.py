@@ -10,11 +10,16 @@ from pathlib import Path
 import tyro
 
 from ..distributed import alone_in, is_launched_main
+from ..limits import Count
 from ..progress import finish
 
 
 def command(
-    run_dir: tyro.conf.Positional[Path], /, n_examples: int | None = None, form: str | None = None, again: bool = False
+    run_dir: tyro.conf.Positional[Path],
+    /,
+    n_examples: Count | None = None,
+    form: str | None = None,
+    again: bool = False,
 ) -> None:
     """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
 
@@ -34,12 +39,10 @@ def command(
         raise ValueError(f"{run_dir} is an export, not a run; pass it to evaluate-suite --model {run_dir}.")
     this, path = finished_run(run_dir), run_dir / "evaluation.json"
     if n_examples is not None or form is not None:
-        options, scoring = this.config.evaluation, this.config.scoring
-        if n_examples is not None:
-            options = replace(options, n_examples=n_examples)
-        if form is not None:
-            scoring = replace(scoring, form=form)
-        this, again = Run(replace(this.config, evaluation=options, scoring=scoring)), True
+        config = this.config
+        evaluation = replace(config.evaluation, n_examples=n_examples or config.evaluation.n_examples)
+        scoring = replace(config.scoring, form=form or config.scoring.form)
+        this, again = Run(replace(config, evaluation=evaluation, scoring=scoring)), True
         this.check_evaluation()
     if path.exists() and not again:
         result = EvalResult.load(path)

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ..config import RunConfig, current_flags, in_recipe, on_embedded_teacher
-from ..teacher import TINY
 from .parsing import flags_of, parse_as, short_help
+
+if TYPE_CHECKING:  # `hybrid-distill recipes` needs no library
+    from ..config import RunConfig
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ def command(name: str | None = None, /) -> None:
         print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
         return
     for short, path in sorted(shipped().items()):
-        print(f"{short:<16}{_first_line(path)}")
+        summary, _, _ = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")
+        print(f"{short:<16}{summary}")
 
 
 def shipped() -> dict[str, Path]:
@@ -54,21 +56,18 @@ def find_recipe(path: Path) -> Path:
     ``recipes/hybrid_tiny.py``, as the documentation calls it, is a name too: it works without a clone.
     """
     recipes = shipped()
-    named = recipes.get(path.stem.removeprefix("hybrid_")) if path.parent in (Path(), Path("recipes")) else None
-    if path.is_file() or named is None:
-        named = path
-    if named.suffix != ".py" or not named.is_file():
+    if not path.is_file() and path.parent in (Path(), Path("recipes")):
+        path = recipes.get(path.stem.removeprefix("hybrid_"), path)
+    if path.suffix != ".py" or not path.is_file():
         names = ", ".join(sorted(recipes))
         raise ValueError(f"{path} is not a recipe; pass a Python file with config(), or one of {names}.")
-    return named
-
-
-def _first_line(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return path
 
 
 def load_recipe(path: Path) -> ModuleType:
     """Import a recipe: a file, or the name of a shipped one. Raises ValueError for anything else."""
+    from ..config import in_recipe
+
     path = find_recipe(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -90,12 +89,17 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
 
 def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
     """Cut a run down to the embedded teacher where the flags ask for it."""
+    from ..config import on_embedded_teacher
+    from ..teacher import TINY
+
     text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
     return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
 
 
 def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:
     """Override a config by flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
+    from ..config import current_flags
+
     kind = type(default)
     if not {"-h", "--help"}.isdisjoint(words):
         print(short_help(flags_of(kind, default=default), {*FIRST, *own}, prog or sys.argv[0], description))

@@ -13,9 +13,6 @@ from .parsing import usage
 if TYPE_CHECKING:
     from ..config import RunConfig
 
-OF_DRY_RUNS = ("--dry-run", "--show-config")
-"""Flags that are not repeated in the command that a dry run recommends."""
-
 
 def main(words: list[str]) -> None:
     """Run a recipe, by name or as a file with config(); flags after it override its fields, --help there lists them.
@@ -46,19 +43,15 @@ def run_with_flags(
     base = on_asked_teacher(checked_config(default, recipe), words)
     config = override(base, words, prog, description)
     if config.dry_run:
-        _dry_run(config, [recipe, *words])
+        from .dry_run import describe
+
+        others = [word for word in words if word.replace("_", "-") not in ("--dry-run", "--show-config")]
+        text = describe(config, shlex.join([recipe, *others]))
+        if is_launched_main():
+            finish(text, dry_run=text)
         return
     out = run(config)
     if is_launched_main():
         report = write_report(out)
         figures = EvalResult.load(out / "evaluation.json").figures()
         finish(f"report: {report}", report=str(report), figures=figures)
-
-
-def _dry_run(config: RunConfig, words: Sequence[str]) -> None:
-    """Print what a run would need. ``words`` are the recipe and its flags. Raises ValueError for what it refuses."""
-    from .dry_run import describe
-
-    text = describe(config, shlex.join(word for word in words if word.replace("_", "-") not in OF_DRY_RUNS))
-    if is_launched_main():
-        finish(text, dry_run=text)

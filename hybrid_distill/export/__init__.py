@@ -3,5 +3,3 @@
 from .card import origin
 from .checkpoint import Form, export_checkpoint
 from .gate import ExportError, GateReport, verify_export
-
-__all__ = ["ExportError", "Form", "GateReport", "export_checkpoint", "origin", "verify_export"]

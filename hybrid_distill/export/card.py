@@ -14,11 +14,11 @@ from jinja2 import Environment, StrictUndefined
 from ..evaluation.evaluate import EvalResult
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
-from ..plan import BF16_BYTES, CacheBytes, HeadPlan, cache_bytes
+from ..plan import BF16_BYTES, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY
 from .falcon_h1 import container
-from .versions import oldest_transformers, right_for_falcon_h1, tried_versions
+from .versions import TRIED, oldest_transformers
 
 UNKNOWN = "unknown"
 MOST_MISSED = 10
@@ -62,16 +62,24 @@ def model_card(
         config=config,
         form=form,
         oldest=oldest_transformers(config.backbone["model_type"]),
-        newest=tried_versions()[-1],
-        right=", ".join(right_for_falcon_h1()),
-        cost=container_cost(student, plan) if form == "falcon-h1" else "",
+        newest=TRIED["tried"][-1],
+        right=", ".join(TRIED["falcon-h1"]),
+        stock=container(student) if form == "falcon-h1" else None,
+        n_parameters=student.num_parameters(),
+        bytes_per_element=BF16_BYTES,
         missed=_most_missed(scores, plan) if scores else [],
         training=training,
         results=results or {},
         n_pairs=n_pairs,
         share=_share,
         number=_number,
-        cache=partial(_cache, student),
+        cache=partial(
+            cache_bytes,
+            head_dim=config.head_dim,
+            d_state=config.d_state,
+            conv_width=config.conv_width,
+            windows=layer_windows(config.backbone_config()),
+        ),
     )
 
 
@@ -104,17 +112,6 @@ def on_card(card: str | Path) -> tuple[str, str]:
     return data.get("license") or UNKNOWN, data.get("base_model") or ""
 
 
-def container_cost(student: HybridForCausalLM, plan: HeadPlan, length: int = 4096) -> str:
-    """Say in a sentence what a Falcon-H1 spends on heads that only fill up its layers."""
-    stock, own = container(student), _cache(student, plan, length)
-    n_own = sum(parameter.numel() for parameter in student.parameters())
-    cache = stock.cache_bytes(length, BF16_BYTES)
-    return (
-        f"Heads of zeros make its layers equal in size: it has {stock.parameters():,} parameters\n(the student "
-        f"{n_own:,}) and a cache of {cache / 1e6:.3f} MB at {length:,} tokens (the student {own.total / 1e6:.3f} MB)."
-    )
-
-
 def _most_missed(scores: HeadScores, plan: HeadPlan) -> list[str]:
     """List the heads with the highest scores, and whether they are kept."""
     value_LH = scores.value_LH()
@@ -134,15 +131,3 @@ def _share(share: float | None, n: int) -> str:
         return _number(share, 100, 1)
     smoothed = (share * n + 0.5) / (n + 1)
     return f"{100 * share:.1f} ± {100 * math.sqrt(smoothed * (1 - smoothed) / n):.1f}"
-
-
-def _cache(student: HybridForCausalLM, plan: HeadPlan, length: int) -> CacheBytes:
-    config = student.config
-    return cache_bytes(
-        plan,
-        length=length,
-        head_dim=config.head_dim,
-        d_state=config.d_state,
-        conv_width=config.conv_width,
-        windows=layer_windows(config.backbone_config()),
-    )

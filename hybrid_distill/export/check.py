@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -117,8 +117,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     limits = dict(TOLERANCE[model.dtype])
     if record["quantized"]:
         limits["forward"] = record["quantized"]["limit"]
-    yield from check_logits(model, prompts, limits)
-    yield from check_generated(model, prompts, 2 * max(limits.values()) * prompts.scale)
+    yield from check_outputs(model, prompts, limits)
 
 
 def read_record(gate: Path) -> Record:
@@ -197,55 +196,42 @@ def load_model(folder: Path, record: Record, device: str, trust: Record) -> tupl
 
 
 @torch.no_grad()
-def check_logits(model: Model, prompts: Prompts, limits: dict[str, float]) -> Iterator[Check]:
-    """Compare logits: of the reloaded model with the record; from a cache and in a batch with each prompt alone."""
+def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> Iterator[Check]:
+    """Compare logits and greedy tokens: with the record, from a cache, and in a batch with each prompt alone."""
+    length = len(prompts.generated[0])
 
     def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> Check:
         worst = torch.stack([(ours - theirs).abs().max() for ours, theirs in zip(found, expected, strict=True)]).max()
         return Check(f"{name}, logits", float(worst) / prompts.scale, limit)  # NaN where there is one
 
-    alone = [model(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in prompts.ids]
+    def full_forward(ids_L: Tensor) -> Tensor:
+        return model(input_ids=ids_L[None], use_cache=False).logits[0].float()
+
+    alone = [full_forward(ids_L) for ids_L in prompts.ids]
     recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
     yield compare("reloaded = exported model", recorded, prompts.logits, limits["forward"])
-    cached = cached_logits(model, prompts.ids)
-    behind = [logits_LV[-len(part_LV) :] for logits_LV, part_LV in zip(alone, cached)]
-    yield compare("cached decode = full forward", cached, behind, limits["order"])
+    cached = [greedy(model, ids_L[None], None, length) for ids_L in prompts.ids]
+    written = [torch.cat([ids_L, out.tokens_BT[0, :-1]]) for ids_L, out in zip(prompts.ids, cached)]
+    again = [full_forward(ids_L)[-length:] for ids_L in written]
+    yield compare("cached decode = full forward", [out.logits_BTV[0] for out in cached], again, limits["order"])
     yield compare("left-padded batch = single prompts", padded_logits(model, prompts.ids), alone, limits["order"])
 
-
-def check_generated(model: Model, prompts: Prompts, rounding: float) -> Iterator[Check]:
-    """Compare greedy tokens with the record, up to the first whose lead is within ``rounding``."""
-    length = len(prompts.generated[0])
-
+    uncached = [greedy(model, ids_L[None], None, length, use_cache=False) for ids_L in prompts.ids]
     ways: dict[str, Sequence[Tensor] | Tensor] = {
-        way: [greedy(model, ids_L[None], None, length, use_cache=way == "cached")[0][0] for ids_L in prompts.ids]
-        for way in ("cached", "uncached")
+        "cached": [out.tokens_BT[0] for out in cached],
+        "uncached": [out.tokens_BT[0] for out in uncached],
+        "left-padded batch": greedy(model, *left_padded(prompts.ids), length).tokens_BT,
     }
-    ways["left-padded batch"] = greedy(model, *left_padded(prompts.ids), length)[0]
+    rounding = 2 * max(limits.values()) * prompts.scale
     for way, generated in ways.items():
         different = compared = 0
         for tokens_T, expected_T, leads_T in zip(generated, prompts.generated, prompts.leads):
-            clear_T = (leads_T > rounding).cumprod(0).bool()
+            clear_T = (leads_T > rounding).cumprod(0).bool()  # up to the first token whose lead may be rounding
             different += int((tokens_T != expected_T)[clear_T].sum())
             compared += int(clear_T.sum())
         yield Check(f"generated tokens, {way}: different of {compared}", different, 0)
 
 
-@torch.no_grad()
-def cached_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
-    """Compute logits [L, V] from the middle of each prompt on, read token by token.
-
-    By `generate`, because some models take no cache but one that it has prepared.
-    """
-    found = []
-    for ids_L in ids:
-        half = max(len(ids_L) // 2, 1)
-        steps = generate(model, ids_L[None, :half], None, len(ids_L) - half + 1, written_L=ids_L).logits
-        found.append(torch.cat(steps).float())
-    return found
-
-
-@torch.no_grad()
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     """Compute logits [L, V] of each prompt's tokens in a left-padded batch."""
     ids_BL, mask_BL = left_padded(ids)
@@ -266,36 +252,20 @@ def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids_BL, mask_BL
 
 
-def greedy(
-    model: Model, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Generate exactly ``new_tokens`` greedy tokens, and each one's lead over the second best logit: two [B, T]."""
-    out = generate(model, ids_BL, mask_BL, new_tokens, use_cache=use_cache)
-    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
-    return out.sequences[:, ids_BL.shape[1] :], best_BT2[..., 0] - best_BT2[..., 1]
+class Greedy(NamedTuple):
+    """Generated tokens, their leads over the second best, and the logits that they were chosen from."""
+
+    tokens_BT: Tensor
+    leads_BT: Tensor
+    logits_BTV: Tensor
 
 
 @torch.no_grad()
-def generate(
-    model: Model,
-    ids_BL: Tensor,
-    mask_BL: Tensor | None,
-    new_tokens: int,
-    *,
-    use_cache: bool = True,
-    written_L: Tensor | None = None,
-) -> Any:
-    """Let the model's `generate` write exactly ``new_tokens`` tokens: greedy ones, or those of ``written_L``."""
-
-    def force(past_BL: Tensor, scores_BV: Tensor) -> Tensor:
-        assert written_L is not None
-        forced_BV = torch.full_like(scores_BV, float("-inf"))
-        forced_BV[:, written_L[min(past_BL.shape[1], len(written_L) - 1)]] = 0.0
-        return forced_BV
-
+def greedy(model: Model, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True) -> Greedy:
+    """Let the model's `generate` write exactly ``new_tokens`` greedy tokens."""
     plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # whatever generation_config.json says
     plain |= {"temperature": None, "top_p": None, "top_k": None, "pad_token_id": 0}
-    return model.generate(
+    out: Any = model.generate(
         input_ids=ids_BL,
         attention_mask=torch.ones_like(ids_BL) if mask_BL is None else mask_BL,
         min_new_tokens=new_tokens,
@@ -304,9 +274,11 @@ def generate(
         return_dict_in_generate=True,
         output_scores=True,
         output_logits=True,
-        logits_processor=[] if written_L is None else [force],
         **plain,
     )
+    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
+    leads_BT = best_BT2[..., 0] - best_BT2[..., 1]
+    return Greedy(out.sequences[:, ids_BL.shape[1] :], leads_BT, torch.stack(out.logits, dim=1).float())
 
 
 def _none(name: str, found: Sequence[str], shown: int = 8) -> Check:

@@ -73,7 +73,7 @@ def export_checkpoint(
         raise ValueError(f"{path} is not a folder; pass a new folder, or an export to replace.")
     if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(f"{path} holds files that are not an export; pass a new folder, or an export to replace.")
-    tied = tied_names(student)
+    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
     with replacing_folder(path) as folder:
         write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
         write_configuration(student, folder, form)
@@ -132,24 +132,6 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(new, ignore_errors=True)
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
-
-
-def tied_names(student: HybridForCausalLM) -> dict[str, str]:
-    """Map names to those they are stored under, as in {"lm_head.weight": "model.embed_tokens.weight"}.
-
-    Raises ExportError for tensors that share memory without the configuration saying so: after loading they would not.
-    """
-    first_with: dict[tuple[object, ...], str] = {}
-    declared = student._tied_weights_keys or {} if student.config.tie_word_embeddings else {}
-    tied = {}
-    for name, tensor in sorted(student.state_dict().items(), key=lambda item: item[0] in declared):
-        place = (tensor.device, tensor.data_ptr(), tensor.shape)
-        twin = first_with.setdefault(place, name) if tensor.numel() else name
-        if twin != name and name not in declared:
-            raise ExportError(f"{name} shares its memory with {twin}, which the configuration does not say; clone one.")
-        if twin != name:
-            tied[name] = twin
-    return tied
 
 
 def write_weights(

@@ -25,6 +25,7 @@ from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
 from ..io import Record, file_hash, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..progress import Phase
+from ..teacher import eval_mode
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
 from .falcon_h1 import container
@@ -77,11 +78,9 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     `check_checkpoint` refuses.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; pass the folder of an export.")
-    if lacking := [name for name in ("config.json", str(MARK)) if not (folder / name).is_file()]:
+    if not (folder / MARK).is_file():
         check_no_run(folder)
-        raise ValueError(f"{folder} is not an export: it lacks {' and '.join(lacking)}; pass a folder that has it.")
+        raise ValueError(f"{folder} is not an export, for it has no {MARK}; pass the folder of an export.")
     if not trust_remote_code:
         if other := foreign_code(folder):
             raise ValueError(
@@ -95,7 +94,7 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
 def check_unchanged(folder: Path) -> None:
     """Raise ExportError, naming tensors, where an export's files are not those that passed its gate."""
     if not (folder / MARK).is_file():
-        raise ValueError(f"{folder} has no {MARK}; pass a finished run, or an export as it was written.")
+        raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
     check = program.check_tensors_on_disk(folder, program.read_record(folder / "gate"))
     if not check.ok:
         raise ExportError(f"{folder} is not as it was exported: {check.name} {check.measured:g} ({check.detail}).")
@@ -166,21 +165,18 @@ def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
     return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
-@torch.no_grad()
 def record_prompts(student: HybridForCausalLM, ids: list[Tensor]) -> Prompts:
     """Compute the student's logits and greedy tokens for prompts of token ids [L], in eval mode."""
-    was_training = student.training
-    student.eval()
-    try:
+    with eval_mode(student):
         ids = [ids_L.to(student.device) for ids_L in ids]
         logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
-        vocab_size = logits_LV[0].shape[-1]
-        columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
-        generated, leads = zip(*(greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids), strict=True)
-    finally:
-        student.train(was_training)
+        written = [greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids]
+    vocab_size = student.config.vocab_size
+    columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
     logits_LC = [logits[:, columns_C] for logits in logits_LV]
-    return Prompts(columns_C, ids, logits_LC, [t[0] for t in generated], [t[0] for t in leads])
+    return Prompts(
+        columns_C, ids, logits_LC, [out.tokens_BT[0] for out in written], [out.leads_BT[0] for out in written]
+    )
 
 
 def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:

@@ -5,9 +5,10 @@ Shapes: B batch, L length, H head, P head dim, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,170 +20,100 @@ from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_bl
 
 
 @contextmanager
-def ablate_heads(
-    model: nn.Module,
-    heads: Iterable[HeadId],
-    values: Mapping[HeadId, Tensor] | None = None,
-    *,
-    kind: HeadKind | None = None,
-) -> Iterator[None]:
+def ablate_heads(model: nn.Module, heads: Iterable[HeadId], *, kind: HeadKind | None = None) -> Iterator[None]:
     """Zero the named heads' slices of the output projection's input while the context is open.
 
-    A head named in ``values`` gets that vector [P] at every token instead of zeros (mean ablation). ``kind`` is that of
-    `head_sites`. Leaves the model as before, also after an exception; contexts may be nested. Raises ValueError for a
-    head that does not exist, and in a forward that bypasses the projection.
+    ``kind`` is that of `head_sites`. Leaves the model as before, also after an exception; contexts may be nested.
+    Raises ValueError for a head that does not exist, and in a forward that bypasses the projection.
     """
     sites = head_sites(model, kind)
-    vectors = {HeadId(*head): value_P for head, value_P in (values or {}).items()}
     heads_of: dict[int, list[int]] = {}
     for head_id in (HeadId(*head) for head in heads):
         check_exists(model, sites, head_id)
         heads_of.setdefault(head_id.layer, []).append(head_id.head)
+
+    def zero(which: list[int], heads_BLHP: Tensor) -> None:
+        heads_BLHP[..., which, :] = 0
+
     with ExitStack() as hooks:
         for site in sites:
             if which := heads_of.get(site.layer):
-                replaced = {head: vectors.get(HeadId(site.layer, head)) for head in which}
-                hooks.enter_context(_edited_heads(site, _replacing(replaced)))
+                hooks.enter_context(_edited_heads(site, partial(zero, which)))
         yield
 
 
 @contextmanager
 def ablate_heads_by_row(
-    model: nn.Module,
-    layer: int,
-    heads: Sequence[int | None],
-    values: Tensor | None = None,
-    *,
-    kind: HeadKind | None = None,
+    model: nn.Module, layer: int, heads: Sequence[int], *, kind: HeadKind | None = None
 ) -> Iterator[None]:
     """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
 
-    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, where G is ``len(heads)``; None ablates
-    nothing. With ``values`` [H, P] head h's slice becomes ``values[h]`` instead of zeros. Raises ValueError as
-    `ablate_heads` does, and in a forward whose rows do not form G equal groups.
+    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, where G is ``len(heads)``. Raises
+    ValueError as `ablate_heads` does.
     """
-    sites = head_sites(model, kind)
-    for head in heads:
-        check_exists(model, sites, HeadId(layer, 0 if head is None else head))
-    site = next((site for site in sites if site.layer == layer), None)
-    with _edited_heads(site, _replacing_by_row(heads, values)) if heads and site else nullcontext():
+
+    def edit(heads_BLHP: Tensor) -> None:
+        heads_GRLHP = heads_BLHP.unflatten(0, (len(heads), -1))
+        heads_GRLHP[list(range(len(heads))), :, :, list(heads)] = 0
+
+    with _edited_heads(_site_with(model, layer, heads, kind), edit):
         yield
 
 
 @contextmanager
 def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) -> Iterator[list[Tensor]]:
     """Yield a list that receives the heads x_BLHP of a layer as its output projection reads them, per forward."""
-    sites = head_sites(model, kind)
-    check_exists(model, sites, HeadId(layer, 0))
     recorded: list[Tensor] = []
-    with _edited_heads(next(site for site in sites if site.layer == layer), recorded.append):
+    with _edited_heads(_site_with(model, layer, [0], kind), recorded.append):
         yield recorded
+
+
+def _site_with(model: nn.Module, layer: int, heads: Iterable[int], kind: HeadKind | None) -> HeadSite:
+    sites = head_sites(model, kind)
+    for head in heads:
+        check_exists(model, sites, HeadId(layer, head))
+    return next(site for site in sites if site.layer == layer)
 
 
 @contextmanager
 def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
     """Pass ``edit`` a copy x_BLHP of this layer's heads; the projection reads the copy as edited."""
-    in_layer, reached = not site.shared, False  # a shared module runs for other layers as well
+    forward, reached = site.block.forward, False
 
-    def enter_layer(module: nn.Module, args: object) -> None:
-        nonlocal in_layer
-        in_layer = True
-
-    def leave_layer(module: nn.Module, args: object, output: object) -> None:
-        nonlocal in_layer
-        in_layer = not site.shared
-
-    def start(module: nn.Module, args: object) -> None:
-        nonlocal reached
-        reached = False
-
-    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         nonlocal reached
         reached = True
-        if not in_layer:
-            return None
         heads_BLHP = args[0].unflatten(-1, (-1, site.head_dim)).clone()
         edit(heads_BLHP)
         return (heads_BLHP.flatten(-2), *args[1:])
 
-    def check(module: nn.Module, args: object, output: object) -> None:
+    def run(*args: object, **kwargs: object) -> object:
+        nonlocal reached
+        reached = False
+        with site.o_proj.register_forward_pre_hook(edited):  # for now: other layers may run the same module
+            output = forward(*args, **kwargs)
         if not reached:
             raise ValueError(
                 f"{site.name} did not call its output projection, so its heads were left as they are: "
                 "a fused kernel for training did its work; call model.eval() first."
             )
+        return output
 
-    with (
-        site.block.register_forward_pre_hook(enter_layer),
-        site.module.register_forward_pre_hook(start),
-        site.o_proj.register_forward_pre_hook(edited),
-        site.module.register_forward_hook(check),
-        site.block.register_forward_hook(leave_layer, always_call=True),
-    ):
+    with replaced_forward(site.block, run):
         yield
 
 
-def _replacing(values: dict[int, Tensor | None]) -> Callable[[Tensor], None]:
-    zeroed = [head for head, value_P in values.items() if value_P is None]
-
-    def edit(heads_BLHP: Tensor) -> None:
-        heads_BLHP[..., zeroed, :] = 0
-        for head, value_P in values.items():
-            if value_P is not None:
-                heads_BLHP[..., head, :] = value_P.to(heads_BLHP)
-
-    return edit
-
-
-def _replacing_by_row(heads: Sequence[int | None], values: Tensor | None) -> Callable[[Tensor], None]:
-    def edit(heads_BLHP: Tensor) -> None:
-        n_rows, _, _, _ = heads_BLHP.shape
-        if n_rows % len(heads):
-            raise ValueError(
-                f"a batch of {n_rows} rows cannot hold {len(heads)} ablations evenly; repeat the batch once per head."
-            )
-        head_of = [head for head in heads for _ in range(n_rows // len(heads))]
-        rows = [row for row, head in enumerate(head_of) if head is not None]
-        which = [head for head in head_of if head is not None]
-        heads_BLHP[rows, :, which] = 0 if values is None else values[which].unsqueeze(1).to(heads_BLHP)
-
-    return edit
-
-
-@dataclass
 class MixerCall:
-    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output.
+    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output."""
 
-    Reading a field before a forward has run raises AttributeError.
-    """
+    args: tuple[Any, ...]
+    kwargs: Record
+    heads_BLHP: Tensor
+    out_BLD: Tensor
 
-    site: HeadSite
-    hidden_BLD: Tensor = field(init=False)
-    args: tuple[object, ...] = field(init=False)
-    kwargs: Record = field(init=False)
-    heads_BLHP: Tensor = field(init=False)
-    out_BLD: Tensor = field(init=False)
-
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Fill the fields in every forward while the context is open."""
-
-        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: Record) -> None:
-            self.args, self.kwargs = args, kwargs
-            self.hidden_BLD = args[0] if args else kwargs["hidden_states"]
-
-        def heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self.heads_BLHP = args[0].unflatten(-1, (-1, self.site.head_dim))
-
-        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self.out_BLD = output[0] if isinstance(output, tuple) else output
-
-        with (
-            self.site.module.register_forward_pre_hook(before, with_kwargs=True),
-            self.site.o_proj.register_forward_pre_hook(heads),
-            self.site.module.register_forward_hook(after),
-        ):
-            yield
+    @property
+    def hidden_BLD(self) -> Tensor:
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
 
 
 @contextmanager
@@ -191,25 +122,26 @@ def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
 
     Tensors are the model's own, neither copied nor detached: for targets, forward under ``torch.no_grad``.
     """
-    calls = [MixerCall(site) for site in attention_sites(model)]
+
+    def before_projection(call: MixerCall, head_dim: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        call.heads_BLHP = args[0].unflatten(-1, (-1, head_dim))
+
+    def after(call: MixerCall, module: nn.Module, args: tuple[Any, ...], kwargs: Record, output: Any) -> None:
+        call.args, call.kwargs = args, kwargs
+        call.out_BLD = output[0] if isinstance(output, tuple) else output
+
+    calls = []
     with ExitStack() as hooks:
-        for call in calls:
-            hooks.enter_context(call.record())
+        for site in attention_sites(model):
+            calls.append(call := MixerCall())
+            hooks.enter_context(site.o_proj.register_forward_pre_hook(partial(before_projection, call, site.head_dim)))
+            hooks.enter_context(site.module.register_forward_hook(partial(after, call), with_kwargs=True))
         yield calls
 
 
 @contextmanager
-def record_block(model: nn.Module, layer: int) -> Iterator[list[object]]:
-    """Yield a list that receives the output of decoder layer ``layer``, one entry per forward."""
-    outputs: list[object] = []
-    block = decoder_blocks(model)[layer][1]
-    with block.register_forward_hook(lambda module, args, output: outputs.append(output)):
-        yield outputs
-
-
-@contextmanager
 def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None]:
-    """Make layers 0..``layer`` return ``output`` (from `record_block`) instead of running.
+    """Make layers 0..``layer`` return ``output``, as layer ``layer`` returned it, instead of running.
 
     A forward on the same input then computes only the layers above, with the same result. Not for use with a
     cache: the skipped layers would leave theirs empty.

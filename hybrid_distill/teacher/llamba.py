@@ -8,7 +8,6 @@ Shapes: H heads, G groups of heads that share B and C, P head dim, N state size,
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..io import Record
+from ..io import Record, read_json
 from ..model import HybridConfig, HybridForCausalLM
 
 MODEL_TYPE = "llamba"
@@ -35,8 +34,8 @@ RENAMED = {
 def is_llamba(folder: str | Path) -> bool:
     """Tell whether a folder's config.json is that of a published Llamba."""
     try:
-        return _read_json(folder).get("model_type") == MODEL_TYPE
-    except (OSError, ValueError, AttributeError):
+        return read_json(Path(folder).expanduser() / "config.json").get("model_type") == MODEL_TYPE
+    except (OSError, ValueError):
         return False
 
 
@@ -94,13 +93,9 @@ def llamba_config(folder: str | Path) -> HybridConfig:
     )
 
 
-def _read_json(folder: str | Path) -> Record:
-    return json.loads((Path(folder).expanduser() / "config.json").read_text())
-
-
 def _published(folder: str | Path) -> Record:
     """Read a config.json, with defaults. Raises ValueError for fields that no published Llamba has."""
-    given = {**DEFAULTS, **_read_json(folder)}
+    given = {**DEFAULTS, **read_json(Path(folder).expanduser() / "config.json")}
     ssm = given["ssm_cfg"] = {**SSM_DEFAULTS, **(given.get("ssm_cfg") or {})}
     mlp = given["mlp_cfg"] = {**MLP_DEFAULTS, **(given.get("mlp_cfg") or {})}
     counts = {

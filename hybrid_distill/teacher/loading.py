@@ -24,7 +24,7 @@ from transformers import (
 
 from ..assets import tiny_teacher_path
 from ..distributed import own_device
-from ..guard import check_checkpoint, check_no_run, is_bin_only
+from ..guard import check_checkpoint, check_no_run
 from ..io import read_json
 from ..model.configuration_hybrid import rope_settings
 from ..progress import Phase
@@ -80,7 +80,7 @@ def load_teacher(
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     path = _located(name_or_path, flag)
     with Phase(f"loading {name_or_path}"), _refusal(name_or_path, flag):
-        if isinstance(path, Path) and not is_bin_only(path):
+        if isinstance(path, Path) and any(path.glob("*.safetensors")):
             check_checkpoint(path)
         elif isinstance(path, Path) and not allow_bin:
             raise ValueError(
@@ -100,7 +100,7 @@ def load_teacher(
                 trust_remote_code=trust_remote_code,
                 use_safetensors=None if allow_bin else True,
                 output_loading_info=True,
-                local_files_only=_offline(path),
+                local_files_only=bool(_offline(path)),
             )
             model, loading = loaded
             if missing := sorted(loading["missing_keys"]):
@@ -144,10 +144,10 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
         if is_llamba(path):
             return llamba_config(path)
         return AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=False, local_files_only=_offline(path)
+            path, revision=revision, trust_remote_code=False, local_files_only=bool(_offline(path))
         )
     except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
-        reason = "" if isinstance(path, Path) else _not_cached()
+        reason = _offline(path)
         raise ValueError(
             f"{str(name_or_path)!r} has no config that transformers can read{reason and f' ({reason})'}; "
             "pass a local folder, a name on the hub, or tiny."
@@ -180,13 +180,10 @@ def hub_error() -> str | None:
     return None
 
 
-def _offline(path: str | Path) -> bool:
-    """Tell whether a name on the hub can only be read from the cache."""
-    return not isinstance(path, Path) and hub_error() is not None
-
-
-def _not_cached() -> str:
-    return f"{error}, and it is not in the cache" if (error := hub_error()) else ""
+def _offline(path: str | Path) -> str:
+    """Return why a name on the hub can only be read from the cache; empty for a folder, and where the hub answers."""
+    error = None if isinstance(path, Path) else hub_error()
+    return f"{error}, and it is not in the cache" if error else ""
 
 
 def _folder_or_name(name_or_path: str | Path) -> str | Path:
@@ -218,8 +215,8 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
         yield
     except Exception as error:  # whatever a damaged file leads to in transformers or the tokenizers library
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".;")
-        if not isinstance(_folder_or_name(name_or_path), Path):
-            reason = f"not a folder here; on the hub: {_not_cached() or reason}"
+        if not isinstance(path := _folder_or_name(name_or_path), Path):
+            reason = f"not a folder here; on the hub: {_offline(path) or reason}"
         demo = " (`make demo` runs it)" if flag == RECIPE_FLAG else ""
         raise ValueError(
             f"{flag} {str(name_or_path)!r} cannot be loaded ({reason}); pass a local folder, or the embedded teacher, "
@@ -231,7 +228,7 @@ def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool =
     """Load a tokenizer. Raises ValueError for a Llamba without one: it is published without its teacher's tokenizer."""
     if not is_llamba(path):
         return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=_offline(path)
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=bool(_offline(path))
         )
     if not (Path(path) / "tokenizer.json").is_file():
         raise ValueError(

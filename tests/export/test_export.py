@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, tiny_student
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -21,7 +20,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
-from hybrid_distill.export.check import Check, left_padded, run_checks, table
+from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.checkpoint import write_configuration
 from hybrid_distill.export.versions import oldest_transformers
 from hybrid_distill.guard import MODEL_CODE, foreign_code
@@ -69,7 +68,7 @@ for folder in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
-    """Each family's student and its export in several files; the first went through the gate, with its card in full."""
+    """Each family's student and its export in several files; the first has its card in full."""
     torch.set_num_threads(1)
     made = {}
     for family in FAMILIES:
@@ -77,7 +76,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
         path = tmp_path_factory.mktemp(family) / "export"
         results = {"teacher": RESULT, "student": replace(RESULT, recurrent_heads_zeroed=ZEROED)}
         options = {"results": results, "license": "apache-2.0"} if not made else {}
-        export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=not made, **options)
+        export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="100KB", gate=False, **options)
         made[family] = (student, path)
     return made
 
@@ -153,24 +152,12 @@ def test_every_check_of_the_gate_holds_and_logits_are_the_same_to_the_bit(export
     names = " ".join(check.name for check in checks)
     for part in ("pickled", "on disk", "tokenizer", "after loading", "reloaded", "cached", "padded", "generated"):
         assert part in names
+    tied = {"lm_head.weight"} if family == "qwen2" else set()
+    assert weight_files(path).keys() == student.state_dict().keys() - tied, "each tensor once"
+    assert len(list(path.glob("model-*.safetensors"))) > 1, "this test is about sharded exports"
     reloaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
     ids_BL = torch.randint(5, 261, (2, 33))
     assert torch.equal(reloaded(input_ids=ids_BL).logits, student(input_ids=ids_BL).logits)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_stored_once_and_none_is_empty(exports, family):
-    student, path = exports[family]
-    stored = {}
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names = list(tensors.keys())
-            assert not stored.keys() & set(names)
-            stored |= {name: tensors.get_tensor(name) for name in names}
-    tied = {"lm_head.weight"} if family == "qwen2" else set()
-    assert stored.keys() == student.state_dict().keys() - tied
-    assert all(tensor.numel() > 0 for tensor in stored.values())
-    assert len(list(path.glob("model-*.safetensors"))) > 1, "this test is about sharded exports"
 
 
 def test_nothing_is_pickled_and_the_code_is_this_packages(exports):
@@ -178,7 +165,6 @@ def test_nothing_is_pickled_and_the_code_is_this_packages(exports):
     kinds = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert kinds == {".safetensors", ".json", ".py", ".md"}
     assert foreign_code(path) == [] and len(list(path.glob("*.py"))) == len(list(MODEL_CODE.glob("*.py"))) - 1
-    assert json.loads((path / "gate" / "report.json").read_text())["ok"]
     # Before 5.5, transformers copies a local model's entry file and what that file itself imports, no more.
     imported = {*get_relative_imports(path / "modeling_hybrid.py"), "modeling_hybrid"}
     assert imported == {file.stem for file in path.glob("*.py")}
@@ -290,15 +276,11 @@ def test_refuses_a_folder_that_is_not_an_export(exports, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_refuses_another_plan_and_empty_and_secretly_shared_tensors(tmp_path):
+def test_refuses_another_plan_and_empty_tensors(tmp_path):
     student, plan = tiny_student("llama")
     with pytest.raises(ValueError, match="the plan keeps"):
         export_checkpoint(student, None, tmp_path / "export", plan=HeadPlan.none(plan), gate=False)
-    norm = student.model.norm
-    norm.weight = student.model.layers[0].input_layernorm.weight
-    with pytest.raises(ExportError, match="shares its memory with"):
-        export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
-    norm.weight = torch.nn.Parameter(torch.empty(0))
+    student.model.norm.weight = torch.nn.Parameter(torch.empty(0))
     with pytest.raises(ExportError, match=r"empty tensors: model\.norm\.weight"):
         export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
     assert list(tmp_path.iterdir()) == []
@@ -326,18 +308,13 @@ def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch)
     for odd in ("newest", "5", 5.2, "5.0.0; import os"):
         with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
             check_version(odd)
-
-
-def test_a_family_that_no_other_version_was_tried_for_needs_this_one():
+    monkeypatch.undo()
     assert oldest_transformers("a-model-of-tomorrow") == transformers.__version__
     assert oldest_transformers("mixtral") == "5.0.0", "4.x leaves its experts unloaded"
 
 
-@pytest.mark.parametrize("max_shard_size", ["100KB", "1GB"])
-def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_shard_size):
-    student, plan = tiny_student("llama")
-    path = tmp_path / "export"
-    export_checkpoint(student, None, path, plan=plan, gate=False, max_shard_size=max_shard_size)
+def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(copied):
+    path, _ = copied
     assert HybridForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map="cpu").dtype == torch.bfloat16
     file = sorted(path.glob("*.safetensors"))[0]
     index_file = path / "model.safetensors.index.json"
@@ -345,10 +322,9 @@ def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(tmp_path, max_s
     gone = sorted(tensors)[0]
     changed = {"model.nobody.asked.weight" if name == gone else name: tensor for name, tensor in tensors.items()}
     save_file(changed, file, metadata={"format": "pt"})
-    if max_shard_size == "100KB":
-        index = json.loads(index_file.read_text())
-        index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
-        index_file.write_text(json.dumps(index))
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["model.nobody.asked.weight"] = index["weight_map"].pop(gone)
+    index_file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=rf"missing: {gone}; .*unexpected: model\.nobody\.asked\.weight\); .*"):
         HybridForCausalLM.from_pretrained(path)
     _, info = HybridForCausalLM.from_pretrained(path, output_loading_info=True)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
-from hybrid_distill.export import export_checkpoint
-from hybrid_distill.export.card import container_cost
-from hybrid_distill.export.check import greedy, left_padded
+from hybrid_distill.export import GateReport, export_checkpoint
+from hybrid_distill.export.card import model_card
+from hybrid_distill.export.check import greedy, left_padded, run_checks
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -134,36 +134,39 @@ def test_mamba2_heads_give_one_result_however_they_are_run() -> None:
 
 def test_the_card_states_the_cost() -> None:
     student = student_keeping("llama", [(0, 1), (5,), ()])
-    said = container_cost(student, HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)]), length=1000)
+    plan = HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)])
+    card = model_card(student, plan, None, None, form="falcon-h1", license="mit", base_model="")
     # 3 layers with one KV head of 8 channels in 16 bit, 8 SSM heads of 8 x 5 in 32 bit
-    n_bytes = 3 * (2 * 1 * 8 * 1000 * 2 + 8 * 8 * 5 * 4)
-    assert f"{container(student).parameters():,}" in said and f"{n_bytes / 1e6:.3f} MB at 1,000 tokens" in said
+    n_bytes = 3 * (2 * 1 * 8 * 4096 * 2 + 8 * 8 * 5 * 4)
+    assert (
+        f"{container(student).parameters():,} parameters" in card and f"{n_bytes / 1e6:.3f} MB at 4,096 tokens" in card
+    )
 
 
 @pytest.mark.launched
-def test_a_student_goes_from_form_to_form_behind_the_gate(tmp_path: Path) -> None:
+def test_a_student_goes_from_form_to_form_behind_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `verify`, here in this process, has an exit status that says whether every check holds."""
     student, plan = tiny_student("llama", recurrence="mamba2")
-    export_checkpoint(student, None, tmp_path / "own", plan=plan, form="safetensors", gate=False)
-    job = ExportJob(tmp_path / "own", tmp_path / "stock", "falcon-h1", max_shard_size="100KB")
-    assert export_student(job).ok
-    main(["verify", str(tmp_path / "own"), "--to", str(tmp_path / "checks.json")])
+    own, stock = tmp_path / "own", tmp_path / "stock"
+    export_checkpoint(student, None, own, plan=plan, form="safetensors", gate=False)
+    assert export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB")).ok
+    assert json.loads((stock / "gate/report.json").read_text())["ok"]
+    assert not list(stock.glob("*.py")) + list(own.glob("*.py")) and len(list(stock.glob("model-*.safetensors"))) > 1
+    assert "auto_map" not in json.loads((stock / "config.json").read_text())
+    assert "FalconH1ForCausalLM" in (stock / "README.md").read_text()
+    with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'; pass a finished run, or an export as"):
+        export_student(ExportJob(stock, tmp_path / "back"))
+
+    here = lambda folder, device: GateReport(tuple(run_checks(folder, folder / "gate", device=device)))  # noqa: E731
+    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", here)
+    main(["verify", str(own), "--to", str(tmp_path / "checks.json")])
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
-
-    assert not list((tmp_path / "stock").glob("*.py")) + list((tmp_path / "own").glob("*.py"))
-    assert len(list((tmp_path / "stock").glob("model-*.safetensors"))) > 1
-    assert "auto_map" not in json.loads((tmp_path / "stock/config.json").read_text())
-    assert "FalconH1ForCausalLM" in (tmp_path / "stock/README.md").read_text()
-    with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'"):
-        export_student(ExportJob(tmp_path / "stock", tmp_path / "back"))
-
-
-@pytest.mark.launched
-def test_the_exit_status_says_whether_every_check_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    student, plan = tiny_student("llama", recurrence="mamba2")
-    export_checkpoint(student, None, tmp_path / "stock", plan=plan, form="falcon-h1", gate=False)
-    weights = load_file(tmp_path / "stock/model.safetensors")
+    file = next(path for path in stock.glob("*.safetensors") if "model.layers.0.mamba.A_log" in load_file(path))
+    weights = load_file(file)
     weights["model.layers.0.mamba.A_log"] += 0.1
-    save_file(weights, tmp_path / "stock/model.safetensors", metadata={"format": "pt"})
+    save_file(weights, file, metadata={"format": "pt"})
     for folder, status in (("stock", 1), ("nowhere", 2)):
         with pytest.raises(SystemExit) as end:
             main(["verify", str(tmp_path / folder)])
@@ -171,4 +174,4 @@ def test_the_exit_status_says_whether_every_check_holds(tmp_path: Path, capsys: 
     said = capsys.readouterr()
     assert "FAILED   reloaded = exported model, logits" in said.out
     assert "ok       cached decode = full forward, logits" in said.out
-    assert "nowhere is not a folder" in said.err
+    assert "nowhere is not an export" in said.err

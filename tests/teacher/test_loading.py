@@ -143,4 +143,6 @@ def test_code_in_a_checkpoint_is_never_run(folder) -> None:
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_teacher(folder)
+    with pytest.raises(ValueError, match="no config"):
+        load_config(folder)
     assert not (folder / "ran").exists()
