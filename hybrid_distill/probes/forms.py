@@ -43,9 +43,6 @@ class FormedProbe:
     tokenizer: PreTrainedTokenizerBase
 
     def __post_init__(self) -> None:
-        check_form("form", self.form)
-        if self.form in (PLAIN, AUTO):
-            raise ValueError(f"form is {self.form!r}; pass shots=1 or chat: in_form takes plain, best_form finds one.")
         if self.form == CHAT and not self.tokenizer.chat_template:
             raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain, shots=1 or auto.")
 

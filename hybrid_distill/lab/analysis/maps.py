@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...plan import HeadId
 from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
-from ...probes.registry import probe_with
+from ...probes.registry import make_probe
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
@@ -76,7 +76,7 @@ class Maps(Experiment):
         ablation = None if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
         chosen, ssm_heads = list(map(parse_head, self.heads)), list(map(parse_head, self.ssm_heads))
-        asked, shown = probe_with(self.probe, {"pairs": self.pairs, "seed": self.seed}).examples(self.examples), []
+        asked, shown = make_probe(self.probe, pairs=self.pairs, seed=self.seed).examples(self.examples), []
         if not (chosen or ssm_heads) or ablation is not None:
             found = find_patterns(model, tokenizer, asked, kind=self.kind)
             named = {pattern: rank_by(found, pattern) for pattern in PATTERNS}
