@@ -28,11 +28,10 @@ from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
-from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured, Steps
-from .probe_batch import Question, Text, shared_start
+from .probe_batch import Question, Rows, Text, shared_start
 from .racing import Race
 
 

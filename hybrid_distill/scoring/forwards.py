@@ -42,8 +42,7 @@ from ..teacher import (
     replay_blocks,
     text_config,
 )
-from .auto_batch import Rows
-from .probe_batch import ProbeBatch, Question, Row
+from .probe_batch import ProbeBatch, Question, Row, Rows
 
 log = logging.getLogger(__name__)
 

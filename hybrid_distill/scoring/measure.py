@@ -1,7 +1,7 @@
 """The questions that every ablated model is asked, and the measurements of each head.
 
 Shapes: L layer, H query head (in `Measured`: every head that is scored), E example (in the order they are tried),
-T text, K kind of judgment, B example of a batch.
+T text, B example of a batch, X number that scores depend on (`probe_batch`).
 """
 
 from __future__ import annotations
@@ -71,39 +71,42 @@ class Measured:
 
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], phase: Phase | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
-        Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
+        Returns right_HE and logprob_HE by number of the question, loss_HT by number of the text; NaN where not read.
         """
-        n_rows = max(1, len(heads))
-        answers_KHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
-        loss_HT = torch.full((n_rows, len(self.texts)), math.nan, dtype=torch.float64)
+        n_rows, n_questions = max(1, len(heads)), len(self.questions)
+        right_HE, logprob_HE, loss_HT = (
+            torch.full((n_rows, n), math.nan, dtype=torch.float64) for n in (n_questions, n_questions, len(self.texts))
+        )
 
         def own() -> list[tuple[bool, list[int], Tensor]]:
             found = []
             for batch in batches:
                 ablated = [head.head for head in heads]
-                read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
-                found_KHB = batch.judge(read_HQ)
-                _check_finite(found_KHB, batch, heads)
-                found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
+                outcome_XHB = batch.outcome(
+                    forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
+                )
+                _check_finite(outcome_XHB[-1], batch, heads)
+                found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB))
                 if phase is not None:
                     phase.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
-        for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
+        for is_text, numbers, outcome_XHB in (each for shared in compute_everywhere(own) for each in shared):
             if is_text:
-                loss_HT[:, numbers] = found_KHB[0]
+                loss_HT[:, numbers] = outcome_XHB[0]
             else:
-                answers_KHE[:, :, numbers] = found_KHB
-        return answers_KHE, loss_HT
+                right_HE[:, numbers] = (outcome_XHB[0] > 0).double()
+                logprob_HE[:, numbers] = outcome_XHB[1]
+        return right_HE, logprob_HE, loss_HT
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything; log how long the ablations will take."""
         start = time.perf_counter()
-        answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
-        (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
+        right_1E, logprob_1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
+        self.right_E, self.logprob_E, self.loss_T = right_1E[0, self.order], logprob_1E[0, self.order], loss_1T[0]
         rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
         once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
         minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
@@ -116,11 +119,7 @@ class Measured:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._ablate(forwards, steps, phase)
         except KeyboardInterrupt:
-            kept = (
-                "pass a resume_path to keep them"
-                if steps.path is None
-                else f"the same call continues from {steps.path}"
-            )
+            kept = "nothing is kept" if steps.path is None else f"the same call continues from {steps.path}"
             log.warning("scoring stopped after %d layers; %s", len(steps.measured), kept)
             raise
 
@@ -153,7 +152,7 @@ class Measured:
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, phase: Phase
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, phase)
+        right_HE, logprob_HE, loss_HT = self._collect(forwards, batches, heads, phase)
         tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
         if tried.stop == len(self.order):
             tables["loss"] = loss_HT  # this process may have had no text, but others have
@@ -182,9 +181,9 @@ class Measured:
         return replace(scores, **intervals, n_examples_LH=n_tried_LH.nan_to_num(0).long(), agreement=halves)
 
 
-def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
+def _check_finite(found_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
     """Raise ValueError, naming head and example, for a reading that is not finite."""
-    bad = (~found_KHB.isfinite()).any(0).nonzero().tolist()
+    bad = (~found_HB.isfinite()).nonzero().tolist()
     if bad:
         index, row = bad[0]
         head = f"without {heads[index]}" if heads else "with all heads in place"

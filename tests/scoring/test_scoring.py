@@ -20,10 +20,9 @@ from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.words import TwoHop
 from hybrid_distill.scoring import HeadScores, exact, greedy_ablation, score_heads
-from hybrid_distill.scoring.auto_batch import Rows
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
-from hybrid_distill.scoring.probe_batch import Question, batches_of
+from hybrid_distill.scoring.probe_batch import Question, Rows, batches_of
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
 

@@ -235,4 +235,5 @@ def masked_logprobs(
             logits_1TV = forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1).logits
         logprob_TV = logits_1TV[0].float().log_softmax(-1)
         after |= {path[:t]: logprob_TV[t] for t in range(len(path) + 1)}
-    return encoded.choice_logprobs(lambda path, token: after[path][token].item())
+    read_1Q = torch.tensor([[after[path][token] for path, token in encoded.reads]], dtype=torch.float64)
+    return encoded.choice_logprobs(read_1Q)[0].tolist()
