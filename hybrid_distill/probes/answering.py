@@ -1,7 +1,7 @@
 """Two ways of reading a model's answer: the likeliest of the given choices, and greedy generation.
 
-Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary, Q number read
-(`EncodedExample.reads`), A all of them, G model.
+Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary,
+Q number read (`EncodedExample.reads`), A all of them, G model.
 """
 
 from __future__ import annotations
