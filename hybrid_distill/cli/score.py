@@ -18,7 +18,7 @@ from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.plain_text import text_rows
-from ..probes.registry import options_of, probe_with
+from ..probes.registry import make_probe
 from ..progress import finish
 from ..scoring import HeadScores, score_heads
 from ..scoring.head_scores import Record
@@ -26,12 +26,6 @@ from ..teacher import TINY, head_sites, load_on_own_device, longest_context
 
 log = logging.getLogger(__name__)
 
-SHORTER = {
-    "pairs": "fewer pairs (--pairs)",
-    "lengths": "a shorter filler (--lengths)",
-    "n_tokens": "shorter questions (--length)",
-    "facts": "shorter questions (--facts)",
-}
 SHOWN = 20
 
 
@@ -114,7 +108,7 @@ def run_score(job: ScoreJob) -> HeadScores:
         "facts": job.facts,
         "seed": job.seed,
     }
-    probe_with(job.probe, given)
+    make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
@@ -122,14 +116,13 @@ def run_score(job: ScoreJob) -> HeadScores:
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
         found: Record = {}
-        probe, form = probe_with(job.probe, {**given, "tokenizer": tokenizer}), job.form
+        probe, form = make_probe(job.probe, **given, tokenizer=tokenizer), job.form
         if form == AUTO:
             ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
             form, found["prompt_forms"] = compute_everywhere(ask)[0]
         probe = in_form(probe, form, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
-        ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
-        check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
+        check_answerable(probe.examples(job.examples), tokenizer, limit)
         text_rows(tokenizer, controls, max_tokens=2)
         scores = score_heads(
             model,

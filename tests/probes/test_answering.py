@@ -74,9 +74,8 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     eight, four, two = 8, 4, 2
     example = EncodedExample((1,), ((eight,), (eight, four), (two,)), 0, ((four,), (), ()), answer=1)
     probability = {((), eight): 0.9, ((eight,), four): 0.95, ((), two): 0.05}
-    logprob = {read: torch.tensor(p).log().item() for read, p in probability.items()}
-    values = example.choice_logprobs(lambda path, token: logprob[path, token])
-    assert torch.tensor(values).exp().tolist() == pytest.approx([0.9 * 0.05, 0.9 * 0.95, 0.05])
+    values_1C = example.choice_logprobs(torch.tensor([[probability[read] for read in example.reads]]).log())
+    assert values_1C[0].exp().tolist() == pytest.approx([0.9 * 0.05, 0.9 * 0.95, 0.05])
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from hybrid_distill.probes import Example, Probe
 from hybrid_distill.probes.checks import check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
-from hybrid_distill.probes.needle import Needle, default_filler, filler_sentences
+from hybrid_distill.probes.needle import Needle, filler_sentences
 from hybrid_distill.probes.registry import PROBES, make_probe, options_of
 from hybrid_distill.probes.ruler import TASKS as RULER_TASKS
 from hybrid_distill.probes.ruler import ruler_questions
@@ -114,8 +114,8 @@ def test_probes_are_made_by_name() -> None:
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
         ("mqar", {"pairs": 3}, "n_queries is 4, but a row has 3 keys"),
-        ("needle", {"lengths": (5, 0)}, "lengths: 0 is 0; it must be"),
-        ("needle", {"depths": (0.5, 1.5)}, "depth 1.5"),
+        ("needle", {"lengths": (5, 0)}, "lengths is 0; it must be"),
+        ("needle", {"depths": (0.5, 1.5)}, "depths is 1.5"),
         ("needle", {"n_choices": 101}, "n_choices is 101"),
     ],
 )
@@ -195,7 +195,7 @@ FACT = re.compile(r"The number of the (\w+) is (\d+)\. ?")
 
 def test_the_needle_stands_where_it_should() -> None:
     lengths, depths = (10, 90, 300), (0, 0.3, 1)
-    source, longest = default_filler(), max(len(sentence.split()) for sentence in filler_sentences())
+    source, longest = " ".join(filler_sentences()), max(len(sentence.split()) for sentence in filler_sentences())
     for index, example in enumerate(Needle(lengths, depths, seed=2).examples(18)):
         text, question = example.prompt.split("\n")
         (match,) = FACT.finditer(text)
@@ -240,15 +240,8 @@ def test_a_question_of_ruler_asks_for_one_answer(task: str) -> None:
 def test_the_default_words() -> None:
     assert len(set(NOUNS)) == len(NOUNS) >= 300, "enough for the largest dictionary"
     assert all(noun.isascii() and noun.isalpha() and noun.islower() for noun in NOUNS)
-    words = re.findall(r"\w+", default_filler().lower())
+    words = re.findall(r"\w+", " ".join(filler_sentences()).lower())
     assert len(words) > 4000 and not set(words) & {*NOUNS, *map(str, range(100))}
-
-
-def test_words_may_be_given() -> None:
-    words = ("do", "re", "mi", "fa", "so")
-    assert {w for e in Copying(4, words=words).examples(20) for w in e.prompt.split()} == set(words)
-    assert {w for e in TwoHop(5, keys=words).examples(20) for w in entries(e)[0]} == set(words)
-    assert Copying(4, words=words).describe() != Copying(4).describe()
 
 
 # Facts
