@@ -41,12 +41,12 @@ def scores(teacher) -> HeadScores:
     return score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
     scores = score_heads(model, tokenizer, KVRetrieval(8, seed, keys=KEYS), n_examples=16, progress=False)
-    assert scores.baseline["accuracy"] > 0.9
+    assert scores.baseline["accuracy"] > 0.9 and scores.baseline["control_loss"] is scores.control_drop_LH is None
     assert set(scores.ranking()[:3]) == PLANTED
     for head in scores.ranking():
         assert (scores.accuracy_drop_LH[head] > 0.5) if head in PLANTED else (scores.accuracy_drop_LH[head] < 0.15)
@@ -54,7 +54,7 @@ def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     assert HeadPlan.top_k(scores, 3).teacher == fingerprint(model)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
     model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
     scores = score_heads(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16, progress=False)
@@ -180,13 +180,6 @@ def test_a_file_records_what_the_scores_were_made_of(scores, teacher, tmp_path) 
     assert made["versions"]["torch"] == torch.__version__ and made["date"]
 
 
-def test_without_control_texts_there_is_no_control(teacher, tmp_path) -> None:
-    scores = score_heads(*teacher, KVRetrieval(2, keys=KEYS), n_examples=2, progress=False)
-    assert scores.control_drop_LH is None and scores.baseline["control_loss"] is None
-    scores.save(tmp_path / "scores.json")
-    assert HeadScores.load(tmp_path / "scores.json").control_se_LH is None
-
-
 def test_choices_of_many_tokens_and_of_different_numbers() -> None:
     """A tree holds choices that begin one another, and examples with few and with many of them."""
     probe = Knowledge()
@@ -247,17 +240,6 @@ def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
 def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
     encoded = [encode_example(tokenizer, example) for example in examples]
     return [Question(n, *both, torch.device("cpu")) for n, both in enumerate(zip(examples, encoded))]
-
-
-def test_rows_of_one_length_need_no_padding() -> None:
-    """Batches hold what has one length; keys of several tokens make prompts of different lengths."""
-    rows = questions(WORDS, KVRetrieval(5, keys=KEYS[:16]).examples(20))
-    batches = batches_of(rows)
-    assert len(batches) > 2
-    assert sorted(row.number for batch in batches for row in batch.rows) == list(range(20))
-    for batch in batches:
-        for ids, row in zip(batch.ids_BL.tolist(), batch.rows):
-            assert tuple(ids) == rows[row.number].encoded.prompt
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
