@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
-from ..io import write_json
+from ..io import Record, write_json
 from ..plan import HeadId
 from ..progress import Phase
 from ..teacher import HeadSite
 from .forwards import Forwards
-from .head_scores import HeadScores, Record, spread
+from .head_scores import HeadScores, spread
 from .probe_batch import ProbeBatch, Question, Row, Text, own_batches
 from .racing import Race
 from .uncertainty import bootstrap_interval, split_half
@@ -64,30 +64,22 @@ class Measured:
         ]
         return [list(dict.fromkeys(chosen)), *([list(beginnings)] if texts else [])]
 
-    def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
-        """Batch this process's share of some questions, and of all texts if asked for."""
-        questions = [self.questions[number] for number in numbers]
-        return [*own_batches(questions), *(own_batches(self.texts) if with_texts else [])]
-
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], phase: Phase | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
-        Returns right_HE and logprob_HE by number of the question, loss_HT by number of the text; NaN where not read.
+        Returns outcome_XHE of the questions and outcome_XHT of the texts, by number; NaN where nothing was read.
         """
-        n_rows, n_questions = max(1, len(heads)), len(self.questions)
-        right_HE, logprob_HE, loss_HT = (
-            torch.full((n_rows, n), math.nan, dtype=torch.float64) for n in (n_questions, n_questions, len(self.texts))
-        )
+        n_rows = max(1, len(heads))
+        found_XHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
+        found_XHT = torch.full((1, n_rows, len(self.texts)), math.nan, dtype=torch.float64)
 
         def own() -> list[tuple[bool, list[int], Tensor]]:
-            found = []
+            found, ablated = [], [head.head for head in heads]
             for batch in batches:
-                ablated = [head.head for head in heads]
-                outcome_XHB = batch.outcome(
-                    forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
-                )
+                read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
+                outcome_XHB = batch.outcome(read_HQ)
                 _check_finite(outcome_XHB[-1], batch, heads)
                 found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB))
                 if phase is not None:
@@ -95,18 +87,15 @@ class Measured:
             return found
 
         for is_text, numbers, outcome_XHB in (each for shared in compute_everywhere(own) for each in shared):
-            if is_text:
-                loss_HT[:, numbers] = outcome_XHB[0]
-            else:
-                right_HE[:, numbers] = (outcome_XHB[0] > 0).double()
-                logprob_HE[:, numbers] = outcome_XHB[1]
-        return right_HE, logprob_HE, loss_HT
+            (found_XHT if is_text else found_XHE)[:, :, numbers] = outcome_XHB
+        return found_XHE, found_XHT
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything; log how long the ablations will take."""
         start = time.perf_counter()
-        right_1E, logprob_1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
-        self.right_E, self.logprob_E, self.loss_T = right_1E[0, self.order], logprob_1E[0, self.order], loss_1T[0]
+        found_X1E, found_X1T = self._collect(forwards, [*own_batches(self.questions), *own_batches(self.texts)], [])
+        margin_E, self.logprob_E = found_X1E[:, 0, self.order]
+        self.right_E, self.loss_T = (margin_E > 0).double(), found_X1T[0, 0]
         rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
         once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
         minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
@@ -126,13 +115,12 @@ class Measured:
     def _ablate(self, forwards: Forwards, steps: Steps, phase: Phase) -> None:
         racing, seen, done = list(range(len(self.heads))), 0, 0
         for end in self.rounds:
-            tried, is_last = slice(seen, end), end == len(self.order)
-            batches = self._batches(self.order[tried], with_texts=is_last)
+            tried, untried = slice(seen, end), [self.questions[number] for number in self.order[seen:]]
+            questions, texts = untried[: end - seen], self.texts if end == len(self.order) else []
+            batches = [*own_batches(questions), *own_batches(texts)]
             forwards.begin(batches)
-            questions = [self.questions[number] for number in self.order[seen:]]
-            phase.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
+            phase.total = done + forwards.work([*untried, *self.texts], [self.heads[index].layer for index in racing])
             phase.note = f"{len(racing)} heads, prompts {seen + 1} to {end}"
-            rows = [*questions[: end - seen], *(self.texts if is_last else [])]
             for layer in sorted({self.heads[index].layer for index in racing}):
                 of_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in of_layer]
@@ -141,9 +129,9 @@ class Measured:
                 self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
-                done += forwards.work(rows, [layer] * len(heads))
+                done += forwards.work([*questions, *texts], [layer] * len(heads))
                 phase.update(done - phase.done)  # steps that were read from the file too
-            if self.race is not None and not is_last:
+            if self.race is not None and end < len(self.order):
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]
             seen = end
@@ -152,10 +140,11 @@ class Measured:
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, phase: Phase
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-        right_HE, logprob_HE, loss_HT = self._collect(forwards, batches, heads, phase)
-        tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
+        found_XHE, found_XHT = self._collect(forwards, batches, heads, phase)
+        margin_HE, logprob_HE = found_XHE[:, :, self.order[tried]]
+        tables = {"right": (margin_HE > 0).int(), "logprob": logprob_HE}
         if tried.stop == len(self.order):
-            tables["loss"] = loss_HT  # this process may have had no text, but others have
+            tables["loss"] = found_XHT[0]  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}
 
     def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
