@@ -118,16 +118,6 @@ def test_models_that_compute_all_logits_give_the_same(planted) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_batches_and_padding_change_nothing(planted) -> None:
-    model, tokenizer = planted
-    examples = [KVRetrieval(n, seed=n, keys=KEYS).examples(1)[0] for n in (2, 20, 5, 11, 1)]
-    alone, together = (answer_choices(model, tokenizer, examples, batch_size=b).logprob_EC for b in (1, 8))
-    for one, other in zip(alone, together, strict=True):
-        assert one == pytest.approx(other, abs=1e-3)
-    one, other = (answer_generation(model, tokenizer, examples, batch_size=b).tolist() for b in (1, 8))
-    assert one == other
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("pattern", [WHOLE, DIGITS])
 def test_generation_is_greedy_whatever_the_model_is_set_to(family_model, pattern: str) -> None:
