@@ -35,7 +35,7 @@ from hybrid_distill.lab.analysis.rankings import comparison_table
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
-from hybrid_distill.scoring import greedy_ablation, score_heads
+from hybrid_distill.scoring import score_heads
 from hybrid_distill.scoring.restoration import greedy_restoration, score_restoration
 from hybrid_distill.train.config import AlignConfig, DistillConfig
 
@@ -84,11 +84,20 @@ def _scores(run: Run) -> dict[str, Callable[[], list[HeadId]]]:
 
     return {
         "ablation": lambda: score_heads(*teacher, **count).ranking(),
-        "joint ablation": lambda: greedy_ablation(*teacher, max(KEPT), **few),
+        "joint ablation": lambda: joint_ablation(teacher, **few),
         "restoration": lambda: score_restoration(fully_recurrent(), *teacher, **count).ranking(),
         "greedy restoration": lambda: greedy_restoration(fully_recurrent(), *teacher, max(KEPT), **few),
         "random": lambda: random.Random(run.seed).sample(sorted(HeadPlan.all(run.teacher).kept), max(KEPT)),
     }
+
+
+def joint_ablation(teacher: tuple[Any, ...], **options: Any) -> list[HeadId]:
+    """Choose heads, each the one that is missed most once all before it are off."""
+    chosen: list[HeadId] = []
+    while len(chosen) < max(KEPT):
+        chosen += score_heads(*teacher, removed=chosen, **options).ranking()[:1]
+        options["min_accuracy"] = 0.0
+    return chosen
 
 
 def student(shared: Run, heads: Iterable[HeadId]) -> EvalResult:

@@ -17,21 +17,13 @@ from ..lab.reporting import can_draw
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
-from ..probes.plain_text import text_rows
-from ..probes.registry import options_of, probe_with
+from ..probes.registry import make_probe
 from ..progress import finish
 from ..scoring import HeadScores, score_heads
-from ..scoring.head_scores import Record
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context
 
 log = logging.getLogger(__name__)
 
-SHORTER = {
-    "pairs": "fewer pairs (--pairs)",
-    "lengths": "a shorter filler (--lengths)",
-    "n_tokens": "shorter questions (--length)",
-    "facts": "shorter questions (--facts)",
-}
 SHOWN = 20
 
 
@@ -114,23 +106,20 @@ def run_score(job: ScoreJob) -> HeadScores:
         "facts": job.facts,
         "seed": job.seed,
     }
-    probe_with(job.probe, given)
+    make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
         model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model")
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
-        found: Record = {}
-        probe, form = probe_with(job.probe, {**given, "tokenizer": tokenizer}), job.form
+        probe, form, found = make_probe(job.probe, **given, tokenizer=tokenizer), job.form, {}
         if form == AUTO:
             ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
             form, found["prompt_forms"] = compute_everywhere(ask)[0]
         probe = in_form(probe, form, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
-        ways = [advice for option, advice in SHORTER.items() if option in options_of(job.probe)]
-        check_answerable(probe.examples(job.examples), tokenizer, limit, shorter=[*ways, "another probe"][0])
-        text_rows(tokenizer, controls, max_tokens=2)
+        check_answerable(probe.examples(job.examples), tokenizer, limit)
         scores = score_heads(
             model,
             tokenizer,
@@ -149,30 +138,29 @@ def run_score(job: ScoreJob) -> HeadScores:
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
-    if not can_draw():
-        return
-    from ..lab.reporting.heads import score_bars, score_map
+    if can_draw():
+        from ..lab.reporting.heads import score_bars, score_map
 
-    score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
-    score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)
+        score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
+        score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)
 
 
 def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
     """List the first heads with the loss without each, and how sure the order is."""
-    n_heads = len(scores.ranking())
+    ranking = scores.ranking()
     lines = [f"{scores.provenance.get('method', '')}; changes without the head:"]
     lines.append(f"{'':>4}{'head':<9}{'accuracy':>12}{'log-probability':>18}{'plain text':>14}")
-    for place, head in enumerate(scores.ranking()[:shown], start=1):
+    for place, head in enumerate(ranking[:shown], start=1):
         control = "" if scores.control_drop_LH is None else f"{scores.control_drop_LH[head].item():+.4f}"
         accuracy, logprob = 0.0 - scores.accuracy_drop_LH[head].item(), 0.0 - scores.logprob_drop_LH[head].item()
         lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
-        if place == k < min(shown, n_heads):
+        if place == k < min(shown, len(ranking)):
             lines.append(f"    {f' cut after k = {k} ':-^53}")
     lines.append("accuracy in points, the others in nats: of an answer, of a token.")
     if scores.agreement:
         shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
         lines.append(f"split-half overlap: {', '.join(shares)}")
-    if warning := scores.tie_warning(min(k, n_heads)):
+    if warning := scores.tie_warning(min(k, len(ranking))):
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
 

@@ -9,9 +9,9 @@ renders conversations and marks the assistant's tokens. `caching` stores a teach
 
 from .caching import write_logits
 from .config import DataConfig, check_sources, open_rows
-from .documents import read_documents, read_held_out, source_files
+from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens, write_tokens
-from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
+from .logits import CachedLogitsDataset, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint
 
@@ -19,7 +19,6 @@ __all__ = [
     "Batch",
     "CachedLogitsDataset",
     "DataConfig",
-    "LogitFolder",
     "LogitHeader",
     "PackedRows",
     "Rows",
@@ -37,7 +36,6 @@ __all__ = [
     "read_ahead",
     "read_documents",
     "read_held_out",
-    "source_files",
     "tokenizer_fingerprint",
     "write_logits",
     "write_tokens",

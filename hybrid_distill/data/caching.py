@@ -24,7 +24,7 @@ from ..model.modeling_hybrid import finish_logits
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
-from .logits import ROW_IDS, CachedLogitsDataset, LogitFolder, LogitHeader, pack, row_ids_of, shard_path
+from .logits import ROW_IDS, CachedLogitsDataset, LogitFolder, LogitHeader, pack, row_ids_of
 from .rows import Batch, PackedRows, cu_seqlens, on_device
 from .tokens import tokenizer_fingerprint
 
@@ -136,7 +136,7 @@ def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     with replacing(folder / ROW_IDS) as path:
         row_ids.tofile(path)
     header.save(header.file(folder, partial=True))
-    missing, n_shards = header.missing_shards(folder), len(header.shard_sizes)
+    missing, n_shards = header.missing_shards(folder), len(header.shards(folder))
     log.info("%d of %d files are written already", n_shards - len(missing), n_shards)
 
 
@@ -149,15 +149,15 @@ def _write_shards(
     micro_batch_size: int,
 ) -> None:
     """Write every n-th shard for n processes, where it is missing: the same bytes for any n."""
-    state, missing = connect(), set(header.missing_shards(folder))
-    mine = [n for n in range(state.process_index, len(header.shard_sizes), state.num_processes) if n in missing]
+    state, shards = connect(), header.shards(folder)
+    mine = [n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index]
     options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
-    n_tokens = sum(header.shard_sizes[number] for number in mine) * header.seq_len
+    n_tokens = sum(shards[number][1] for number in mine) * header.seq_len
     with Phase("the teacher's logits", n_tokens, unit="tokens") as phase:
         for number in mine:
             first = number * header.shard_rows
             ids = row_ids[first : first + header.shard_rows]
-            with replacing(shard_path(folder, number)) as path, path.open("wb") as file:
+            with replacing(shards[number][0]) as path, path.open("wb") as file:
                 for begin in range(0, len(ids), micro_batch_size):
                     batch = on_device(rows.read(ids[begin : begin + micro_batch_size]), teacher.device)
                     known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)

@@ -6,7 +6,7 @@ import gzip
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 Place = list[int] | Record | None
 """JSON value that says where to resume reading: files that are read and documents of the next one, or the state of a
 stream."""
-Located = tuple[Iterator[str], Callable[[], Place]]
-"""Texts, and a function that returns the place behind the last one that was read."""
+SourcePlace = tuple[int, Place]
+"""Number of a source, and where to resume in it."""
 
 
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
@@ -69,23 +69,24 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 
 
 def document_batches(
-    source: str, text_column: str | None, place: Place = None, max_characters: int = BATCH_CHARACTERS
-) -> Iterator[tuple[list[str], Place]]:
-    """Read texts in batches, each with the place behind it, from ``place`` or the beginning.
+    sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace = (0, None)
+) -> Iterator[tuple[list[str], SourcePlace]]:
+    """Read the texts of sources in batches, each with the place behind it, from ``place`` on.
 
     Files that were read to their end are not opened again. Raises ValueError naming what is wrong.
     """
-    texts, here = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, place)
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
-            yield batch, here()
-            batch, characters = [], 0
-    if batch:
-        yield batch, here()
+    first, inside = place
+    for number, source in enumerate(sources[first:], first):
+        texts, here = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, inside)
+        batch, characters, inside = list[str](), 0, None
+        for text in texts:
+            batch.append(text)
+            characters += len(text)
+            if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
+                yield batch, (number, here())
+                batch, characters = [], 0
+        if batch:
+            yield batch, (number, here())
 
 
 def source_files(source: str) -> list[Path]:
@@ -136,29 +137,27 @@ def text_of(record: object, text_column: str | None, place: str) -> str:
 # Local sources
 
 
-def _local_documents(source: str, text_column: str | None, place: Place) -> Located:
-    here = place if isinstance(place, list) else [0, 0]
-
-    def read() -> Iterator[str]:
-        for reader in _readers(source, text_column)[here[0] :]:
-            for text in islice(reader(), here[1], None):
-                here[1] += 1
-                yield text
-            here[:] = here[0] + 1, 0
-
-    return read(), lambda: [*here]
-
-
-def _readers(source: str, text_column: str | None) -> list[Callable[[], Iterable[str]]]:
-    """Return a reader for each file of a local source."""
+def _local_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
+    """Return a source's texts, and a function that returns the place behind the last one that was read."""
     if is_embedded(source):
         if text_column is None:
             raise no_conversations(source)
         if source not in _EMBEDDED:
             part = source.partition(":")[2]
             raise ValueError(f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like.")
-        return [_EMBEDDED[source]]
-    return [partial(_read_file, file, text_column) for file in source_files(source)]
+        readers = [_EMBEDDED[source]]
+    else:
+        readers = [partial(_read_file, file, text_column) for file in source_files(source)]
+    here = place if isinstance(place, list) else [0, 0]
+
+    def read() -> Iterator[str]:
+        for reader in readers[here[0] :]:
+            for text in islice(reader(), here[1], None):
+                here[1] += 1
+                yield text
+            here[:] = here[0] + 1, 0
+
+    return read(), lambda: [*here]
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
@@ -231,7 +230,7 @@ def no_conversations(place: str) -> ValueError:
 # The hub
 
 
-def _hub_documents(source: str, text_column: str | None, place: Place) -> Located:
+def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
     """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises ValueError."""
     from datasets import load_dataset
 

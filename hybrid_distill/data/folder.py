@@ -19,7 +19,7 @@ from ..io import Record, read_json, sync
 from ..progress import Phase
 from ..provenance import now
 from .chat import template_hash
-from .documents import BATCH_CHARACTERS, HUB, Place, document_batches, source_fingerprint
+from .documents import BATCH_CHARACTERS, HUB, SourcePlace, document_batches, source_fingerprint
 from .header import FolderHeader
 from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 SHARD_TOKENS, HUB_SHARD_TOKENS = 2**30, 2**24
 
-SourcePlace = tuple[int, Place]
-"""Number of a source, and where to resume in it."""
 Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
 """Function that reads texts in batches from a place on, each with the place behind it."""
 
@@ -72,11 +70,6 @@ class TokenHeader(FolderHeader):
     def chat(self) -> bool:
         """True for a folder of conversations."""
         return bool(self.chat_template)
-
-    def check(self) -> None:
-        counted = sum(shard["tokens"] for shard in self.shards)
-        if self.dtype not in ("uint16", "uint32") or counted != self.tokens:
-            raise ValueError(f"{counted} tokens in shards are not {self.tokens}, or {self.dtype!r} is not a type")
 
     def identity(self) -> dict[str, object]:
         prints = [source["fingerprint"] for source in self.sources]
@@ -202,7 +195,11 @@ def write_tokens(
         if TokenHeader.file(folder).exists():
             return begun
     writer = _Writer(folder, begun or header)
-    read = made_by[1] if made_by else partial(_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
+    read = (
+        made_by[1]
+        if made_by
+        else partial(document_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
+    )
     dtype, start = id_dtype(tokenizer), writer.header.tokens
     with Phase(f"tokens of {folder.name}", max_tokens, done=start, unit="tokens") as phase:
         for texts, place in read(writer.place):
@@ -212,16 +209,6 @@ def write_tokens(
     return writer.finish()
 
 
-def _batches(
-    sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace
-) -> Iterator[tuple[list[str], SourcePlace]]:
-    first, inside = place
-    for number in range(first, len(sources)):
-        for batch, here in document_batches(sources[number], text_column, inside, max_characters):
-            yield batch, (number, here)
-        inside = None
-
-
 class _Writer:
     """Appends documents to the shards of a folder. ``header`` counts them; ``place`` is where to read on."""
 
@@ -229,16 +216,11 @@ class _Writer:
         self.folder, self.header = folder, header
         self.place: SourcePlace = (0, None)
         self.full = False
-        self._digest = hashlib.sha256()
         self._files: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if header.shards:
             number, inside = read_json(header.file(folder, partial=True))["place"]
             self.place = number, inside
-            for shard in range(len(header.shards)):
-                with header.shard_paths(folder, shard)[0].open("rb") as file:
-                    while content := file.read(2**24):
-                        self._digest.update(content)
             log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
 
     def add(self, documents: Shard, place: SourcePlace) -> int:
@@ -254,7 +236,6 @@ class _Writer:
         shard, source = header.shards[-1], header.sources[place[0]]
         ids = documents.ids.astype(np.dtype(header.dtype).newbyteorder("<"), copy=False)
         starts = (documents.starts + shard["tokens"]).astype("<i8")
-        self._digest.update(ids.tobytes())
         for file, array in zip(self._files, (ids, starts, documents.learned)):
             if array is not None:
                 file.write(array.tobytes())
@@ -292,12 +273,14 @@ class _Writer:
         read = self.header.sources
         if self.full:
             read = read[: 1 + max(n for n, source in enumerate(read) if source["tokens"])]
-        for source in read:
-            if not source["tokens"]:
-                raise ValueError(
-                    f"data source {source['name']!r} holds no text; pass one that does, or --data.sources tiny."
-                )
+        if empty := [source["name"] for source in read if not source["tokens"]]:
+            raise ValueError(f"data source {empty[0]!r} holds no text; pass one that does, or --data.sources tiny.")
         self._close_shard()
-        self.header.sha256, self.header.created = self._digest.hexdigest(), now()
+        digest = hashlib.sha256()
+        for number in range(len(self.header.shards)):
+            with self.header.shard_paths(self.folder, number)[0].open("rb") as file:
+                while content := file.read(2**24):
+                    digest.update(content)
+        self.header.sha256, self.header.created = digest.hexdigest(), now()
         self.header.finish(self.folder)
         return self.header

@@ -39,13 +39,11 @@ class FolderHeader:
     def load(cls: type[Header], path: Path) -> Header:
         """Read a header. Raises ValueError for a file that is not a header or has another format."""
         try:
-            record = {"chat_template": "", **read_json(path)}  # old token folders lack this entry
-            if record["format"] != cls.FORMAT:
-                raise ValueError(f"its format is {record['format']!r}, not {cls.FORMAT!r}")
-            header = cls(**{entry.name: record[entry.name] for entry in fields(cls)})
-            header.check()
-            return header
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            record = read_json(path)
+            if (found := record.get("format")) != cls.FORMAT:
+                raise ValueError(f"its format is {found!r}, not {cls.FORMAT!r}")
+            return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the header of {cls.CONTENT} ({error}); {cls.REMAKE}.") from error
 
     @classmethod
@@ -73,7 +71,12 @@ class FolderHeader:
         for partial in (False, True):
             if (path := self.file(folder, partial)).exists():
                 found = self.load(path)
-                found.check_same_work(self, folder)
+                made, wanted = found.identity(), self.identity()
+                if differ := [name for name in made if made[name] != wanted[name]]:
+                    raise ValueError(
+                        f"{folder} holds {self.CONTENT} made with another {', '.join(differ)}; pass another folder, or "
+                        "delete this one."
+                    )
                 return found
         own = (".", *self.FILES)
         if foreign := sorted(path.name for path in folder.glob("*") if not path.name.startswith(own)):
@@ -85,9 +88,6 @@ class FolderHeader:
         self.save(self.file(folder))
         self.file(folder, partial=True).unlink(missing_ok=True)
 
-    def check(self) -> None:
-        """Raise ValueError where the entries contradict each other."""
-
     def save(self, path: Path, **more: object) -> None:
         """Write the header, whole or not at all."""
         write_json(path, {**asdict(self), **more})
@@ -95,15 +95,6 @@ class FolderHeader:
     def identity(self) -> dict[str, object]:
         """Return everything that decides what the files hold."""
         return {name: value for name, value in asdict(self).items() if name not in self.RESULTS}
-
-    def check_same_work(self, other: FolderHeader, folder: Path) -> None:
-        """Raise ValueError unless ``other`` describes the same files, made in the same way."""
-        own, wanted = self.identity(), other.identity()
-        if differ := [name for name in own if own[name] != wanted[name]]:
-            raise ValueError(
-                f"{folder} holds {self.CONTENT} made with another {', '.join(differ)}; pass another folder, or delete "
-                "this one."
-            )
 
     def sizes(self, folder: Path) -> dict[Path, int]:
         """Return the size in bytes of every file that the folder should hold."""
@@ -114,8 +105,7 @@ class FolderHeader:
         for path, expected in self.sizes(folder).items():
             if (found := size_of(path)) != expected:
                 raise ValueError(
-                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or delete it and "
-                    "make it again."
+                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or make it again."
                 )
 
 

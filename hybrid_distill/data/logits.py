@@ -61,10 +61,6 @@ class LogitHeader(FolderHeader):
     measured: dict[str, float] = field(default_factory=dict)
     """Share of the teacher's probability that some stored rows hold."""
 
-    def check(self) -> None:
-        if min(self.rows, self.shard_rows, self.seq_len, self.top_k, self.vocabulary_size) < 1:
-            raise ValueError("a count of rows, tokens or words is below 1")
-
     @property
     def fingerprint(self) -> str:
         """Hash of everything that decides what the shards hold."""
@@ -79,21 +75,19 @@ class LogitHeader(FolderHeader):
         size = self.rows * self.seq_len * self.bytes_per_token / 1e9
         return f"{self.rows:,} rows x {self.seq_len:,} tokens x {self.bytes_per_token:.0f} bytes = {size:,.3f} GB"
 
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Rows of each shard."""
-        return [min(self.shard_rows, self.rows - first) for first in range(0, self.rows, self.shard_rows)]
+    def shards(self, folder: Path) -> list[tuple[Path, int]]:
+        """Return the file of each shard and the number of its rows."""
+        n_rows = [min(self.shard_rows, self.rows - first) for first in range(0, self.rows, self.shard_rows)]
+        return [(folder / f"logits-{number:05d}.bin", n) for number, n in enumerate(n_rows)]
 
     def sizes(self, folder: Path) -> dict[Path, int]:
         itemsize = record_dtype(self).itemsize
-        shards = {shard_path(folder, number): rows * itemsize for number, rows in enumerate(self.shard_sizes)}
-        return {folder / ROW_IDS: 8 * self.rows, **shards}
+        return {folder / ROW_IDS: 8 * self.rows} | {path: n * itemsize for path, n in self.shards(folder)}
 
     def missing_shards(self, folder: Path) -> list[int]:
         """Return the numbers of the shards that are not written yet."""
         sizes = self.sizes(folder)
-        paths = [shard_path(folder, number) for number in range(len(self.shard_sizes))]
-        return [number for number, path in enumerate(paths) if size_of(path) != sizes[path]]
+        return [number for number, (path, _) in enumerate(self.shards(folder)) if size_of(path) != sizes[path]]
 
 
 def record_dtype(header: LogitHeader) -> np.dtype:
@@ -154,7 +148,7 @@ class LogitFolder:
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
         self.folder, self.header = folder, header
-        self._dtype = record_dtype(header)
+        self._dtype, self._shards = record_dtype(header), header.shards(folder)
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
 
     def read(self, row_ids: np.ndarray) -> np.ndarray:
@@ -165,7 +159,7 @@ class LogitFolder:
 
     def _record(self, place: int) -> np.ndarray:
         shard, row = divmod(place, self.header.shard_rows)
-        path = shard_path(self.folder, shard)
+        path, _ = self._shards[shard]
         record = np.fromfile(path, dtype=self._dtype, count=1, offset=row * self._dtype.itemsize)
         if not len(record):
             raise ValueError(f"{path} ends before its row {row}; copy the folder again, or make it again.")
@@ -226,8 +220,3 @@ def row_ids_of(rows: PackedRows, places: int) -> np.ndarray:
     if rows.is_plain_epoch and places >= rows.n_rows:
         return np.arange(rows.n_rows, dtype="<i8")
     return np.unique(rows.row_ids(0, places)).astype("<i8")
-
-
-def shard_path(folder: Path, number: int) -> Path:
-    """Return the file of a shard."""
-    return folder / f"logits-{number:05d}.bin"

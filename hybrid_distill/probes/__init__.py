@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
+from ..limits import COUNT, check_options
+
 
 @dataclass(frozen=True)
 class Example:
@@ -48,11 +50,17 @@ class Probe(Protocol):
 
 
 class SeededProbe(ABC):
-    """A probe whose example i is the same whatever number of examples is asked for."""
+    """A dataclass of settings whose example i is the same whatever number of examples is asked for.
+
+    Raises ValueError for a setting out of the range that its field declares.
+    """
 
     name: ClassVar[str]
     lead: ClassVar[str] = "The answer is"
     """Beginning of an answer in a chat, before the choice."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "")
 
     def examples(self, n: int) -> list[Example]:
         """Return the first ``n`` examples. Choices begin with the space that follows the prompt."""
@@ -80,8 +88,7 @@ class SeededProbe(ABC):
 def check_counts(**counts: int) -> None:
     """Raise ValueError unless every named count is a whole number of at least 1."""
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        COUNT.check(name, value)
 
 
 def checked_words(name: str, words: Any, at_least: int = 1) -> tuple[Any, ...]:

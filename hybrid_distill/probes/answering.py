@@ -1,15 +1,16 @@
 """Two ways of reading a model's answer: the likeliest of the given choices, and greedy generation.
 
-Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary.
+Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary,
+Q number read (`EncodedExample.reads`), A all of them, G model.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -70,20 +71,27 @@ class EncodedExample:
         """Return beginnings of choices, longer than the shared one, after which a token has to be predicted."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
+    @cached_property
     def reads(self) -> list[tuple[Tokens, int]]:
-        """Return (tokens after the prompt, next token) of every log-probability that the choices are made of."""
+        """(tokens after the prompt, next token) of every log-probability that the choices are made of."""
         needed = {(choice[:t], token) for choice in self.choices for t, token in enumerate(choice)}
         needed |= {(choice, token) for choice, stop in zip(self.choices, self.stops) for token in stop}
         return sorted(needed)
 
-    def choice_logprobs(self, logprob: Callable[[Tokens, int], float]) -> list[float]:
-        """Return log-probabilities of the choices: summed over tokens, less the chance of going on to a longer one."""
-        totals = []
+    def choice_logprobs(self, reads_GQ: Tensor) -> Tensor:
+        """Return log-probabilities of the choices, [G, C], from those of `reads`, in G models.
+
+        They are summed over a choice's tokens, less the chance of going on to a longer choice.
+        """
+        logprob_G = dict(zip(self.reads, reads_GQ.unbind(1)))
+        totals, nothing = [], torch.zeros(())
         for choice, stop in zip(self.choices, self.stops):
-            total = sum(logprob(choice[:t], token) for t, token in enumerate(choice))
-            going_on = sum(math.exp(logprob(choice, token)) for token in stop)
-            totals.append(total + math.log(max(1 - going_on, 1e-30)))
-        return totals
+            total_G = sum((logprob_G[choice[:t], token] for t, token in enumerate(choice)), nothing)
+            if stop:
+                going_on_G = sum((logprob_G[choice, token].exp() for token in stop), nothing)
+                total_G = total_G + (1 - going_on_G).clamp(min=1e-30).log()
+            totals.append(total_G)
+        return torch.stack(totals, dim=1)
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> EncodedExample:
@@ -98,9 +106,9 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
             f"some of the choices {example.choices} become the same tokens; "
             "use a tokenizer that tells them apart, or other choices."
         )
-    n_common = min(_common_prefix(rows), min(map(len, rows)) - 1)
+    n_common = min(common_prefix(rows), min(map(len, rows)) - 1)
     # A tokenizer may merge the prompt's end with a choice's beginning: such tokens count with the choice.
-    n_prompt = min(n_common, _common_prefix([prompt, *rows]))
+    n_prompt = min(n_common, common_prefix([prompt, *rows]))
     choices = tuple(row[n_prompt:] for row in rows)
     stops = tuple(
         tuple(sorted({c[len(choice)] for c in choices if c != choice and c[: len(choice)] == choice}))
@@ -121,13 +129,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
     return [tuple(row) if start and row[:1] == start else (*start, *row) for row in rows]
 
 
-def _common_prefix(rows: Sequence[Tokens]) -> int:
+def common_prefix(rows: Sequence[Tokens]) -> int:
+    """Count the tokens that all rows begin with."""
     columns = enumerate(zip(*rows))
     return next((place for place, column in columns if len(set(column)) > 1), min(map(len, rows)))
-
-
-Read = tuple[int, Tokens, int]  # example, tokens after the prompt, next token
-Address = tuple[int, int, int]  # row, position, token in a tensor of logits
 
 
 class ChoiceBatch:
@@ -145,30 +150,23 @@ class ChoiceBatch:
         row_of = {
             (example, path[:t]): row for row, (example, path) in enumerate(self.contexts) for t in range(len(path) + 1)
         }
-        # Where each log-probability stands: counted from a prompt's end, or from a context's start.
-        self._in_prompts: dict[Read, Address] = {}
-        self._in_contexts: dict[Read, Address] = {}
-        for example, e in enumerate(encoded):
-            for path, token in e.reads():
-                place = len(path) - e.n_shared - 1
-                if place < 0:
-                    self._in_prompts[example, path, token] = (example, place, token)
-                else:
-                    self._in_contexts[example, path, token] = (row_of[example, path], place, token)
+        # Of each log-probability: is it in a context, row, place from a prompt's end or a context's start, token.
+        self.address_4A = torch.tensor(
+            [
+                (place >= 0, row_of[example, path] if place >= 0 else example, place, token)
+                for example, e in enumerate(encoded)
+                for path, token in e.reads
+                for place in [len(path) - e.n_shared - 1]
+            ],
+            device=device,
+        ).T
 
-    def logprobs(self, model: PreTrainedModel) -> list[list[float]]:
-        """Return the log-probability of every choice of every example; each prompt runs through the model once."""
-        found = self.reads(model)
-        return [
-            e.choice_logprobs(lambda path, token, example=example: found[example, path, token])
-            for example, e in enumerate(self.encoded)
-        ]
-
-    def reads(self, model: PreTrainedModel) -> dict[Read, float]:
-        """Return all log-probabilities that those of the choices are made of."""
+    def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
+        """Compute the log-probabilities of each example's `EncodedExample.reads`; each prompt runs through once."""
+        found_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         has_contexts = bool(self.contexts)
         output = forward(model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=has_contexts)
-        found = _logprobs_at(output.logits, self._in_prompts)
+        self._read(output.logits, found_A, in_contexts=False)
         if has_contexts:
             example_R = torch.tensor([example for example, _ in self.contexts], device=self.mask_BL.device)
             # Pads on the right need no mask: nothing that is read comes after them.
@@ -178,16 +176,16 @@ class ChoiceBatch:
             cache = output.past_key_values
             cache.batch_select_indices(example_R)
             output = forward(model, ids_RT, mask_RL, past_key_values=cache, use_cache=True)
-            found |= _logprobs_at(output.logits, self._in_contexts)
-        return found
+            self._read(output.logits, found_A, in_contexts=True)
+        return found_A.split([len(e.reads) for e in self.encoded])
 
-
-def _logprobs_at(logits_BSV: Tensor, wanted: dict[Read, Address]) -> dict[Read, float]:
-    """Return log-probabilities at the wanted addresses, in float32 whatever the model computes in."""
-    row, position, token = torch.tensor(list(wanted.values()), device=logits_BSV.device).unbind(1)
-    normalizer_BS = logits_BSV.float().logsumexp(-1)
-    values = logits_BSV[row, position, token].float() - normalizer_BS[row, position]
-    return dict(zip(wanted, values.tolist(), strict=True))
+    def _read(self, logits_BSV: Tensor, found_A: Tensor, in_contexts: bool) -> None:
+        """Fill in the log-probabilities that stand in these logits, in float32 whatever the model computes in."""
+        here_A = self.address_4A[0] == in_contexts
+        row, position, token = self.address_4A[1:, here_A]
+        normalizer_BS = logits_BSV.float().logsumexp(-1)
+        found = logits_BSV[row, position, token].float() - normalizer_BS[row, position]
+        found_A[here_A.cpu()] = found.double().cpu()
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
@@ -218,7 +216,9 @@ def answer_choices(
     with eval_mode(model):
         for part in _parts(examples, batch_size, "answers by choice", progress):
             batch = ChoiceBatch([encode_example(tokenizer, example) for example in part], model.device)
-            logprob_EC += batch.logprobs(model)
+            logprob_EC += [
+                e.choice_logprobs(read_Q[None])[0].tolist() for e, read_Q in zip(batch.encoded, batch.reads(model))
+            ]
             answers += [example.answer for example in batch.encoded]
     return choice_result(logprob_EC, answers)
 

@@ -15,17 +15,11 @@ WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
 
 
-def check_answerable(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    *,
-    shorter: str = "fewer pairs, shorter lists or a shorter filler",
-) -> None:
+def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
     """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
 
     ``max_length`` is the model's context in tokens (`longest_context`); the prompt and its longest choice must fit
-    together. ``shorter`` is the advice of the error where they do not.
+    together.
     """
     texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
     if missing := missing_words(tokenizer, texts):
@@ -39,7 +33,8 @@ def check_answerable(
     if (longest := max(lengths, default=0)) > max_length:
         raise ValueError(
             f"{sum(n > max_length for n in lengths)} of {len(examples)} examples are longer than the model's context "
-            f"of {max_length} tokens; example {lengths.index(longest)} is the longest, with {longest}: take {shorter}."
+            f"of {max_length} tokens; example {lengths.index(longest)} is the longest, with {longest}: take fewer "
+            "pairs (--pairs), a shorter filler (--lengths) or shorter questions (--length)."
         )
 
 

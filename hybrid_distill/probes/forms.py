@@ -43,9 +43,6 @@ class FormedProbe:
     tokenizer: PreTrainedTokenizerBase
 
     def __post_init__(self) -> None:
-        check_form("form", self.form)
-        if self.form in (PLAIN, AUTO):
-            raise ValueError(f"form is {self.form!r}; pass shots=1 or chat: in_form takes plain, best_form finds one.")
         if self.form == CHAT and not self.tokenizer.chat_template:
             raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain, shots=1 or auto.")
 
@@ -94,12 +91,7 @@ def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Prob
 
 
 def best_form(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    probe: Probe,
-    *,
-    least: float | None = 0.0,
-    batch_size: int = 16,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, *, least: float | None = 0.0
 ) -> tuple[str, dict[str, float]]:
     """Return the form in which the model answers most of the first 32 prompts, and its accuracy in each.
 
@@ -113,7 +105,7 @@ def best_form(
             continue
         examples = in_form(probe, form, tokenizer).examples(N_TRIED)
         if max(token_counts(tokenizer, examples)) <= limit:
-            found[form] = answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
+            found[form] = answer_choices(model, tokenizer, examples, batch_size=16).accuracy
     told = ", ".join(f"{form} {accuracy:.1%}" for form, accuracy in found.items())
     if not found:
         raise ValueError(f"every form is longer than the model's {limit} positions; take fewer pairs or another probe.")

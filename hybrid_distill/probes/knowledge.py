@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..assets import facts_path
-from . import Example, SeededProbe, check_counts, digest
+from ..limits import Limits
+from . import Example, SeededProbe, digest
 
 Item = TypeVar("Item")
 ANSWER = "Answer:"
@@ -41,8 +42,6 @@ class Knowledge:
 
     def examples(self, n: int | None = None) -> list[Example]:
         """Return the first ``n`` questions in the file's order; all of them by default."""
-        if n is not None:
-            check_counts(n=n)
 
         def read(record: dict[str, Any]) -> Example:
             return Example(record["prompt"], record["answer"], tuple(record["choices"]))
@@ -95,13 +94,13 @@ class LetterChoice(SeededProbe):
     With the ``form`` "text" the choices are the options themselves, with "completion" the question stands alone and
     they continue it: the same questions with the same options. Facts are asked in an order that follows from ``seed``,
     and again with other options when all have been asked. ``facts`` are `Fact` or tuples of its fields. Raises
-    ValueError when ``n_options`` is not in 2..26, for an unknown form, and for a fact without enough wrong answers.
+    ValueError for a fact without enough wrong answers.
     """
 
     name: ClassVar[str] = "letter_choice"
 
     facts: tuple[Fact, ...] = field(repr=False)
-    n_options: int = 4
+    n_options: Annotated[int, Limits(2, len(ascii_uppercase), whole=True)] = 4
     seed: int = 0
     form: Form = "letter"
 
@@ -118,11 +117,7 @@ class LetterChoice(SeededProbe):
         return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, form)
 
     def __post_init__(self) -> None:
-        check_counts(n_options=self.n_options)
-        if not 2 <= self.n_options <= len(ascii_uppercase):
-            raise ValueError(f"n_options is {self.n_options}; there are 2 to {len(ascii_uppercase)} letters to choose.")
-        if self.form not in get_args(Form):
-            raise ValueError(f"form is {self.form!r}; use one of {', '.join(get_args(Form))}.")
+        super().__post_init__()
         object.__setattr__(self, "facts", tuple(Fact(*fact) for fact in self.facts))
         for fact in self.facts:
             if (n_wrong := len(fact.distractors) + len(self._others(fact))) < self.n_options - 1:
@@ -150,8 +145,7 @@ class LetterChoice(SeededProbe):
         rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
         n_own = min(self.n_options - 1, len(fact.distractors))
         wrong = rng.sample(fact.distractors, n_own)
-        if n_others := self.n_options - 1 - n_own:
-            wrong += rng.sample(self._others(fact), n_others)
+        wrong += rng.sample(self._others(fact), self.n_options - 1 - n_own)
         options = rng.sample([fact.answer, *wrong], self.n_options)
         letters = ascii_uppercase[: self.n_options]
         lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from . import Example, SeededProbe, as_tuple, check_counts, checked_words
+from ..limits import Limits
+from . import Example, SeededProbe, as_tuple, checked_words
+
+Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]
+"""Entries of a dictionary; values are distinct."""
 
 
 class Wording(NamedTuple):
@@ -30,23 +34,19 @@ class KVRetrieval(SeededProbe):
     Of several ``n_pairs``, examples take one after the other, in turn. Keys, values, their order and the key asked for
     all follow from ``seed``. ``keys`` replaces the default nouns, for a model that knows few words, ``wording`` the
     words around them.
-
-    Raises ValueError when ``n_pairs`` is not in 1..100 (values are distinct), for repeated or too few keys.
+    Raises ValueError for repeated or too few keys.
     """
 
     name: ClassVar[str] = "kv_retrieval"
     lead: ClassVar[str] = "The value is"
 
-    n_pairs: int | tuple[int, ...]
+    n_pairs: Pairs | tuple[Pairs, ...]
     seed: int = 0
     keys: tuple[str, ...] = field(default=NOUNS, repr=False)
     wording: Wording = DICTIONARY
 
     def __post_init__(self) -> None:
-        for n_pairs in self._sizes:
-            check_counts(n_pairs=n_pairs)
-            if n_pairs > N_VALUES:
-                raise ValueError(f"n_pairs is {n_pairs}, but {N_VALUES} values are distinct; pass at most {N_VALUES}.")
+        super().__post_init__()
         checked_words("n_pairs", self._sizes)
         object.__setattr__(self, "keys", checked_words("keys", self.keys, max(self._sizes)))
 

@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ..assets.dictionaries import N_VALUES, NOUNS
-from . import Example, SeededProbe, check_counts, checked_words, digest
+from ..limits import Count, Limits, Share
+from . import Example, SeededProbe, checked_words, digest
 
 NEEDLE = "The number of the {key} is {value}."
 QUESTION = "The number of the {key} is"
@@ -30,37 +31,28 @@ def filler_sentences() -> list[str]:
     return sentences
 
 
-def default_filler() -> str:
-    """Return all sentences as one text."""
-    return " ".join(filler_sentences())
-
-
 @dataclass(frozen=True)
 class Needle(SeededProbe):
     """``NEEDLE`` between the sentences of a passage, at every pair of ``lengths`` and ``depths`` in turn.
 
     A passage is as many whole sentences as it takes to reach ``length`` words, from a random sentence of the filler
     on, beginning again at the filler's end. Depth 0 is before the first sentence, 1 after the last. The answer is one
-    of ``n_choices`` numbers. Raises ValueError for a depth outside 0..1, and for settings named twice.
+    of ``n_choices`` numbers. Raises ValueError for settings named twice.
     """
 
     name: ClassVar[str] = "needle"
     lead: ClassVar[str] = "The number is"
 
-    lengths: tuple[int, ...] = (100, 200, 400, 800)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    lengths: tuple[Count, ...] = (100, 200, 400, 800)
+    depths: tuple[Share, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     seed: int = 0
-    n_choices: int = 10
+    n_choices: Annotated[int, Limits(1, N_VALUES, whole=True)] = 10
     keys: tuple[str, ...] = field(default=NOUNS, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("lengths", "depths", "keys"):
             object.__setattr__(self, name, checked_words(name, getattr(self, name)))
-        check_counts(n_choices=self.n_choices, **{f"lengths: {length}": length for length in self.lengths})
-        if wrong := [depth for depth in self.depths if not isinstance(depth, int | float) or not 0 <= depth <= 1]:
-            raise ValueError(f"depth {wrong[0]!r} is not in 0..1: 0 is before the filler, 1 after it.")
-        if self.n_choices > N_VALUES:
-            raise ValueError(f"n_choices is {self.n_choices}; there are {N_VALUES} numbers: pass at most that many.")
+        super().__post_init__()
 
     def _example(self, index: int) -> Example:
         """Make an example. Lengths change from example to example, depths after each round of lengths."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -13,8 +13,7 @@ from . import Probe, as_tuple
 from .knowledge import LetterChoice
 from .kv_retrieval import KVRetrieval
 from .needle import Needle
-from .ruler import TASKS
-from .ruler_probe import RulerProbe
+from .ruler import TASKS, RulerProbe
 from .words import MQAR, Copying, TwoHop, single_token_words
 
 
@@ -25,11 +24,6 @@ def make_probe(name: str, **options: object) -> Probe:
     """
     known = options_of(name)
     return {**PROBES, **RULER}[name](**{option: value for option, value in options.items() if option in known})
-
-
-def probe_with(name: str, given: Mapping[str, object]) -> Probe:
-    """Do as `make_probe`."""
-    return make_probe(name, **given)
 
 
 def options_of(name: str) -> tuple[str, ...]:

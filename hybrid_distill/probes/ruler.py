@@ -1,7 +1,7 @@
 """RULER's tasks (arXiv 2404.06654) at any length, without a network: needles, variable tracking, frequent words.
 
 lm-eval's generators write the questions. What they would download is replaced: Paul Graham's essays by
-`needle.default_filler`, nltk's sentence splitter by a regular expression. Haystacks fill a length to the token, where
+`needle.filler_sentences`, nltk's sentence splitter by a regular expression. Haystacks fill a length to the token, where
 lm-eval goes in steps of up to 500 words; so 256 tokens are possible too.
 """
 
@@ -12,17 +12,20 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
+from string import ascii_uppercase, digits
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from . import check_counts
+from ..limits import Count, check_options
+from . import Example
 from .checks import missing_words
-from .needle import default_filler
+from .needle import filler_sentences
 
 
 class Needles(NamedTuple):
@@ -65,6 +68,13 @@ LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 12
 TASKS = tuple(LONGEST_ANSWER)
 VT_EXAMPLE = 500  # tokens of the worked example before a question of ruler_vt, at most half of the length
 FEWEST_CODED_WORDS = 54  # of ruler_fwe: with fewer, the third most frequent word is as frequent as the fourth
+OFFERED = {
+    "niah": r"is: ([\da-f-]{7,36})\.",
+    "ruler_vt": r"VAR ([A-Z]+)",
+    "ruler_cwe": r"\d+\. (\S+)",
+    "ruler_fwe": r"\.\.\. ([a-z]{6})(?= \.\.\.)",
+}
+"""Strings of a prompt that could be taken for an answer, by the beginning of a task's name."""
 
 _Write = Callable[[int], RulerQuestion]
 """Writes a question with so many units of filler: words, sentences or needles."""
@@ -77,12 +87,9 @@ def ruler_questions(
 
     A prompt and `tokens_to_generate` together take at most ``length`` tokens.
 
-    Raises ValueError for an unknown task, a length too short for it, a tokenizer without its words, and where lm-eval
-    or its extra is missing.
+    Raises ValueError for a length too short for the task, a tokenizer without its words, and where lm-eval or its extra
+    is missing.
     """
-    if task not in TASKS:
-        raise ValueError(f"there is no RULER task {task!r}; pass one of {', '.join(TASKS)}.")
-    check_counts(length=length, n=n)
     generators = load_generators()
     room = length - tokens_to_generate(task, length)
 
@@ -157,7 +164,7 @@ def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[
 def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -> tuple[_Write, int]:
     haystack, keys, values, n_keys, n_values, n_queries = needles
     is_single = n_queries * n_values == 1
-    essay = list(islice(cycle(default_filler().split()), length))
+    essay = list(islice(cycle(" ".join(filler_sentences()).split()), length))
 
     def write(units: int) -> RulerQuestion:
         text, answers, query = generators.niah.generate_input_output(
@@ -215,3 +222,54 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
     finally:
         random.setstate(before)
         np.random.set_state(before_numpy)
+
+
+@dataclass(frozen=True)
+class RulerProbe:
+    """Questions of a RULER ``task`` of up to ``n_tokens`` tokens.
+
+    Where a question has several answers, all but the last are written behind it and the last is asked for. Wrong
+    choices are other needles, variables or words of the prompt, made up alike where it does not hold ``n_choices``.
+    """
+
+    task: str
+    n_tokens: Count = 512
+    seed: int = 0
+    tokenizer: PreTrainedTokenizerBase | None = None
+    n_choices: Count = 10
+
+    def __post_init__(self) -> None:
+        check_options(self, "")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of naming any choice."""
+        return 1 / self.n_choices
+
+    def examples(self, n: int) -> list[Example]:
+        """Return the first ``n`` examples. Raises ValueError for a length too short, and without lm-eval."""
+        if self.tokenizer is None:
+            raise ValueError("haystacks are as long as a model's tokens; pass its tokenizer.")
+        asked = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
+        return [self._example(index, question) for index, question in enumerate(asked)]
+
+    def _example(self, index: int, question: RulerQuestion) -> Example:
+        rng = random.Random(f"{self.task} {self.n_tokens} {self.seed} {index}")
+        *given, answer = question.answers
+        pattern = next(pattern for name, pattern in OFFERED.items() if self.task.startswith(name))
+        found = sorted({*re.findall(pattern, question.question)} - {*question.answers})
+        choices = {answer, *rng.sample(found, min(len(found), self.n_choices - 1))}
+        while len(choices) < self.n_choices:
+            choices.add(re.sub(r"\w", lambda match: rng.choice(_alike(match[0])), answer))
+        prompt = " ".join([question.prompt, *given])
+        shown = rng.sample(sorted(choices), len(choices))
+        return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shown))
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings every prompt follows from; its tokens are those of the model that is scored."""
+        return {"name": self.task, "length": self.n_tokens, "seed": self.seed, "n_choices": self.n_choices}
+
+
+def _alike(character: str) -> str:
+    """Return characters to put in another's place; lower-case letters stand in hexadecimal numbers."""
+    return digits if character.isdigit() else ascii_uppercase if character.isupper() else "abcdef"

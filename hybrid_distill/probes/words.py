@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from ..assets.dictionaries import N_VALUES, NOUNS
-from . import Example, SeededProbe, check_counts, checked_words
+from ..limits import Count, Limits
+from . import Example, SeededProbe, checked_words
 
 HEADER = "In this list a word stands for a number, or for another word of the list:"
 QUESTION = "Followed to its end, '{key}' stands for the number"
@@ -20,21 +21,19 @@ QUESTION = "Followed to its end, '{key}' stands for the number"
 class Copying(SeededProbe):
     """Lists of ``length`` different ``words`` on a line, and the same list again up to some word after the first.
 
-    The answer is the word that comes next; choices are the words of the list. Raises ValueError when ``length`` is
-    below 2 and for repeated or too few words.
+    The answer is the word that comes next; choices are the words of the list. Raises ValueError for repeated or
+    too few words.
     """
 
     name: ClassVar[str] = "copying"
     lead: ClassVar[str] = "The next word is"
 
-    length: int = 16
+    length: Annotated[int, Limits(2, whole=True)] = 16
     seed: int = 0
     words: tuple[str, ...] = field(default=NOUNS, repr=False)
 
     def __post_init__(self) -> None:
-        check_counts(length=self.length)
-        if self.length < 2:
-            raise ValueError(f"length is {self.length}; a list of one word has no next word: pass at least 2.")
+        super().__post_init__()
         object.__setattr__(self, "words", checked_words("words", self.words, self.length))
 
     def _example(self, index: int) -> Example:
@@ -50,36 +49,28 @@ class TwoHop(SeededProbe):
     """Dictionaries of ``n_pairs`` entries in any order: half of them lead to another key, the rest to a number.
 
     The value of the key asked for is a key, and that one's value is the answer. Every leading key has an end of its
-    own, so each other chain is a distractor. Choices are the numbers. Raises ValueError when ``n_pairs`` is below 4
-    (two chains) or asks for more than 100 numbers, and for repeated or too few ``keys``.
+    own, so each other chain is a distractor. Choices are the numbers. Raises ValueError for repeated or too few
+    ``keys``.
     """
 
     name: ClassVar[str] = "two_hop"
     lead: ClassVar[str] = "The number is"
 
-    n_pairs: int = 8
+    n_pairs: Annotated[int, Limits(4, 2 * N_VALUES, whole=True)] = 8
+    """At least two chains; half of them use up the numbers at most."""
     seed: int = 0
     keys: tuple[str, ...] = field(default=NOUNS, repr=False)
 
     def __post_init__(self) -> None:
-        check_counts(n_pairs=self.n_pairs)
-        if not 4 <= self.n_pairs <= 2 * N_VALUES:
-            raise ValueError(
-                f"n_pairs is {self.n_pairs}; two chains need 4 entries, and {2 * N_VALUES} use up all numbers: "
-                f"pass 4 to {2 * N_VALUES}."
-            )
+        super().__post_init__()
         object.__setattr__(self, "keys", checked_words("keys", self.keys, self.n_pairs))
-
-    @property
-    def _n_ends(self) -> int:
-        """Entries whose value is a number: half of them, and the odd one."""
-        return self.n_pairs - self.n_pairs // 2
 
     def _example(self, index: int) -> Example:
         rng = random.Random(f"two-hop {self.seed} {self.n_pairs} {index}")
         keys = rng.sample(self.keys, self.n_pairs)
-        numbers = rng.sample(range(N_VALUES), self._n_ends)
-        ends, leading = keys[: self._n_ends], keys[self._n_ends :]
+        n_ends = self.n_pairs - self.n_pairs // 2
+        numbers = rng.sample(range(N_VALUES), n_ends)
+        ends, leading = keys[:n_ends], keys[n_ends:]
         asked = rng.randrange(len(leading))
         entries = [f"{key}:{number}" for key, number in zip(ends, numbers, strict=True)]
         entries += [f"{key}:{end}" for key, end in zip(leading, ends)]
@@ -100,13 +91,13 @@ class MQAR(SeededProbe):
     name: ClassVar[str] = "mqar"
     lead: ClassVar[str] = "The value is"
 
-    n_pairs: int = 16
-    n_queries: int = 4
+    n_pairs: Count = 16
+    n_queries: Count = 4
     seed: int = 0
     words: tuple[str, ...] = field(default=NOUNS, repr=False)
 
     def __post_init__(self) -> None:
-        check_counts(n_pairs=self.n_pairs, n_queries=self.n_queries)
+        super().__post_init__()
         if self.n_queries > self.n_pairs:
             raise ValueError(f"n_queries is {self.n_queries}, but a row has {self.n_pairs} keys; pass at most that.")
         object.__setattr__(self, "words", checked_words("words", self.words, 2 * self.n_pairs))

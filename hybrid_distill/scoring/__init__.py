@@ -1,6 +1,6 @@
 """Which heads does a model retrieve with? `score_heads` ablates them one at a time and returns `HeadScores`."""
 
-from .exact import greedy_ablation, score_heads
+from .exact import score_heads
 from .head_scores import HeadScores, describe_run
 
-__all__ = ["HeadScores", "describe_run", "greedy_ablation", "score_heads"]
+__all__ = ["HeadScores", "describe_run", "score_heads"]

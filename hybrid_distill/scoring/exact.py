@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from hybrid_kernels.products import on_fast_cpu
@@ -28,11 +27,10 @@ from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
-from .auto_batch import Rows
 from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured, Steps
-from .probe_batch import Question, Text, shared_start
+from .probe_batch import Question, Rows, Text, shared_start
 from .racing import Race
 
 
@@ -110,22 +108,6 @@ def score_heads(
     return measured.scores(sites, {"chance": probe.chance}, provenance)
 
 
-def greedy_ablation(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, k: int, **options: Any
-) -> list[HeadId]:
-    """Choose ``k`` heads, each the one that is missed most once all before it are off.
-
-    Heads that stand in for one another show only when the others are off. ``options`` are those of `score_heads`:
-    ``race_k=1`` makes each choice a race. Only the first round asks for a minimal accuracy.
-    """
-    check_counts(k=k)
-    removed, chosen = [*options.pop("removed", ())], []
-    for _ in range(k):
-        chosen += score_heads(model, tokenizer, probe, removed=removed + chosen, **options).ranking()[:1]
-        options["min_accuracy"] = 0.0
-    return chosen
-
-
 def _candidates(
     sites: Sequence[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
 ) -> list[HeadId]:
@@ -147,11 +129,9 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy < min_accuracy:
-        described = probe.describe()
-        settings = ", ".join(f"{name} {value}" for name, value in described.items())
-        easier = "fewer pairs" if described.keys() & {"pairs", "n_pairs"} else "another probe"
+        settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
         raise ValueError(
             f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
             f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: accuracy is too low for ablation to be "
-            f"informative. Take {easier}, another teacher, or lower --min-accuracy."
+            "informative. Take an easier probe (fewer pairs), another teacher, or lower --min-accuracy."
         )

@@ -42,8 +42,7 @@ from ..teacher import (
     replay_blocks,
     text_config,
 )
-from .auto_batch import Rows
-from .probe_batch import ProbeBatch, Question, Row
+from .probe_batch import ProbeBatch, Question, Row, Rows
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +108,7 @@ class FromLayer(Forwards):
         self.blocks = [block for _, block in decoder_blocks(self.model)]
         self.last = len(self.blocks) - 1
         self.answers_only = self.answers_only and self.last > 0
-        self.reached: dict[ProbeBatch, tuple[int, Tensor | None]] = {}
-        self.starts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self.begin([])
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
 
@@ -119,7 +117,8 @@ class FromLayer(Forwards):
         return f"forwards from the ablated layer up{common}"
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
-        self.reached, self.starts = {batch: (0, None) for batch in batches}, {}
+        self.reached: dict[ProbeBatch, tuple[int, Tensor]] = {}
+        self.starts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def work(self, rows: Sequence[Row], layers: Sequence[int]) -> int:
         tokens = sum(len(row.tokens) - self.n_shared * isinstance(row, Question) for row in rows)
@@ -134,8 +133,6 @@ class FromLayer(Forwards):
 
     def _without(self, batch: ProbeBatch, layer: int, heads: Sequence[int], n_rows: int) -> Tensor:
         start, below = self.reached.get(batch, (0, None))
-        if layer < start:
-            start, below = 0, None
         found, above = [], []
         for place, part in batch.parts(n_rows):
             below_BLD, heads_BLHP, above_BLD = self._record(part, start, None if below is None else below[place], layer)
@@ -169,7 +166,8 @@ class FromLayer(Forwards):
             raise _Enough
 
         with ExitStack() as hooks:
-            hooks.enter_context(self._replaying(start, below_BLD))
+            if below_BLD is not None:
+                hooks.enter_context(replay_blocks(self.model, start - 1, self.as_output(below_BLD)))
             recorded = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
             for handle in (
                 block.register_forward_pre_hook(before, with_kwargs=True),
@@ -222,16 +220,11 @@ class FromLayer(Forwards):
         site = self.site_of[layer]
         heads_RLC = heads_BLHP.flatten(2).repeat(len(heads), 1, 1)
         with ExitStack() as patches:
-            patches.enter_context(self._replaying(layer, below_BLD.repeat(len(heads), 1, 1)))
+            below = self.as_output(below_BLD.repeat(len(heads), 1, 1))
+            patches.enter_context(replay_blocks(self.model, layer - 1, below))
             patches.enter_context(replaced_forward(site.module, lambda *_, **__: self.as_mixed(site.o_proj(heads_RLC))))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
             yield
-
-    def _replaying(self, layer: int, below: Tensor | None) -> AbstractContextManager[None]:
-        """Let the layers below ``layer`` return their earlier output."""
-        if layer == 0 or below is None:
-            return nullcontext()
-        return replay_blocks(self.model, layer - 1, self.as_output(below))
 
     def _short_last_layer(self, part: ProbeBatch) -> AbstractContextManager[None]:
         if not self.answers_only or part.n_read == part.length:
@@ -359,8 +352,8 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
     # Readings round too: they are sums in float32 over the vocabulary.
     reading = torch.finfo(torch.float32).eps * text_config(short.model).vocab_size ** 0.5
     rounding = torch.finfo(computed_in(short.model)).eps
-    short.begin(batches)
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+        short.begin(batches)
         last = short.site_of[layer].n_heads - 1
         heads = tuple(sorted({last // 3, last}))
         try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..io import write_json
+from ..io import Record, write_json
 from ..plan import HeadId
 from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
@@ -31,9 +31,6 @@ WAYS = ("retrieval", "retrieval_minus_control", "ratio")
 CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
 MOST_NAMED = 8
-
-Record = dict[str, Any]
-"""A JSON object."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +117,9 @@ class HeadScores:
             interval_LH2 = torch.stack([logprob_LH - half_LH, logprob_LH + half_LH], dim=-1)
 
         def tied(a: HeadId, b: HeadId) -> bool:
-            if by != "retrieval" or value_LH[a] != value_LH[b] or logprob_LH[a] == logprob_LH[b]:
-                return bool(value_LH[a] == value_LH[b])
             (low_a, high_a), (low_b, high_b) = interval_LH2[a].tolist(), interval_LH2[b].tolist()
-            return low_a <= high_b and low_b <= high_a
+            overlap = logprob_LH[a] == logprob_LH[b] or (low_a <= high_b and low_b <= high_a)
+            return bool(value_LH[a] == value_LH[b]) and (by != "retrieval" or bool(overlap))
 
         def named(heads: Sequence[HeadId]) -> str:
             more = f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
@@ -179,15 +175,14 @@ class HeadScores:
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
                 raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
-            tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
+            tables = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
             tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
-            shape = (record["n_layers"], record["n_heads"])
             for name, table in tables.items():
-                expected = (*shape, 2) if name in INTERVALS else shape
+                expected = (record["n_layers"], record["n_heads"], 2)[: 3 if name in INTERVALS else 2]
                 if table is not None and tuple(table.shape) != expected:
                     raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
-            if tables["n_examples_LH"] is not None:
-                tables["n_examples_LH"] = tables["n_examples_LH"].long()
+            if (n_examples_LH := tables["n_examples_LH"]) is not None:
+                tables["n_examples_LH"] = n_examples_LH.long()
             others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
             if not isinstance(record["provenance"], dict):
                 raise ValueError("its provenance is not an object")

@@ -1,7 +1,7 @@
 """The questions that every ablated model is asked, and the measurements of each head.
 
 Shapes: L layer, H query head (in `Measured`: every head that is scored), E example (in the order they are tried),
-T text, K kind of judgment, B example of a batch.
+T text, B example of a batch, X number that scores depend on (`probe_batch`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..distributed import compute_everywhere, rank_and_world
-from ..io import write_json
+from ..io import Record, write_json
 from ..plan import HeadId
 from ..progress import Phase
 from ..teacher import HeadSite
 from .forwards import Forwards
-from .head_scores import HeadScores, Record, spread
+from .head_scores import HeadScores, spread
 from .probe_batch import ProbeBatch, Question, Row, Text, own_batches
 from .racing import Race
 from .uncertainty import bootstrap_interval, split_half
@@ -64,46 +64,38 @@ class Measured:
         ]
         return [list(dict.fromkeys(chosen)), *([list(beginnings)] if texts else [])]
 
-    def _batches(self, numbers: Sequence[int], with_texts: bool) -> list[ProbeBatch]:
-        """Batch this process's share of some questions, and of all texts if asked for."""
-        questions = [self.questions[number] for number in numbers]
-        return [*own_batches(questions), *(own_batches(self.texts) if with_texts else [])]
-
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], phase: Phase | None = None
     ) -> tuple[Tensor, Tensor]:
         """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
-        Returns (answers_KHE by number of the question, loss_HT by number of the text), NaN if nothing was read.
+        Returns outcome_XHE of the questions and outcome_XHT of the texts, by number; NaN where nothing was read.
         """
         n_rows = max(1, len(heads))
-        answers_KHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
-        loss_HT = torch.full((n_rows, len(self.texts)), math.nan, dtype=torch.float64)
+        found_XHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
+        found_XHT = torch.full((1, n_rows, len(self.texts)), math.nan, dtype=torch.float64)
 
         def own() -> list[tuple[bool, list[int], Tensor]]:
-            found = []
+            found, ablated = [], [head.head for head in heads]
             for batch in batches:
-                ablated = [head.head for head in heads]
                 read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
-                found_KHB = batch.judge(read_HQ)
-                _check_finite(found_KHB, batch, heads)
-                found.append((batch.kind is Text, [row.number for row in batch.rows], found_KHB))
+                outcome_XHB = batch.outcome(read_HQ)
+                _check_finite(outcome_XHB[-1], batch, heads)
+                found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB))
                 if phase is not None:
                     phase.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
-        for is_text, numbers, found_KHB in (each for shared in compute_everywhere(own) for each in shared):
-            if is_text:
-                loss_HT[:, numbers] = found_KHB[0]
-            else:
-                answers_KHE[:, :, numbers] = found_KHB
-        return answers_KHE, loss_HT
+        for is_text, numbers, outcome_XHB in (each for shared in compute_everywhere(own) for each in shared):
+            (found_XHT if is_text else found_XHE)[:, :, numbers] = outcome_XHB
+        return found_XHE, found_XHT
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything; log how long the ablations will take."""
         start = time.perf_counter()
-        answers_K1E, loss_1T = self._collect(forwards, self._batches(self.order, with_texts=True), [])
-        (self.right_E, self.logprob_E), self.loss_T = answers_K1E[:, 0, self.order], loss_1T[0]
+        found_X1E, found_X1T = self._collect(forwards, [*own_batches(self.questions), *own_batches(self.texts)], [])
+        margin_E, self.logprob_E = found_X1E[:, 0, self.order]
+        self.right_E, self.loss_T = (margin_E > 0).double(), found_X1T[0, 0]
         rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
         once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
         minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
@@ -116,24 +108,19 @@ class Measured:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._ablate(forwards, steps, phase)
         except KeyboardInterrupt:
-            kept = (
-                "pass a resume_path to keep them"
-                if steps.path is None
-                else f"the same call continues from {steps.path}"
-            )
+            kept = "nothing is kept" if steps.path is None else f"the same call continues from {steps.path}"
             log.warning("scoring stopped after %d layers; %s", len(steps.measured), kept)
             raise
 
     def _ablate(self, forwards: Forwards, steps: Steps, phase: Phase) -> None:
         racing, seen, done = list(range(len(self.heads))), 0, 0
         for end in self.rounds:
-            tried, is_last = slice(seen, end), end == len(self.order)
-            batches = self._batches(self.order[tried], with_texts=is_last)
+            tried, untried = slice(seen, end), [self.questions[number] for number in self.order[seen:]]
+            questions, texts = untried[: end - seen], self.texts if end == len(self.order) else []
+            batches = [*own_batches(questions), *own_batches(texts)]
             forwards.begin(batches)
-            questions = [self.questions[number] for number in self.order[seen:]]
-            phase.total = done + forwards.work([*questions, *self.texts], [self.heads[index].layer for index in racing])
+            phase.total = done + forwards.work([*untried, *self.texts], [self.heads[index].layer for index in racing])
             phase.note = f"{len(racing)} heads, prompts {seen + 1} to {end}"
-            rows = [*questions[: end - seen], *(self.texts if is_last else [])]
             for layer in sorted({self.heads[index].layer for index in racing}):
                 of_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in of_layer]
@@ -142,9 +129,9 @@ class Measured:
                 self.logprob_HE[of_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
-                done += forwards.work(rows, [layer] * len(heads))
+                done += forwards.work([*questions, *texts], [layer] * len(heads))
                 phase.update(done - phase.done)  # steps that were read from the file too
-            if self.race is not None and not is_last:
+            if self.race is not None and end < len(self.order):
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]
             seen = end
@@ -153,10 +140,11 @@ class Measured:
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], tried: slice, phase: Phase
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-        (right_HE, logprob_HE), loss_HT = self._collect(forwards, batches, heads, phase)
-        tables = {"right": right_HE[:, self.order[tried]].int(), "logprob": logprob_HE[:, self.order[tried]]}
+        found_XHE, found_XHT = self._collect(forwards, batches, heads, phase)
+        margin_HE, logprob_HE = found_XHE[:, :, self.order[tried]]
+        tables = {"right": (margin_HE > 0).int(), "logprob": logprob_HE}
         if tried.stop == len(self.order):
-            tables["loss"] = loss_HT  # this process may have had no text, but others have
+            tables["loss"] = found_XHT[0]  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}
 
     def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
@@ -182,9 +170,9 @@ class Measured:
         return replace(scores, **intervals, n_examples_LH=n_tried_LH.nan_to_num(0).long(), agreement=halves)
 
 
-def _check_finite(found_KHB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
+def _check_finite(found_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
     """Raise ValueError, naming head and example, for a reading that is not finite."""
-    bad = (~found_KHB.isfinite()).any(0).nonzero().tolist()
+    bad = (~found_HB.isfinite()).nonzero().tolist()
     if bad:
         index, row = bad[0]
         head = f"without {heads[index]}" if heads else "with all heads in place"

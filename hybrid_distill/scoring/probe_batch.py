@@ -4,28 +4,37 @@ Rows of one length need no padding and no mask. Where choices have several token
 the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
-V vocabulary, Q number read (a question has many, a text has one), K kind of judgment (questions: correct,
-log-probability; texts: loss), X number that judgments depend on (questions: margin, log-probability; texts: loss).
+V vocabulary, Q number read (a question has many, a text has one), X number that scores depend on (questions: the
+answer's distance from the best other choice, and its log-probability; texts: the loss).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Cache, PreTrainedModel
 
 from ..distributed import own_share
 from ..probes import Example
-from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts
-from ..probes.plain_text import TextBatch
+from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, common_prefix
+from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
+from ..teacher import text_config
 
 # Fewer common tokens are not worth a mask and another forward.
 LEAST_SHARED, LEAST_SHARE = 16, 1 / 6
+# More tokens in a batch make it no faster: on a CPU they leave its caches, a GPU is busy with these.
+CPU_TOKENS, GPU_TOKENS = 2**11, 2**17
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Row:
@@ -42,12 +51,8 @@ class Row:
         self.ids_L = torch.tensor(tokens, device=device)
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return outcome_XG."""
+        """Return outcome_XG: a question's margin and its answer's log-probability, a text's loss."""
         return read_GQ.T
-
-    def judge(self, read_GQ: Tensor) -> Tensor:
-        """Return found_KG."""
-        return self.outcome(read_GQ)
 
 
 class Text(Row):
@@ -84,11 +89,10 @@ class Question(Row):
         paths = {path[:t] for path in encoded.contexts() for t in range(encoded.n_shared + 1, len(path) + 1)}
         self.example, self.encoded, self.n_base = example, encoded, len(base)
         self.node = {path: self.n_base + index for index, path in enumerate(sorted(paths))}
-        self.reads = encoded.reads()
         n_tree = len(self.node) + encoded.n_shared
         tokens = base + tuple(path[-1] for path in self.node)
-        super().__init__(number, tokens, n_tree + 1, len(self.reads), device)
-        addresses = [(self._place(path) - len(tokens), token) for path, token in self.reads]
+        super().__init__(number, tokens, n_tree + 1, len(encoded.reads), device)
+        addresses = [(self._place(path) - len(tokens), token) for path, token in encoded.reads]
         self.address_2Q = torch.tensor(addresses, device=device).T
 
     def __str__(self) -> str:
@@ -116,36 +120,20 @@ class Question(Row):
 
     @staticmethod
     def read(rows: Sequence[Question], logits_GBSV: Tensor) -> Tensor:
-        row_Q = torch.tensor([b for b, row in enumerate(rows) for _ in row.reads], device=logits_GBSV.device)
+        row_Q = torch.tensor([b for b, row in enumerate(rows) for _ in range(row.n_numbers)], device=logits_GBSV.device)
         position_Q, token_Q = torch.cat([row.address_2Q for row in rows], dim=1)
         normalizer_GBS = logits_GBSV.float().logsumexp(-1)
         return logits_GBSV[:, row_Q, position_Q, token_Q].float() - normalizer_GBS[:, row_Q, position_Q]
 
     @staticmethod
     def read_plainly(rows: Sequence[Question], model: PreTrainedModel) -> Tensor:
-        found = ChoiceBatch([row.encoded for row in rows], model.device).reads(model)
-        in_order = [found[b, path, token] for b, row in enumerate(rows) for path, token in row.reads]
-        return torch.tensor([in_order], dtype=torch.float64)
+        return torch.cat([*ChoiceBatch([row.encoded for row in rows], model.device).reads(model)])[None]
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return the answer's distance from the best other choice, and its log-probability.
-
-        As `EncodedExample.choice_logprobs`, for all groups at once.
-        """
-        logprob_G, nothing = dict(zip(self.reads, read_GQ.unbind(1))), torch.zeros(())
-        choices = []
-        for choice, stop in zip(self.encoded.choices, self.encoded.stops):
-            choices.append(sum((logprob_G[choice[:t], token] for t, token in enumerate(choice)), nothing))
-            if stop:
-                going_on_G = sum((logprob_G[choice, token].exp() for token in stop), nothing)
-                choices[-1] = choices[-1] + (1 - going_on_G).clamp(min=1e-30).log()
-        answer_G = choices.pop(self.encoded.answer)
-        return torch.stack([answer_G - torch.stack(choices).amax(0), answer_G])
-
-    def judge(self, read_GQ: Tensor) -> Tensor:
-        """Return whether the answer is above all other choices, and its log-probability."""
-        margin_G, answer_G = self.outcome(read_GQ)
-        return torch.stack([(margin_G > 0).double(), answer_G])
+        others_GC = self.encoded.choice_logprobs(read_GQ)
+        answer_G = others_GC[:, self.encoded.answer].clone()
+        others_GC[:, self.encoded.answer] = -torch.inf
+        return torch.stack([answer_G - others_GC.amax(1), answer_G])
 
 
 class ProbeBatch:
@@ -200,16 +188,48 @@ class ProbeBatch:
         """Return read_1Q by ordinary forwards: for models that take no others, and to compare with."""
         return self.kind.read_plainly(self.rows, model)
 
-    def judge(self, read_GQ: Tensor) -> Tensor:
-        """Return found_KGB."""
-        return torch.stack([row.judge(of_row_GQ) for row, of_row_GQ in self._by_row(read_GQ)], dim=-1)
-
     def outcome(self, read_GQ: Tensor) -> Tensor:
         """Return outcome_XGB."""
-        return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in self._by_row(read_GQ)], dim=-1)
+        by_row = zip(self.rows, read_GQ.split([row.n_numbers for row in self.rows], dim=1))
+        return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in by_row], dim=-1)
 
-    def _by_row(self, read_GQ: Tensor) -> Iterable[tuple[Row, Tensor]]:
-        return zip(self.rows, read_GQ.split([row.n_numbers for row in self.rows], dim=1))
+
+class Rows:
+    """The number of rows in a batch: ``batch_size``, or as many as the device holds if that is None."""
+
+    def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
+        self.model, self.batch_size, self.halvings = model, batch_size, 0
+
+    def number(self, batch: ProbeBatch) -> int:
+        """Return how many rows of this length run together, at least one; automatic numbers are powers of two."""
+        tokens = GPU_TOKENS if self.model.device.type == "cuda" else CPU_TOKENS
+        wanted = self.batch_size or 2 ** (max(1, tokens // batch.length).bit_length() - 1)
+        wanted = min(wanted, LOGITS_AT_ONCE // (batch.n_read * text_config(self.model).vocab_size))
+        return max(1, wanted >> self.halvings)
+
+    def fitting(self, batch: ProbeBatch, work: Callable[[int], T]) -> T:
+        """Run ``work(n_rows)``, again with half the rows for as long as memory runs out.
+
+        Raises MemoryError if not even one row fits.
+        """
+        while True:
+            n_rows = self.number(batch)
+            try:
+                return work(n_rows)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                if n_rows == 1:
+                    raise MemoryError(
+                        f"one row of {batch.length} tokens does not fit into the memory of {self.model.device}; "
+                        "load the model in bfloat16, ask shorter questions, or use a larger device."
+                    ) from error
+                reason = str(error).splitlines()[0]
+            # Outside of the handler, whose traceback holds the tensors of the batch that failed.
+            while self.number(batch) >= n_rows:
+                self.halvings += 1
+            clear_device_cache(garbage_collection=True)
+            log.warning("out of memory with %d rows (%s): continuing with %d", n_rows, reason, self.number(batch))
 
 
 def batches_of(rows: Iterable[Row]) -> list[ProbeBatch]:
@@ -227,10 +247,8 @@ def own_batches(rows: Iterable[Row]) -> list[ProbeBatch]:
 
 def shared_start(questions: Sequence[Question]) -> int:
     """Return how many tokens all prompts begin with, if it pays to compute them once for all; else 0."""
-    n_shared, shortest = 0, min(len(row.encoded.prompt) for row in questions) - 1
-    for column in zip(*(row.tokens[:shortest] for row in questions)):
-        if len(set(column)) > 1:
-            break
-        n_shared += 1
+    prompts = [row.encoded.prompt for row in questions]
+    shortest = min(map(len, prompts)) - 1
+    n_shared = min(shortest, common_prefix(prompts))
     pays = len(questions) > 1 and n_shared >= max(LEAST_SHARED, LEAST_SHARE * shortest)
     return n_shared if pays else 0

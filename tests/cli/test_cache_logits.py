@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +14,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from torch import nn
-from training import SMALL, small_config, small_models, small_rows, word_texts, word_tokenizer
+from training import SMALL, die, killed, small_config, small_models, small_rows, word_texts, word_tokenizer
 
 from hybrid_distill import pipeline
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
@@ -188,27 +185,20 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     cache_logits(job)
     whole = contents(job.folder)
     assert list(whole) == [f"logits-0000{n}.bin" for n in range(5)] + ["rows.bin"]
-    killed = changed(job, "distill", teacher_logits=tmp_path / "killed")
-    plain = caching.top_k_of
+    stopped = changed(job, "distill", teacher_logits=tmp_path / "killed")
+    plain, calls = caching.top_k_of, iter(range(5))
 
-    def one_with_a_kill(calls_left: int) -> None:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls_left
-            calls_left -= 1
-            if not calls_left:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(*args, **kwargs)
+    def one_with_a_kill() -> None:
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            return die() if next(calls, None) is None else plain(*args, **kwargs)
 
-        monkeypatch.setattr(caching, "top_k_of", counted)
-        cache_logits(killed)
+        monkeypatch.setattr(caching, "top_k_of", dying)
+        cache_logits(stopped)
 
-    process = multiprocessing.get_context("fork").Process(target=one_with_a_kill, args=(6,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(list(killed.folder.glob("logits-*.bin"))) == 2 and list(killed.folder.glob("*.tmp"))
+    killed(one_with_a_kill)
+    assert len(list(stopped.folder.glob("logits-*.bin"))) == 2 and list(stopped.folder.glob("*.tmp"))
     with pytest.raises(ValueError, match=r"are not finished; run the command that began them"):
-        open_logits(killed.folder)
+        open_logits(stopped.folder)
 
     n_calls = 0
 
@@ -218,10 +208,10 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(caching, "top_k_of", counted)
-    cache_logits(killed)
+    cache_logits(stopped)
     assert n_calls == 2 + 2 + 1, "files that were whole are made again, or not all others are"
-    assert contents(killed.folder) == whole and not list(killed.folder.glob("*.tmp"))
-    cache_logits(killed)
+    assert contents(stopped.folder) == whole and not list(stopped.folder.glob("*.tmp"))
+    cache_logits(stopped)
     assert n_calls == 5, "a finished folder is made again"
 
 
@@ -313,9 +303,7 @@ def parameter_bytes() -> int:
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
 
 
-def test_while_it_trains_from_disk_there_is_one_model_in_memory(
-    job: CacheJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an alignment, which needs the teacher, in the same process."""
     cache_logits(job)
     before = parameter_bytes()
@@ -341,22 +329,15 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     own = sum(p.numel() * p.element_size() for p in student.parameters())
     assert seen["distill"] == own
     assert seen["align"] > own
-    assert fingerprint(run.teacher) == open_logits(job.folder).header.teacher_fingerprint, "loaded again, untrained"
+    before = open_logits(job.folder).header.teacher_fingerprint
+    assert fingerprint(run.teacher) == before, "loaded again, untrained"
+    handed = Run(replace(job.run, out=job.run.out / "handed"), run.teacher_and_tokenizer)
+    handed.prepare()
+    handed.train(plan)
+    assert handed.teacher is run.teacher and fingerprint(run.teacher) == before, "it was handed over, and is untrained"
 
 
-def test_a_teacher_that_was_handed_over_is_left_untrained(job: CacheJob) -> None:
-    cache_logits(job)
-    owner = Run(job.run)
-    before = fingerprint(owner.teacher)
-    run = Run(job.run, owner.teacher_and_tokenizer)
-    run.prepare()
-    run.train(HeadPlan.random(run.teacher, 2, seed=0))
-    assert run.teacher is owner.teacher and fingerprint(owner.teacher) == before
-
-
-def test_two_processes_write_the_bytes_of_one(
-    job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second process first: neither needs the other's files."""
     cache_logits(job)
     two = changed(job, "distill", teacher_logits=tmp_path / "two")

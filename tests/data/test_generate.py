@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from training import die, killed
 
-from hybrid_distill.assets import prompts_path, tiny_teacher_path
+from hybrid_distill.assets import prompts_path
 from hybrid_distill.assets.dictionaries import HEADER, QUESTION
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.generate_data import GenerateJob, generate
@@ -125,15 +124,3 @@ def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: py
             main([*flags, *wrong.split()])
         assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-def test_prompts_json_is_whole() -> None:
-    """Every slot is a list of words, and a question asks for nothing that its passage did not state."""
-    parts = json.loads(prompts_path().read_text())
-    for form in parts["facts"]:
-        said = [set(writing._SLOT.findall(text)) for text in form["say"]]
-        for question in form["ask"]:
-            assert all(set(writing._SLOT.findall(question)) <= slots for slots in said), question
-    texts = [*parts["instructions"], *parts["openings"], *parts["asides"], *parts["tasks"]]
-    kinds = {kind for text in texts for kind, _ in writing._SLOT.findall(text)}
-    assert kinds <= {*parts["words"], "number"} and tiny_teacher_path().is_dir()

@@ -19,7 +19,7 @@ from hybrid_distill.probes import Example, Probe
 from hybrid_distill.probes.checks import check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
-from hybrid_distill.probes.needle import Needle, default_filler, filler_sentences
+from hybrid_distill.probes.needle import Needle, filler_sentences
 from hybrid_distill.probes.registry import PROBES, make_probe, options_of
 from hybrid_distill.probes.ruler import TASKS as RULER_TASKS
 from hybrid_distill.probes.ruler import ruler_questions
@@ -114,8 +114,8 @@ def test_probes_are_made_by_name() -> None:
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
         ("mqar", {"pairs": 3}, "n_queries is 4, but a row has 3 keys"),
-        ("needle", {"lengths": (5, 0)}, "lengths: 0 is 0; it must be"),
-        ("needle", {"depths": (0.5, 1.5)}, "depth 1.5"),
+        ("needle", {"lengths": (5, 0)}, "lengths is 0; it must be"),
+        ("needle", {"depths": (0.5, 1.5)}, "depths is 1.5"),
         ("needle", {"n_choices": 101}, "n_choices is 101"),
     ],
 )
@@ -145,12 +145,8 @@ def test_keys_and_values_are_distinct_and_the_answer_stands_beside_its_key(n_pai
         assert all(0 <= int(value) <= 99 for value in pairs.values())
         assert example.answer == f" {pairs[asked[1]]}"
         assert example.choices == tuple(f" {value}" for value in pairs.values())
-
-
-def test_sizes_are_taken_in_turn() -> None:
-    examples = KVRetrieval((3, 8), seed=5, keys=KEYS).examples(7)
-    three, eight = KVRetrieval(3, 5, KEYS).examples(4), KVRetrieval(8, 5, KEYS).examples(3)
-    assert examples == [three[0], eight[0], three[1], eight[1], three[2], eight[2], three[3]]
+    one, other = KVRetrieval(n_pairs, 5).examples(2), KVRetrieval(3, 5).examples(1)
+    assert KVRetrieval((n_pairs, 3), 5).examples(3) == [one[0], *other, one[1]], "sizes are taken in turn"
 
 
 def entries(example: Example) -> tuple[dict[str, str], str]:
@@ -195,7 +191,7 @@ FACT = re.compile(r"The number of the (\w+) is (\d+)\. ?")
 
 def test_the_needle_stands_where_it_should() -> None:
     lengths, depths = (10, 90, 300), (0, 0.3, 1)
-    source, longest = default_filler(), max(len(sentence.split()) for sentence in filler_sentences())
+    source, longest = " ".join(filler_sentences()), max(len(sentence.split()) for sentence in filler_sentences())
     for index, example in enumerate(Needle(lengths, depths, seed=2).examples(18)):
         text, question = example.prompt.split("\n")
         (match,) = FACT.finditer(text)
@@ -235,20 +231,6 @@ def test_a_question_of_ruler_asks_for_one_answer(task: str) -> None:
         assert len(wrong) == 9
         assert task not in ("niah_multikey_2", "ruler_cwe") or all(word in example.prompt for word in wrong)
     assert json.loads(json.dumps(probe.describe()))["length"] == 1500
-
-
-def test_the_default_words() -> None:
-    assert len(set(NOUNS)) == len(NOUNS) >= 300, "enough for the largest dictionary"
-    assert all(noun.isascii() and noun.isalpha() and noun.islower() for noun in NOUNS)
-    words = re.findall(r"\w+", default_filler().lower())
-    assert len(words) > 4000 and not set(words) & {*NOUNS, *map(str, range(100))}
-
-
-def test_words_may_be_given() -> None:
-    words = ("do", "re", "mi", "fa", "so")
-    assert {w for e in Copying(4, words=words).examples(20) for w in e.prompt.split()} == set(words)
-    assert {w for e in TwoHop(5, keys=words).examples(20) for w in entries(e)[0]} == set(words)
-    assert Copying(4, words=words).describe() != Copying(4).describe()
 
 
 # Facts

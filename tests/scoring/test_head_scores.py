@@ -51,15 +51,6 @@ def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
         HeadScores.load(path)
 
 
-def test_an_interval_table_of_another_shape_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "scores.json"
-    whole_scores().save(path)
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "logprob_interval_LH2": record["logprob_drop_LH"]}))
-    with pytest.raises(ValueError, match=r"logprob_interval_LH2 is \(3, 4\), expected \(3, 4, 2\)"):
-        HeadScores.load(path)
-
-
 @pytest.mark.parametrize("scores", [whole_scores(), some_scores([[0.5, 0.0]])], ids=["whole", "least"])
 def test_every_entry_of_a_file_is_in_the_schema(scores: HeadScores, tmp_path: Path) -> None:
     scores.save(tmp_path / "scores.json")
@@ -73,7 +64,15 @@ def test_every_entry_of_a_file_is_in_the_schema(scores: HeadScores, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": "other/1"}, {"n_layers": 5}, {"accuracy_drop_LH": "x"}, {"baseline": ...}, {"provenance": 1}]
+    "change",
+    [
+        {"format": "other/1"},
+        {"n_layers": 5},
+        {"accuracy_drop_LH": "x"},
+        {"logprob_interval_LH2": [[0.0] * 4] * 3},
+        {"baseline": ...},
+        {"provenance": 1},
+    ],
 )
 def test_a_file_that_is_not_scores_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "scores.json"
@@ -111,13 +110,9 @@ def test_an_interval_is_that_of_the_examples_a_head_was_tried_on() -> None:
     difference_HE[2] = NAN
     (low, high), (low_1, high_1), nothing = bootstrap_interval(difference_HE)
     assert nothing.isnan().all()
+    assert bootstrap_interval(torch.zeros(2, 1)).tolist() == [[0, 0], [0, 0]], "one example"
     assert low_1 < difference_HE[1, :100].mean() < high_1
     assert (high_1 - low_1) / (high - low) == pytest.approx(2, rel=0.2), "a quarter of the examples, twice the width"
-
-
-def test_the_same_for_every_example_leaves_no_doubt() -> None:
-    assert bootstrap_interval(torch.ones(1, 9)).tolist() == [[1, 1]]
-    assert bootstrap_interval(torch.zeros(2, 1)).tolist() == [[0, 0], [0, 0]]
 
 
 def test_halves_agree_as_much_as_the_noise_allows() -> None:
@@ -142,14 +137,6 @@ def test_halves_agree_wholly_where_there_is_no_noise() -> None:
     found = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
     assert found["overlap"] == {"1": 1.0, "2": 1.0, "3": 1.0} and found["spearman"] == pytest.approx(1)
     assert found["examples_per_half"] == 3
-
-
-def test_equal_heads_do_not_pass_for_agreement() -> None:
-    """Two heads that cannot agree with themselves, and two that do nothing, whose order says nothing."""
-    flips_E = torch.tensor([1.0, -1.0]).repeat(20)
-    accuracy_HE = torch.zeros(4, 40)
-    accuracy_HE[0], accuracy_HE[3] = flips_E, -flips_E
-    assert split_half(accuracy_HE, torch.zeros(4, 40), [1], n_splits=10)["spearman"] < 0
 
 
 def test_heads_that_were_given_up_early_rank_last() -> None:
@@ -184,13 +171,9 @@ def test_without_intervals_standard_errors_tell_heads_apart() -> None:
     assert warned == [False, False, True], "2 x 1.96 x 0.03 reaches across 0.1 nats, 2 x 1.96 x 0.02 does not"
 
 
-def test_many_equal_heads_are_not_all_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_through_a_tie_is_logged_and_few_heads_are_named(caplog: pytest.LogCaptureFixture) -> None:
     scores = some_scores(table([0.0] * 30))
-    assert scores.tie_warning(10) == (
-        "the cut at k = 10 falls inside a tie: L0H0, L0H1, L0H2, L0H3, L0H4, L0H5, L0H6, L0H7 and 2 more are kept, "
-        "L0H10, L0H11, L0H12, L0H13, L0H14, L0H15, L0H16, L0H17 and 12 more are not, and the scores do not tell them "
-        "apart; score on more examples, or cut elsewhere."
-    )
+    assert "L0H6, L0H7 and 2 more are kept, L0H10" in (scores.tie_warning(10) or "")
     assert HeadPlan.top_k(scores, 10).kept == tuple(HeadId(0, head) for head in range(10))
     assert caplog.messages == [scores.tie_warning(10)]
 

@@ -19,11 +19,10 @@ from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.words import TwoHop
-from hybrid_distill.scoring import HeadScores, exact, greedy_ablation, score_heads
-from hybrid_distill.scoring.auto_batch import Rows
+from hybrid_distill.scoring import HeadScores, exact, score_heads
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
-from hybrid_distill.scoring.probe_batch import Question, batches_of
+from hybrid_distill.scoring.probe_batch import Question, Rows, batches_of
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
 
@@ -42,12 +41,12 @@ def scores(teacher) -> HeadScores:
     return score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
     scores = score_heads(model, tokenizer, KVRetrieval(8, seed, keys=KEYS), n_examples=16, progress=False)
-    assert scores.baseline["accuracy"] > 0.9
+    assert scores.baseline["accuracy"] > 0.9 and scores.baseline["control_loss"] is scores.control_drop_LH is None
     assert set(scores.ranking()[:3]) == PLANTED
     for head in scores.ranking():
         assert (scores.accuracy_drop_LH[head] > 0.5) if head in PLANTED else (scores.accuracy_drop_LH[head] < 0.15)
@@ -55,7 +54,7 @@ def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     assert HeadPlan.top_k(scores, 3).teacher == fingerprint(model)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
     model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
     scores = score_heads(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16, progress=False)
@@ -164,7 +163,7 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
     with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError) as error:
         score_heads(model, tokenizer, PROBE, n_examples=16)
-    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take fewer pairs", "--min-accuracy"):
+    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take an easier probe", "--min-accuracy"):
         assert part in str(error.value)
 
 
@@ -179,13 +178,6 @@ def test_a_file_records_what_the_scores_were_made_of(scores, teacher, tmp_path) 
     assert (made["n_examples"], made["dtype"], made["device"]) == (32, "float32", "cpu")
     assert made["control"]["texts"] == 4
     assert made["versions"]["torch"] == torch.__version__ and made["date"]
-
-
-def test_without_control_texts_there_is_no_control(teacher, tmp_path) -> None:
-    scores = score_heads(*teacher, KVRetrieval(2, keys=KEYS), n_examples=2, progress=False)
-    assert scores.control_drop_LH is None and scores.baseline["control_loss"] is None
-    scores.save(tmp_path / "scores.json")
-    assert HeadScores.load(tmp_path / "scores.json").control_se_LH is None
 
 
 def test_choices_of_many_tokens_and_of_different_numbers() -> None:
@@ -250,17 +242,6 @@ def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
     return [Question(n, *both, torch.device("cpu")) for n, both in enumerate(zip(examples, encoded))]
 
 
-def test_rows_of_one_length_need_no_padding() -> None:
-    """Batches hold what has one length; keys of several tokens make prompts of different lengths."""
-    rows = questions(WORDS, KVRetrieval(5, keys=KEYS[:16]).examples(20))
-    batches = batches_of(rows)
-    assert len(batches) > 2
-    assert sorted(row.number for batch in batches for row in batch.rows) == list(range(20))
-    for batch in batches:
-        for ids, row in zip(batch.ids_BL.tolist(), batch.rows):
-            assert tuple(ids) == rows[row.number].encoded.prompt
-
-
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
     model, tokenizer = teacher
     options = {"n_examples": 8, "batch_size": 20, "control_texts": TEXTS, "progress": False}
@@ -310,26 +291,6 @@ def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
     assert scores.baseline["accuracy"] == whole.accuracy
     drop = (whole.answer_logprob_E - without.answer_logprob_E).mean()
     assert scores.logprob_drop_LH[head] == pytest.approx(drop.item(), abs=2e-4)
-
-
-def test_greedy_ablation_asks_who_is_next_once_the_first_are_off() -> None:
-    """A copy of the aggregate head stands in for it: single ablation sees neither, joint ablation both."""
-    model, tokenizer = planted_teacher(QUIET)
-    attention = model.model.layers[AGGREGATE.layer].self_attn
-    size, twin = model.config.head_dim, HeadId(AGGREGATE.layer, 3)
-    with torch.no_grad():
-        rows, copy = (slice(h.head * size, (h.head + 1) * size) for h in (AGGREGATE, twin))
-        attention.q_proj.weight[copy] = attention.q_proj.weight[rows]
-        attention.o_proj.weight[:, copy] = attention.o_proj.weight[:, rows]
-    single = score_heads(model, tokenizer, PROBE, n_examples=16, progress=False)
-    assert max(single.accuracy_drop_LH[AGGREGATE], single.accuracy_drop_LH[twin]) < 0.1
-    layer = [HeadId(AGGREGATE.layer, head) for head in range(N_HEADS)]
-    order = greedy_ablation(model, tokenizer, PROBE, 3, n_examples=16, heads=layer, progress=False)
-    assert set(order[:2]) == {AGGREGATE, twin}
-    alone = greedy_ablation(
-        model, tokenizer, PROBE, 1, n_examples=16, removed=[order[0]], heads=layer, progress=False
-    )  # fmt: skip
-    assert alone == [order[1]]
 
 
 def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:

@@ -26,7 +26,7 @@ from ...probes.answering import answer_choices, answer_generation
 from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
-from ...probes.registry import PROBES, probe_with
+from ...probes.registry import PROBES, make_probe
 from ...progress import track
 from ...teacher import TINY, eval_mode, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
@@ -202,7 +202,7 @@ class Questions:
 
     def probe(self, name: str, seed: int) -> Probe:
         """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
-        return probe_with(name, {"pairs": self.pairs, "facts": self.facts, "seed": seed})
+        return make_probe(name, pairs=self.pairs, facts=self.facts, seed=seed)
 
 
 def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...plan import HeadId
 from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
-from ...probes.registry import probe_with
+from ...probes.registry import make_probe
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
@@ -76,7 +76,7 @@ class Maps(Experiment):
         ablation = None if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
         chosen, ssm_heads = list(map(parse_head, self.heads)), list(map(parse_head, self.ssm_heads))
-        asked, shown = probe_with(self.probe, {"pairs": self.pairs, "seed": self.seed}).examples(self.examples), []
+        asked, shown = make_probe(self.probe, pairs=self.pairs, seed=self.seed).examples(self.examples), []
         if not (chosen or ssm_heads) or ablation is not None:
             found = find_patterns(model, tokenizer, asked, kind=self.kind)
             named = {pattern: rank_by(found, pattern) for pattern in PATTERNS}
@@ -235,4 +235,5 @@ def masked_logprobs(
             logits_1TV = forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1).logits
         logprob_TV = logits_1TV[0].float().log_softmax(-1)
         after |= {path[:t]: logprob_TV[t] for t in range(len(path) + 1)}
-    return encoded.choice_logprobs(lambda path, token: after[path][token].item())
+    read_1Q = torch.tensor([[after[path][token] for path, token in encoded.reads]], dtype=torch.float64)
+    return encoded.choice_logprobs(read_1Q)[0].tolist()

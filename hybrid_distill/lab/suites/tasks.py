@@ -19,7 +19,7 @@ from ...probes import Example
 from ...probes.answering import begins_with
 from ...probes.checks import check_answerable
 from ...probes.knowledge import Knowledge
-from ...probes.registry import probe_with
+from ...probes.registry import make_probe
 from ...probes.ruler import load_generators, ruler_questions, tokens_to_generate
 from .job import SuiteJob, SuiteTask, tasks_of
 
@@ -155,7 +155,7 @@ def _probe_rows(probe: str, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | 
         examples = Knowledge(job.facts).examples()[:n]
     else:
         options = {"pairs": job.numbers("pairs"), "lengths": job.numbers("lengths"), "tokenizer": tokenizer}
-        examples = probe_with(probe, {**options, "facts": job.facts, "seed": job.seed}).examples(n)
+        examples = make_probe(probe, **options, facts=job.facts, seed=job.seed).examples(n)
     return [
         {"prompt": e.prompt, "answer": e.answer, "choices": list(e.choices), "gold": e.choices.index(e.answer)}
         for e in examples
