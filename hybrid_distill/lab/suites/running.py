@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -32,18 +32,10 @@ DEFAULT_CONTEXT = 2048
 log = logging.getLogger(__name__)
 
 
-class SuiteReport(NamedTuple):
-    """The tables, the file that holds them, and the parts of tasks that have no figure."""
+def evaluate_suite(job: SuiteJob) -> tuple[str, Path, list[str]]:
+    """Evaluate the model, or finish an evaluation that was stopped; return (tables, their file, parts without figure).
 
-    tables: str
-    path: Path
-    failed: tuple[str, ...]
-
-
-def evaluate_suite(job: SuiteJob) -> SuiteReport:
-    """Evaluate the model, or finish an evaluation that was stopped.
-
-    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are in the report.
+    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are among those without.
     """
     if job.model is None:
         raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
@@ -55,7 +47,7 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
         if teacher is not None:
             result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
         on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
-    return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
+    return text, job.folder / TABLE, list(result.failed)
 
 
 def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
@@ -142,14 +134,8 @@ def _settings(job: SuiteJob, max_length: int) -> Record:
 def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
     """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     found = SuiteResult.load(path)
-    differences = [
-        f"{name} {found.settings.get(name)} there, {value} here"
-        for name, value in fresh.settings.items()
-        if found.settings.get(name) != value
-    ]
-    if found.model["fingerprint"] != fresh.model["fingerprint"]:
-        differences = [f"model {found.model['model']} there, {fresh.model['model']} here, with other weights"]
-    if differences:
+    here, there = ({"model": result.model["fingerprint"], **result.settings} for result in (fresh, found))
+    if differences := [f"{k} {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k]]:
         raise ValueError(
             f"{path} was measured otherwise ({'; '.join(differences)}); pass another folder with --out, or measure "
             "anew with --again."
