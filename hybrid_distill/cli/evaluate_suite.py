@@ -5,7 +5,8 @@ from __future__ import annotations
 import tyro
 
 from ..distributed import is_launched_main
-from ..lab.suites import SuiteJob, evaluate_suite
+from ..lab.suites.job import SuiteJob
+from ..lab.suites.running import evaluate_suite
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:

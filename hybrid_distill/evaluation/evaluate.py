@@ -65,11 +65,6 @@ class EvalResult:
         """Convert to JSON values; sizes and lengths become strings."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
-    @property
-    def recurrence_unused(self) -> bool:
-        """True if a student's figures do not change when its recurrent heads are zeroed."""
-        return bool(self.recurrent_heads_zeroed and self.recurrent_heads_zeroed["unused"])
-
     def figures(self) -> dict[str, float]:
         """Return every measured number by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
         return _flat(vars(self), *FIGURES, "conv_state_bytes", "cache_bytes")
@@ -246,22 +241,21 @@ def compare_on_text(
     """
     n_tokens, loss, same, kl = 0, 0.0, 0.0, 0.0
     for batch in track(batches, "plain text", hidden=not progress):
+        counts_BT = batch.counts_BT
         with eval_mode(model):
             logits_BTV = batch.logits(model)
-        n_tokens += int(batch.counts_BT.sum())
+        n_tokens += int(counts_BT.sum())
         loss += batch.token_losses(logits_BTV).double().sum().item()
         if teacher is not None:
             with eval_mode(teacher):
-                expected_BTV = batch.logits(teacher)
-            same_BT, kl_BT = agreement(logits_BTV, expected_BTV)
-            same += same_BT[batch.counts_BT].double().sum().item()
-            kl += kl_BT[batch.counts_BT].double().sum().item()
-    if n_tokens == 0:
-        return {"perplexity": None, "top1_agreement": None, "kl_to_teacher": None, "n_text_tokens": 0}
+                same_BT, kl_BT = agreement(logits_BTV, batch.logits(teacher))
+            same += same_BT[counts_BT].double().sum().item()
+            kl += kl_BT[counts_BT].double().sum().item()
+    beside = teacher is not None and n_tokens > 0
     return {
-        "perplexity": math.exp(loss / n_tokens),
-        "top1_agreement": None if teacher is None else same / n_tokens,
-        "kl_to_teacher": None if teacher is None else kl / n_tokens,
+        "perplexity": math.exp(loss / n_tokens) if n_tokens else None,
+        "top1_agreement": same / n_tokens if beside else None,
+        "kl_to_teacher": kl / n_tokens if beside else None,
         "n_text_tokens": n_tokens,
     }
 

@@ -219,6 +219,6 @@ def test_what_is_left_without_the_recurrence_is_measured(planted, tmp_path) -> N
     assert zeroed["figures"]["perplexity"]["zeroed"] == pytest.approx(alone.perplexity, rel=1e-6)
     assert [row["layer"] for row in zeroed["by_layer"]] == [None, 0]
     assert zeroed["by_layer"][1]["perplexity"] == pytest.approx(alone.perplexity, rel=1e-6)
-    assert not found.recurrence_unused and alone.recurrence_unused
+    assert not zeroed["unused"] and alone.recurrent_heads_zeroed["unused"]
     found.save(tmp_path / "evaluation.json")
     assert EvalResult.load(tmp_path / "evaluation.json") == found

@@ -29,7 +29,7 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import head_kinds, load_teacher
 
 IDS = torch.arange(2, 40).view(2, 19)
-FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2"]
+FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2", "--n-control-texts", "1"]
 
 
 def generated(model: PreTrainedModel, use_cache: bool = True) -> torch.Tensor:

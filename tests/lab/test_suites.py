@@ -14,9 +14,10 @@ from test_launch import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.suites import SuiteJob, SuiteResult, compare, evaluate_suite, running, tables, write_questions
-from hybrid_distill.lab.suites.job import PAPER, STOCK, SUITES
-from hybrid_distill.lab.suites.results import FILE, TaskScore
+from hybrid_distill.lab.suites import running
+from hybrid_distill.lab.suites.job import PAPER, STOCK, SUITES, SuiteJob
+from hybrid_distill.lab.suites.results import FILE, SuiteResult, TaskScore, compare, tables
+from hybrid_distill.lab.suites.running import evaluate_suite, write_questions
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -26,7 +27,7 @@ from hybrid_distill.teacher import ablate_heads, load_teacher
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
-N = 16
+N = 10
 MODEL_AND_TOKENIZER = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
@@ -122,7 +123,7 @@ def test_a_killed_evaluation_goes_on_with_the_next_task(
     killed_at = None
     result = measured(*tiny, "piqa,gsm8k,swde", tmp_path, **data)
     assert calls == ["piqa", "gsm8k", "gsm8k", "swde"] and result.parts["piqa"] == first.parts["piqa"]
-    with pytest.raises(ValueError, match=r"limit 16 there, 3 here.*--out"):
+    with pytest.raises(ValueError, match=r"limit 10 there, 3 here.*--out"):
         measured(*tiny, "piqa", tmp_path, limit=3)
 
 
@@ -138,12 +139,12 @@ def test_a_task_that_fails_loses_no_other(knows_half: None, tiny: MODEL_AND_TOKE
 def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
     short = {"max_length": 48}
     refused = measured(*tiny, "kv,kv_generate", tmp_path / "refused", **short)
-    assert not refused.tasks and "of 128 prompts do not fit" in refused.failed["kv"]
-    assert "of 16 prompts do not fit" in refused.failed["kv_generate"] and "--truncate" in refused.failed["kv"]
+    assert not refused.tasks and "of 80 prompts do not fit" in refused.failed["kv"]
+    assert "of 10 prompts do not fit" in refused.failed["kv_generate"] and "--truncate" in refused.failed["kv"]
     cut = measured(*tiny, "kv,kv_generate", tmp_path / "cut", truncate=True, **short)
-    assert cut.tasks["kv"].n_cut == 128 and cut.tasks["kv_generate"].n_cut == 16
+    assert cut.tasks["kv"].n_cut == 80 and cut.tasks["kv_generate"].n_cut == 10
     assert cut.tasks["kv_generate"].value < 0.9, "what was cut off is not known"
-    assert "kv (128)" in tables(cut)
+    assert "kv (80)" in tables(cut)
 
 
 def test_written_files_ask_what_the_generators_ask(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
@@ -161,12 +162,12 @@ def test_ruler_is_measured_length_by_length(knows_half: None, tiny: MODEL_AND_TO
     """A length that cannot hold a task leaves that part without a figure; niah shares its parts with the tasks."""
     pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not installed")
     names = "niah_single_1,ruler_vt,niah"
-    result = measured(*tiny, names, tmp_path, limit=2, ruler_lengths="512,4000")
+    result = measured(*tiny, names, tmp_path, limit=2, ruler_lengths="512,1400")
     assert "ruler_vt does not fit into 512 tokens" in result.failed["ruler_vt_512"]
     assert {name: score.value for name, score in result.tasks.items()} == {"niah_single_1": 0.5, "niah": 0.5}
     assert result.tasks["niah"].n_examples == 8 * result.tasks["niah_single_1"].n_examples == 32
     shown = tables(result)
-    assert "| by length | 512 | 4000 |" in shown and "| ruler_vt | – |" in shown
+    assert "| by length | 512 | 1400 |" in shown and "| ruler_vt | – |" in shown
 
 
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ from ...probes.registry import PROBES, probe_with
 from ...progress import track
 from ...teacher import TINY, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suites import SuiteJob, check_job, run_suite
+from ..suites.job import SuiteJob
+from ..suites.running import run_suite
+from ..suites.tasks import check_job
 
 KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
 MAX_TEXT_TOKENS = 512

@@ -211,13 +211,15 @@ def check_prompt(
 
 def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId], kind: HeadKind | None = None) -> int:
     """Estimate the memory of these matrices, beside the model, and of making them."""
-    working = [0]
-    for site in sites_of(model, heads, kind):  # every state of a Mamba-1 channel has a matrix of its own
-        mixer: Mixer = site.module
-        working.append(BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1))
-        if site.kind in ("attention", "hybrid"):  # eager: the scores, and their softmax in float32
-            working.append(site.n_heads * (4 + 2 * model.dtype.itemsize))
-    return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + max(working))
+
+    def working(site: HeadSite) -> int:
+        mixer: Mixer = site.module  # every state of a Mamba-1 channel has a matrix of its own
+        mixed = BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1)
+        eager = site.n_heads * (4 + 2 * model.dtype.itemsize)  # the scores, and their softmax in float32
+        return max(mixed, eager) if site.kind in ("attention", "hybrid") else mixed
+
+    most = max(map(working, sites_of(model, heads, kind)), default=0)
+    return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + most)
 
 
 def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[HeadMix]:

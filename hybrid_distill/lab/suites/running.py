@@ -70,15 +70,13 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
 def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
     options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
-    model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
-    return run_suite(model, tokenizer, job, out)
+    return run_suite(*load_on_own_device(name, dtype=job.dtype, **options), job, out)
 
 
 def _teacher(job: SuiteJob, given: str) -> SuiteResult:
     """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
-    path = Path(given)
-    if path.is_file() or (path / FILE).is_file():
-        return SuiteResult.load(path)
+    if Path(given).is_file() or (Path(given) / FILE).is_file():
+        return SuiteResult.load(Path(given))
     return _measure(job, given, "--teacher", job.folder / "teacher")
 
 
@@ -213,16 +211,15 @@ def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
     """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
     with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
         task.build_all_requests(limit=limit)
-    lengths = []
-    for request in task.instances:
+
+    def length(request: Untyped) -> int:
         if request.request_type == "generate_until":
             prompt, options = request.args
-            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
-        elif request.request_type == "loglikelihood":  # its last token is predicted and not read
-            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
-        else:
-            lengths.append(0)
-    return lengths
+            return len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks)
+        is_whole = request.request_type == "loglikelihood"  # its last token is predicted and not read
+        return len(lm.tok_encode("".join(request.args))) - 1 if is_whole else 0
+
+    return [length(request) for request in task.instances]
 
 
 def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Record]) -> float | None:
@@ -239,22 +236,22 @@ def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
 
-    sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
-    stderr = errors[0]
-    if len(parts) > 1:
-        stderr = None if None in errors else float(pooled_sample_stderr(errors, sizes))
-    hashes = [part["prompts_sha256"] for part in parts]
+    def each(name: str) -> list[Any]:
+        return [part[name] for part in parts]
+
+    sizes, errors, hashes = each("n_examples"), each("stderr"), each("prompts_sha256")
+    pooled = None if None in errors or len(parts) == 1 else float(pooled_sample_stderr(errors, sizes))
     return TaskScore(
         group=task.group,
         reading=task.reading,
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
-        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=not task.ruler),
-        stderr=stderr,
+        value=aggregate_subtask_metrics(each("value"), sizes, weight_by_size=not task.ruler),
+        stderr=errors[0] if len(parts) == 1 else pooled,
         n_examples=sum(sizes),
         n_shots=parts[0]["n_shots"],
-        n_cut=sum(part["n_cut"] for part in parts),
+        n_cut=sum(each("n_cut")),
         version=parts[0]["version"],
         prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )

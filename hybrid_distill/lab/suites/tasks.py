@@ -90,7 +90,7 @@ def check_job(job: SuiteJob) -> None:
         load_generators()
     files = [(part, split) for part in parts for split in part.splits if part.task.folder and job.data_dir]
     if absent := [f"{part.folder}/{split}.jsonl" for part, split in files if not find_split(job.data_dir, part, split)]:
-        more = f" and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+        more = " ..." if len(absent) > NAMED else ""
         shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
         raise ValueError(
             f"--data-dir {job.data_dir} lacks {', '.join(absent[:NAMED])}{more}; write them, with a network, by "
