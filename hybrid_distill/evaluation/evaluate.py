@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
-from ..io import write_json
+from ..io import Record, write_json
 from ..model import HybridConfig, layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..probes import Example
@@ -58,10 +58,10 @@ class EvalResult:
     n_text_tokens: int
     cache_bytes: dict[int, int]
     conv_state_bytes: int
-    recurrent_heads_zeroed: dict[str, Any] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
+    recurrent_heads_zeroed: Record | None = None
+    provenance: Record = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Convert to JSON values; sizes and lengths become strings."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
@@ -70,7 +70,7 @@ class EvalResult:
         return _flat(vars(self), *FIGURES, "conv_state_bytes", "cache_bytes")
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> EvalResult:
+    def from_dict(cls, record: Record) -> EvalResult:
         """Make a result of `to_dict`'s values. Raises ValueError for anything else."""
         try:
             fields = dict(record)
@@ -161,10 +161,10 @@ class Asked:
         return replace(self, examples=examples, questions=self.questions[:n], texts=self.texts[:n], progress=False)
 
 
-def measure(model: PreTrainedModel, asked: Asked) -> dict[str, Any]:
+def measure(model: PreTrainedModel, asked: Asked) -> Record:
     """Return the fields of an `EvalResult` that depend on what the model answers."""
     tokenizer, generated = asked.tokenizer, asked.examples if asked.by_generation else {}
-    options: dict[str, Any] = {"batch_size": asked.batch_size, "progress": asked.progress}
+    options: Record = {"batch_size": asked.batch_size, "progress": asked.progress}
 
     def by_choice(examples: list[Example]) -> float:
         return answer_choices(model, tokenizer, examples, **options).accuracy
@@ -181,7 +181,7 @@ def measure(model: PreTrainedModel, asked: Asked) -> dict[str, Any]:
     }
 
 
-def without_recurrence(model: PreTrainedModel, asked: Asked) -> dict[str, Any] | None:
+def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
     """Measure what is left of a student's figures when its recurrent heads are zeroed: all of them, and those of one
     layer at a time, on few examples. None for a model without recurrent heads.
 
@@ -213,7 +213,7 @@ def without_recurrence(model: PreTrainedModel, asked: Asked) -> dict[str, Any] |
     }
 
 
-def _flat(fields: Mapping[str, Any], *names: str) -> dict[str, float]:
+def _flat(fields: Record, *names: str) -> dict[str, float]:
     """Return the fields with these names that were measured, those by size under a name for each."""
     flat: dict[str, float] = {}
     for name in names:
@@ -234,7 +234,7 @@ def compare_on_text(
     batches: Sequence[TextBatch],
     *,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """Measure a model's perplexity and its agreement with a teacher, over every predicted token of the batches.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
@@ -269,7 +269,7 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
     return ours.argmax(-1) == theirs.argmax(-1), kl_BT
 
 
-def model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:
+def model_cache_bytes(model: PreTrainedModel) -> Record:
     """Return the memory fields of an `EvalResult`."""
     site = attention_sites(model)[0]
     config: Any = model.config

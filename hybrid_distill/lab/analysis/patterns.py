@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
-    own: Any = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    own: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
     spans = [(0, 0)] * (len(ids) - len(own)) + own
     texts = [prompt[start:end] for start, end in spans]
     segments = []

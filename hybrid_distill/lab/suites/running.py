@@ -236,22 +236,19 @@ def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
 
-    def each(name: str) -> list[Any]:
-        return [part[name] for part in parts]
-
-    sizes, errors, hashes = each("n_examples"), each("stderr"), each("prompts_sha256")
-    pooled = None if None in errors or len(parts) == 1 else float(pooled_sample_stderr(errors, sizes))
+    sizes, errors, hashes = zip(*((part["n_examples"], part["stderr"], part["prompts_sha256"]) for part in parts))
+    pooled = None if None in errors or len(parts) == 1 else float(pooled_sample_stderr(list(errors), list(sizes)))
     return TaskScore(
         group=task.group,
         reading=task.reading,
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
-        value=aggregate_subtask_metrics(each("value"), sizes, weight_by_size=not task.ruler),
+        value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=not task.ruler),
         stderr=errors[0] if len(parts) == 1 else pooled,
         n_examples=sum(sizes),
         n_shots=parts[0]["n_shots"],
-        n_cut=sum(each("n_cut")),
+        n_cut=sum(part["n_cut"] for part in parts),
         version=parts[0]["version"],
         prompts_sha256=hashes[0] if len(hashes) == 1 else digest(["".join(hashes)]),
     )
