@@ -4,51 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_distill.lab.suites.job import STOCK, SuiteJob
-
-if TYPE_CHECKING:
-    from hybrid_distill.lab.suites.tasks import Part
+from hybrid_distill.lab.suites.tasks import Part, parts_of
 
 
-def _lettered(question: str, number: int) -> dict[str, Any]:
-    texts = ["a stone", "a bird", "a cup", "a tree"]
-    choices = {"text": texts, "label": ["A", "B", "C", "D"]}
-    return {"question": question, "choices": choices, "answerKey": "ABCD"[number % 4]}
-
-
-def row(task: str, number: int) -> dict[str, Any]:
-    """Row ``number`` of a task, with what the data set on the hub has and lm-eval reads."""
-    subject = f"thing {number}"
-    match task:
-        case "arc_easy" | "arc_challenge":
-            return {"id": str(number), **_lettered(f"What flies over {subject}?", number)}
-        case "openbookqa":
-            lettered = _lettered("", number)
-            del lettered["question"]
-            return {"id": str(number), "question_stem": f"Over {subject} flies", **lettered}
-        case "piqa":
-            return {"goal": f"Open {subject}.", "sol1": "Pull the lid.", "sol2": "Drink the sun.", "label": number % 2}
-        case "winogrande":
-            sentence = f"The cup missed {subject} because _ was small."
-            return {"sentence": sentence, "option1": "the cup", "option2": subject, "answer": str(1 + number % 2)}
-        case "hellaswag":
-            endings = ["sings [title] a song.", "eats a wall.", "is the moon.", "forgets to be."]
-            about = {"activity_label": "Music", "ctx_a": f"A man holds {subject}.", "ctx_b": "he"}
-            return {"ind": number, **about, "ctx": "", "endings": endings, "label": str(number % 4)}
-        case "lambada_openai":
-            return {"text": f"She took {subject} home and opened the door"}
-        case "mmlu":
-            question = {"question": f"What is {subject}?", "subject": "things"}
-            return {**question, "choices": ["w", "x", "y", "z"], "answer": number % 4}
-        case "gsm8k":
-            return {"question": f"How much is {number} and 1?", "answer": f"One more than {number}.\n#### {number + 1}"}
-        case "swde":
-            return {"key": "name", "value": f"Film{number}", "text": f"title Film{number}\nname:"}
-        case "bbh":
-            return {"input": f"Is {number} a number?", "target": "Yes" if number % 2 else "No"}
-    raise AssertionError(task)
+def row(task: str, n: int) -> dict[str, Any]:
+    """Row ``n`` of a task, with what the data set on the hub has and lm-eval reads."""
+    lettered = {
+        "choices": {"text": ["a stone", "a bird", "a cup", "a tree"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "ABCD"[n % 4],
+    }
+    endings = ["sings [title] a song.", "eats a wall.", "is the moon.", "forgets to be."]
+    music = {"activity_label": "Music", "ctx_a": f"A man holds thing {n}.", "ctx_b": "he", "ctx": ""}
+    missed = {
+        "sentence": f"The cup missed thing {n} because _ was small.",
+        "option1": "the cup",
+        "option2": f"thing {n}",
+    }
+    rows: dict[str, dict[str, Any]] = {
+        "arc_easy": {"question": f"What flies over thing {n}?", **lettered},
+        "openbookqa": {"question_stem": f"Over thing {n} flies", **lettered},
+        "piqa": {"goal": f"Open thing {n}.", "sol1": "Pull the lid.", "sol2": "Drink the sun.", "label": n % 2},
+        "winogrande": {**missed, "answer": str(1 + n % 2)},
+        "hellaswag": {"ind": n, **music, "endings": endings, "label": str(n % 4)},
+        "lambada_openai": {"text": f"She took thing {n} home and opened the door"},
+        "mmlu": {"question": f"What is thing {n}?", "subject": "", "choices": ["w", "x", "y", "z"], "answer": n % 4},
+        "gsm8k": {"question": f"How much is {n} and 1?", "answer": f"One more than {n}.\n#### {n + 1}"},
+        "swde": {"key": "name", "value": f"Film{n}", "text": f"title Film{n}\nname:"},
+        "bbh": {"input": f"Is {n} a number?", "target": "Yes" if n % 2 else "No"},
+    }
+    return rows["arc_easy" if task == "arc_challenge" else task]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -59,8 +46,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def write_all(folder: Path, n: int, tasks: tuple[str, ...] = tuple(task.name for task in STOCK)) -> list[Part]:
     """Files of stock tasks, ``n`` rows for each split of each part."""
-    from hybrid_distill.lab.suites.tasks import parts_of
-
     parts = [part for task in STOCK if task.name in tasks for part in parts_of(task, SuiteJob())]
     for part in parts:
         for split in part.splits:
@@ -80,12 +65,9 @@ class KnowsHalf:
     tok_encode = staticmethod(str.split)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        return [self._likelihood(request) for request in requests]
-
-    def _likelihood(self, request: Any) -> tuple[float, bool]:
-        likely = self._knows(request) == (request.idx == _gold(request.doc))
+        likely = [self._knows(request) == (request.idx == _gold(request.doc)) for request in requests]
         # As long as the text, for lm-eval's acc_norm divides by that.
-        return (-0.1 if likely else -9.0) * len(request.args[1]), likely
+        return [((-0.1 if right else -9.0) * len(r.args[1]), right) for r, right in zip(requests, likely)]
 
     def _knows(self, request: Any) -> bool:
         return request.doc_id % 2 == 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tyro
 
 from ..distributed import is_launched_main
-from ..lab.suites import SuiteJob, evaluate_suite
+from ..lab.suites.job import SuiteJob
+from ..lab.suites.running import evaluate_suite
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
@@ -15,8 +16,8 @@ def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
     `hybrid-distill evaluate-suite --model PATH --suite paper --teacher PATH --data-dir questions/`.
     `accelerate launch -m hybrid_distill evaluate-suite ...` shares the questions between processes.
     """
-    report = evaluate_suite(job)
+    tables, path, failed = evaluate_suite(job)
     if is_launched_main():
-        print(f"{report.tables}\n\ntable: {report.path}")
-        if report.failed:
-            raise ValueError(f"{len(report.failed)} without a figure: {report.path} says why; call again to retry.")
+        print(f"{tables}\n\ntable: {path}")
+        if failed:
+            raise ValueError(f"{len(failed)} without a figure: {path} says why; call again to retry.")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import tyro
 
-from ..lab.suites import SuiteJob, write_questions
+from ..lab.suites.job import SuiteJob
+from ..lab.suites.running import write_questions
 
 
 def command(

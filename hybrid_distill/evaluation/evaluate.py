@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
-from ..io import write_json
+from ..io import Record, write_json
 from ..model import HybridConfig, layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..probes import Example
@@ -31,6 +31,8 @@ FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
 FEW, FEW_A_LAYER = 24, 8
 """Examples and texts of each kind that a student without recurrent heads is measured on."""
+BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
+FIGURES = ("kv_choice", "kv_generation", "knowledge", "perplexity", "top1_agreement", "kl_to_teacher")
 
 
 @dataclass(frozen=True)
@@ -56,35 +58,25 @@ class EvalResult:
     n_text_tokens: int
     cache_bytes: dict[int, int]
     conv_state_bytes: int
-    recurrent_heads_zeroed: dict[str, Any] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
+    recurrent_heads_zeroed: Record | None = None
+    provenance: Record = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Convert to JSON values; sizes and lengths become strings."""
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
-    @property
-    def recurrence_unused(self) -> bool:
-        """True if a student's figures do not change when its recurrent heads are zeroed."""
-        return bool(self.recurrent_heads_zeroed and self.recurrent_heads_zeroed["unused"])
-
     def figures(self) -> dict[str, float]:
         """Return every measured number by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
-        flat: dict[str, float] = {}
-        for name in ("kv_choice", "kv_generation"):
-            flat |= {f"{name}_{n_pairs}": value for n_pairs, value in getattr(self, name).items()}
-        single = ("knowledge", "perplexity", "top1_agreement", "kl_to_teacher", "conv_state_bytes")
-        flat |= {name: value for name in single if (value := getattr(self, name)) is not None}
-        return flat | {f"cache_bytes_{length}": size for length, size in self.cache_bytes.items()}
+        return _flat(vars(self), *FIGURES, "conv_state_bytes", "cache_bytes")
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> EvalResult:
+    def from_dict(cls, record: Record) -> EvalResult:
         """Make a result of `to_dict`'s values. Raises ValueError for anything else."""
         try:
             fields = dict(record)
             if (found := fields.pop("format")) != FORMAT:
                 raise ValueError(f"its format is {found!r}, expected {FORMAT!r}")
-            for name in ("kv_choice", "kv_generation", "cache_bytes"):
+            for name in BY_SIZE:
                 fields[name] = {int(key): value for key, value in fields[name].items()}
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -127,7 +119,9 @@ def evaluate(
     ``held_out_texts`` are cut at ``max_text_tokens``, each on its own.
     """
     probes = {n: KVRetrieval(n, seed, NOUNS if keys is None else tuple(keys)) for n in n_pairs}
-    inputs = Inputs(
+    asked = Asked(
+        tokenizer,
+        teacher,
         examples={n: in_form(probe, form, tokenizer).examples(n_examples) for n, probe in probes.items()},
         questions=knowledge.examples() if knowledge else [],
         texts=list(held_out_texts or []),
@@ -138,18 +132,20 @@ def evaluate(
     return EvalResult(
         n_examples=n_examples,
         knowledge_chance=knowledge.chance if knowledge else None,
-        n_knowledge=len(inputs.questions),
-        **measure(model, teacher, tokenizer, inputs),
+        n_knowledge=len(asked.questions),
+        **measure(model, asked),
         **model_cache_bytes(model),
-        recurrent_heads_zeroed=without_recurrence(model, teacher, tokenizer, inputs),
+        recurrent_heads_zeroed=without_recurrence(model, asked),
         provenance={"seed": seed, "form": form, "max_text_tokens": max_text_tokens, **describe_run(model)},
     )
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Questions and texts that a model is measured on."""
+class Asked:
+    """Questions and texts that a model is measured on, and the teacher that it is compared with."""
 
+    tokenizer: PreTrainedTokenizerBase
+    teacher: PreTrainedModel | None
     examples: dict[int, list[Example]]
     """KV-retrieval prompts by dictionary size."""
     questions: list[Example]
@@ -157,38 +153,35 @@ class Inputs:
     max_text_tokens: int
     batch_size: int
     progress: bool = False
+    by_generation: bool = True
 
-    def first(self, n: int) -> Inputs:
+    def first(self, n: int) -> Asked:
         """Return the first ``n`` of each kind."""
         examples = {size: every[:n] for size, every in self.examples.items()}
         return replace(self, examples=examples, questions=self.questions[:n], texts=self.texts[:n], progress=False)
 
 
-def measure(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Inputs,
-    *,
-    generate: bool = True,
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, asked: Asked) -> Record:
     """Return the fields of an `EvalResult` that depend on what the model answers."""
-    options: dict[str, Any] = {"batch_size": inputs.batch_size, "progress": inputs.progress}
-    choice, generation = {}, {}
-    for n, examples in inputs.examples.items():
-        choice[n] = answer_choices(model, tokenizer, examples, **options).accuracy
-        if generate:
-            generation[n] = answer_generation(model, tokenizer, examples, **options).double().mean().item()
-    known = answer_choices(model, tokenizer, inputs.questions, **options).accuracy if inputs.questions else None
-    shape = {"max_tokens": inputs.max_text_tokens, "batch_size": inputs.batch_size}
-    batches = list(text_batches(model, tokenizer, inputs.texts, **shape))
-    on_text = compare_on_text(model, teacher, batches, progress=inputs.progress)
-    return {"kv_choice": choice, "kv_generation": generation, "knowledge": known, **on_text}
+    tokenizer, generated = asked.tokenizer, asked.examples if asked.by_generation else {}
+    options: Record = {"batch_size": asked.batch_size, "progress": asked.progress}
+
+    def by_choice(examples: list[Example]) -> float:
+        return answer_choices(model, tokenizer, examples, **options).accuracy
+
+    def by_generation(examples: list[Example]) -> float:
+        return answer_generation(model, tokenizer, examples, **options).double().mean().item()
+
+    batches = text_batches(model, tokenizer, asked.texts, max_tokens=asked.max_text_tokens, batch_size=asked.batch_size)
+    return {
+        "kv_choice": {n: by_choice(examples) for n, examples in asked.examples.items()},
+        "kv_generation": {n: by_generation(examples) for n, examples in generated.items()},
+        "knowledge": by_choice(asked.questions) if asked.questions else None,
+        **compare_on_text(model, asked.teacher, list(batches), progress=asked.progress),
+    }
 
 
-def without_recurrence(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, inputs: Inputs
-) -> dict[str, Any] | None:
+def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
     """Measure what is left of a student's figures when its recurrent heads are zeroed: all of them, and those of one
     layer at a time, on few examples. None for a model without recurrent heads.
 
@@ -199,38 +192,33 @@ def without_recurrence(
     if config.model_type != HybridConfig.model_type:
         return None
     every = range(attention_sites(model)[0].n_heads)
-    heads = [[HeadId(n, head) for head in every if head not in kept] for n, kept in enumerate(config.kept)]
-    if not any(heads):
+    layers = {n: [HeadId(n, head) for head in every if head not in kept] for n, kept in enumerate(config.kept)}
+    if not any(layers.values()):
         return None
-    few = inputs.first(FEW)
-    whole = _flat(measure(model, teacher, tokenizer, few))
-    with ablate_heads(model, [head for layer in heads for head in layer]):
-        zeroed = _flat(measure(model, teacher, tokenizer, few))
-    sizes = sorted(inputs.examples)
-    fewer = replace(inputs.first(FEW_A_LAYER), questions=[])
-    fewer = replace(fewer, examples={n: fewer.examples[n] for n in sizes[len(sizes) // 2 :][:1]})
 
-    def row(layer: int | None, without: list[HeadId]) -> dict[str, Any]:
+    def left(without: list[HeadId], asked: Asked) -> dict[str, float]:
         with ablate_heads(model, without):
-            return {
-                "layer": layer,
-                "heads": len(without),
-                **_flat(measure(model, None, tokenizer, fewer, generate=False)),
-            }
+            return _flat(measure(model, asked), *FIGURES[:-1])
 
+    few, fewer = asked.first(FEW), asked.first(FEW_A_LAYER)
+    middle = sorted(asked.examples)[len(asked.examples) // 2 :][:1]
+    fewer = replace(fewer, examples={n: fewer.examples[n] for n in middle}, questions=[], by_generation=False)
+    fewer, rows = replace(fewer, teacher=None), {None: [], **{n: heads for n, heads in layers.items() if heads}}
+    whole, zeroed = left([], few), left([head for heads in layers.values() for head in heads], few)
     return {
-        "n_examples": min(FEW, *(len(examples) for examples in [*inputs.examples.values(), range(FEW)])),
+        "n_examples": min([FEW, *map(len, asked.examples.values())]),
         "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
-        "by_layer": [row(None, []), *(row(n, layer) for n, layer in enumerate(heads) if layer)],
+        "by_layer": [{"layer": n, "heads": len(heads), **left(heads, fewer)} for n, heads in rows.items()],
         "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
     }
 
 
-def _flat(measured: dict[str, Any]) -> dict[str, float]:
-    """Return figures by a name of their own, without those that were not measured."""
-    flat = {f"{name}_{n}": share for name in ("kv_choice", "kv_generation") for n, share in measured[name].items()}
-    single = ("knowledge", "perplexity", "top1_agreement")
-    return flat | {name: value for name in single if (value := measured[name]) is not None}
+def _flat(fields: Record, *names: str) -> dict[str, float]:
+    """Return the fields with these names that were measured, those by size under a name for each."""
+    flat: dict[str, float] = {}
+    for name in names:
+        flat |= {f"{name}_{n}": value for n, value in fields[name].items()} if name in BY_SIZE else {name: fields[name]}
+    return {name: value for name, value in flat.items() if value is not None}
 
 
 def _is_same(name: str, whole: float, zeroed: float) -> bool:
@@ -246,29 +234,28 @@ def compare_on_text(
     batches: Sequence[TextBatch],
     *,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """Measure a model's perplexity and its agreement with a teacher, over every predicted token of the batches.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
     n_tokens, loss, same, kl = 0, 0.0, 0.0, 0.0
     for batch in track(batches, "plain text", hidden=not progress):
+        counts_BT = batch.counts_BT
         with eval_mode(model):
             logits_BTV = batch.logits(model)
-        n_tokens += int(batch.counts_BT.sum())
+        n_tokens += int(counts_BT.sum())
         loss += batch.token_losses(logits_BTV).double().sum().item()
         if teacher is not None:
             with eval_mode(teacher):
-                expected_BTV = batch.logits(teacher)
-            same_BT, kl_BT = agreement(logits_BTV, expected_BTV)
-            same += same_BT[batch.counts_BT].double().sum().item()
-            kl += kl_BT[batch.counts_BT].double().sum().item()
-    if n_tokens == 0:
-        return {"perplexity": None, "top1_agreement": None, "kl_to_teacher": None, "n_text_tokens": 0}
+                same_BT, kl_BT = agreement(logits_BTV, batch.logits(teacher))
+            same += same_BT[counts_BT].double().sum().item()
+            kl += kl_BT[counts_BT].double().sum().item()
+    beside = teacher is not None and n_tokens > 0
     return {
-        "perplexity": math.exp(loss / n_tokens),
-        "top1_agreement": None if teacher is None else same / n_tokens,
-        "kl_to_teacher": None if teacher is None else kl / n_tokens,
+        "perplexity": math.exp(loss / n_tokens) if n_tokens else None,
+        "top1_agreement": same / n_tokens if beside else None,
+        "kl_to_teacher": kl / n_tokens if beside else None,
         "n_text_tokens": n_tokens,
     }
 
@@ -282,7 +269,7 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
     return ours.argmax(-1) == theirs.argmax(-1), kl_BT
 
 
-def model_cache_bytes(model: PreTrainedModel) -> dict[str, Any]:
+def model_cache_bytes(model: PreTrainedModel) -> Record:
     """Return the memory fields of an `EvalResult`."""
     site = attention_sites(model)[0]
     config: Any = model.config

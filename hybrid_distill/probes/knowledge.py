@@ -61,7 +61,7 @@ def read_questions(path: str | Path | None, read: Callable[[dict[str, Any]], Ite
     """
     file, found = Path(path or facts_path()), []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also cuts inside JSON strings
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
     for number, line in enumerate(lines, start=1):

@@ -139,32 +139,25 @@ def planted():
     return planted_teacher()
 
 
-@pytest.fixture
-def facts(tmp_path) -> Knowledge:
-    path = tmp_path / "facts.jsonl"
-    question = {"prompt": f"{KEYS[0]} :", "answer": " 7", "choices": [" 7", " 8"]}
-    path.write_text(json.dumps(question) + "\n")
-    return Knowledge(path)
-
-
-def test_teacher_and_student_are_measured_alike(planted, facts, tmp_path) -> None:
+def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
     """With every head kept the student is the teacher, in every column of the table."""
     teacher, tokenizer = planted
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    question = {"prompt": f"{KEYS[0]} :", "answer": " 7", "choices": [" 7", " 8"]}
+    (tmp_path / "facts.jsonl").write_text(json.dumps(question) + "\n")
     options = {
-        "teacher": teacher,
         "n_pairs": (2, 6),
         "n_examples": 8,
         "keys": KEYS,
         "held_out_texts": [" ".join(KEYS[:6])],
-        "knowledge": facts,
         "batch_size": 5,
     }
+    options |= {"teacher": teacher, "knowledge": Knowledge(tmp_path / "facts.jsonl")}
     student.train()
     theirs, ours = (evaluate(model, tokenizer, **options) for model in (teacher, student))
     assert student.training
     assert dataclasses.replace(ours, provenance={}) == dataclasses.replace(theirs, provenance={})
-    assert ours.top1_agreement == 1 and ours.kl_to_teacher == 0
+    assert ours.top1_agreement == 1 and ours.kl_to_teacher == 0 and ours.recurrent_heads_zeroed is None
     assert set(ours.kv_choice) == set(ours.kv_generation) == {2, 6} and ours.kv_choice[6] > 0.8
     assert (ours.n_examples, ours.n_knowledge, ours.knowledge_chance) == (8, 1, 0.5)
     ours.save(tmp_path / "evaluation.json")
@@ -173,15 +166,12 @@ def test_teacher_and_student_are_measured_alike(planted, facts, tmp_path) -> Non
 
 def test_losing_the_circuit_shows_in_retrieval_and_in_memory(planted) -> None:
     teacher, tokenizer = planted
-    kept = HeadPlan.from_pairs(teacher, [AGGREGATE])
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
-    options = {"n_pairs": (8,), "n_examples": 16, "keys": KEYS}
-    lost, whole = (evaluate(model, tokenizer, **options) for model in (student, teacher))
+    lost, whole = (evaluate(m, tokenizer, n_pairs=(8,), n_examples=16, keys=KEYS) for m in (student, teacher))
     assert lost.kv_choice[8] < 0.5 < 0.9 < whole.kv_choice[8]
     assert lost.kv_generation[8] < 0.5 < 0.9 < whole.kv_generation[8]
-    for name in ("knowledge", "perplexity", "top1_agreement", "kl_to_teacher"):
-        assert getattr(lost, name) is None, "not measured"
-    expected = cache_bytes(HeadPlan.none(kept), length=128, head_dim=128, d_state=8)
+    assert lost.knowledge is lost.perplexity is lost.top1_agreement is lost.kl_to_teacher is None, "not measured"
+    expected = cache_bytes(HeadPlan.none(teacher), length=128, head_dim=128, d_state=8)
     assert lost.cache_bytes[128] == lost.cache_bytes[4096] == expected.total
     assert lost.conv_state_bytes == expected.conv
 
@@ -229,8 +219,6 @@ def test_what_is_left_without_the_recurrence_is_measured(planted, tmp_path) -> N
     assert zeroed["figures"]["perplexity"]["zeroed"] == pytest.approx(alone.perplexity, rel=1e-6)
     assert [row["layer"] for row in zeroed["by_layer"]] == [None, 0]
     assert zeroed["by_layer"][1]["perplexity"] == pytest.approx(alone.perplexity, rel=1e-6)
-    assert not found.recurrence_unused and alone.recurrence_unused
+    assert not zeroed["unused"] and alone.recurrent_heads_zeroed["unused"]
     found.save(tmp_path / "evaluation.json")
     assert EvalResult.load(tmp_path / "evaluation.json") == found
-    for model in (teacher, build_student(teacher, HeadPlan.all(teacher), d_state=8)[0]):
-        assert evaluate(model, tokenizer, n_pairs=()).recurrent_heads_zeroed is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
 from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Task, accuracy_task
-from hybrid_distill.lab.analysis.hybrids import ReplaceLayer, rank_together, remove_kinds, replace_each
+from hybrid_distill.lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, rank_together
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -28,7 +29,7 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import head_kinds, load_teacher
 
 IDS = torch.arange(2, 40).view(2, 19)
-FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2"]
+FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2", "--n-control-texts", "1"]
 
 
 def generated(model: PreTrainedModel, use_cache: bool = True) -> torch.Tensor:
@@ -72,27 +73,31 @@ def half() -> tuple[Bench, PreTrainedModel]:
     return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4)]), teacher
 
 
+def replaced(bench: Bench, teacher: PreTrainedModel, by: Any = "layer", together: int = 1) -> dict[str, float]:
+    table = ReplaceLayer(student=Path(), by=by, together=together).table(bench, teacher)
+    return {row.label: row.values[0] for row in table.rows}
+
+
 def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
-    found = {row.label: row.values[0] for row in replace_each(*half).rows}
+    found = replaced(*half)
     assert list(found) == ["none", "layer 0", "layer 1", "layer 2", "layer 3", "teacher"]
     assert found["layer 2"] == found["teacher"] == 100
     assert max(found[label] for label in ("none", "layer 0", "layer 1", "layer 3")) < 50
 
 
 def test_heads_are_put_back_best_first_and_then_together(half: tuple) -> None:
-    table = replace_each(*half, by="head", together=2)
-    alone, together = table.rows[1:17], table.rows[17]
-    assert alone[0].label == str(AGGREGATE) and alone[0].values[0] == 100 > alone[1].values[0]
-    assert [row.values for row in alone] == sorted((row.values for row in alone), reverse=True)
-    assert together.label.startswith(f"heads {alone[0].label} + L") and table.rows[-1].label == "teacher"
+    found = replaced(*half, by="head", together=2)
+    alone, together = list(found)[1:17], list(found)[17]
+    assert alone[0] == str(AGGREGATE) and found[alone[0]] == 100 > found[alone[1]]
+    assert [found[head] for head in alone] == sorted((found[head] for head in alone), reverse=True)
+    assert together.startswith(f"heads {alone[0]} + L") and list(found)[-1] == "teacher"
 
 
 def test_of_a_perplexity_less_is_more(half: tuple) -> None:
     bench, teacher = half
     values = iter([5.0, 4.0, 1.0, 3.0, 2.0, 9.0, 9.5, 9.5, 1.0])
     perplexity = Task(Column("p", ""), lambda m, t: next(values))
-    table = replace_each(bench._replace(tasks=[perplexity]), teacher, together=2)
-    assert [row.label for row in table.rows][-2:] == ["layers 1 + 0", "teacher"]
+    assert list(replaced(bench._replace(tasks=[perplexity]), teacher, together=2))[-2:] == ["layers 1 + 0", "teacher"]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +149,8 @@ def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothi
     assert {ranked.head for ranked in ranking[:3]} == PLANTED
     assert [ranked.kind for ranked in ranking] == ["attention"] * 3 + ["ssm"] * 13
     bench = Bench(student, tokenizer, [accuracy_task("kv", probe.examples(12), 1 / 8)])
-    found = {row.label: row.values[0] for row in remove_kinds(bench, ranking, (1, 10)).rows}
+    removed = HybridHeadRanking(counts=(1, 10)).without_first(bench, ranking)
+    found = {row.label: row.values[0] for row in removed.rows}
     assert list(found) == [
         "nothing", "attention: first 1", "attention: first 3", "ssm: first 1", "ssm: first 10", "both: first 1",
         "both: first 10",

@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,10 @@ from planted import (
 from test_answering import DIGITS, WHOLE, sharp
 from test_head_sites import FAMILIES, IDS, make_model, n_hooks
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Column
-from hybrid_distill.lab.analysis.maps import mask_patterns, masked_logprobs
+from hybrid_distill.lab.analysis.maps import Mask, masked_logprobs
 from hybrid_distill.lab.analysis.mixing import HeadMix, find_heads, mask_heads, mix_heads
 from hybrid_distill.lab.analysis.patterns import (
     MarkedPrompt,
@@ -61,31 +61,23 @@ def words(marked: MarkedPrompt, positions: tuple[int, ...]) -> str:
     return " ".join(marked.labels[position] for position in positions)
 
 
-def test_a_dictionary_is_marked(tiny: tuple) -> None:
+def test_lines_are_marked(tiny: tuple) -> None:
     marked = mark_example(tiny[1], KV)
     found = [(words(marked, s.content), words(marked, s.summary)) for s in marked.segments]
     assert found == [("heart :", "8 ↵"), ("bench :", "72 ↵")]
     assert marked.answer == 1 and marked.labels[-1] == "␣", "the space before a number is the same for all choices"
     assert words(marked, marked.separators) == ": ↵ : ↵ : ↵ ' '"
+    own = mark_prompt(tiny[1], "heart bench ivory\nheart\nThe value of")
+    found = [(words(own, s.content), words(own, s.summary)) for s in own.segments]
+    assert found == [("heart bench", "ivory ↵"), ("", "heart ↵")] and own.answer is None
 
 
 def test_options_are_summed_up_by_their_last_word(tiny: tuple) -> None:
     example = LetterChoice.from_file(n_options=3, seed=0).examples(1)[0]
     marked = mark_example(tiny[1], example)
-    assert len(marked.segments) == 3 and marked.answer is not None
     for letter, segment in zip("ABC", marked.segments, strict=True):
         assert marked.labels[segment.content[0]] == letter and marked.labels[segment.summary[-1]] == "↵"
-    right = marked.segments[marked.answer]
-    assert words(marked, right.content).startswith(example.answer.strip())
-
-
-def test_a_text_of_ones_own_has_its_lines_as_segments(tiny: tuple) -> None:
-    marked = mark_prompt(tiny[1], "heart bench ivory\nheart\nThe value of")
-    assert [(words(marked, s.content), words(marked, s.summary)) for s in marked.segments] == [
-        ("heart bench", "ivory ↵"),
-        ("", "heart ↵"),
-    ]
-    assert marked.answer is None
+    assert words(marked, marked.segments[marked.answer or 0].content).startswith(example.answer.strip())
 
 
 # Tokens 0 1 | 2 3 | 4: two segments of one word and its summary, and the question's last token.
@@ -113,12 +105,21 @@ def test_measures_of_matrices_made_by_hand() -> None:
     assert torch.equal(row_shares(torch.zeros(2, 2)), torch.zeros(2, 2, dtype=torch.float64))
 
 
-def test_a_planted_circuit_is_found_by_its_patterns_in_one_forward_a_prompt() -> None:
-    model, tokenizer = planted_teacher()
+def test_masks_of_a_marked_prompt() -> None:
+    assert gather_mask(PROMPT).nonzero().tolist() == [[0, 0], [1, 0], [1, 1], [2, 2], [3, 2], [3, 3]]
+    assert aggregate_mask(PROMPT).nonzero().tolist() == [[4, 1], [4, 3]]
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple:
+    return planted_teacher()
+
+
+def test_a_planted_circuit_is_found_by_its_patterns_in_one_forward_a_prompt(planted: tuple) -> None:
+    model, tokenizer = planted
     forwards: list[int] = []
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4))
-    hook.remove()
+    with model.register_forward_pre_hook(lambda *_: forwards.append(1)):
+        found = find_patterns(model, tokenizer, KVRetrieval(8, seed=1, keys=KEYS).examples(4))
     assert len(forwards) == 4
     assert set(rank_by(found, "gather")[:2]) == {GATHER_VALUE_KEY, GATHER_ASKED_KEY}
     assert rank_by(found, "aggregate")[0] == AGGREGATE and found[AGGREGATE].answer > 0.5
@@ -148,12 +149,8 @@ def test_a_student_beside_its_teacher(tiny: tuple, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "student")
     run("maps", "--heads", "L2H6", "L5H5", "--beside", tmp_path / "student", "--pairs", 3, "--out", tmp_path / "out")
     rows = list(csv.DictReader((tmp_path / "out/maps.csv").open()))
-    assert [row["head"] for row in rows] == [
-        "tiny L2H6 attention",
-        "tiny L5H5 attention",
-        "student L2H6 attention",
-        "student L5H5 ssm",
-    ]
+    shown = ["tiny L2H6 attention", "tiny L5H5 attention", "student L2H6 attention", "student L5H5 ssm"]
+    assert [row["head"] for row in rows] == shown
     assert float(rows[2]["gather"]) > 90, "a kept head looks where it looked"
 
 
@@ -183,27 +180,19 @@ ALL, NONE = torch.ones(10, 10, dtype=torch.bool), torch.zeros(10, 10, dtype=torc
 EVERY_KIND = [*((family, None) for family in FAMILIES), ("zamba2", "ssm"), ("falcon_h1", "ssm")]
 
 
-def two_heads(model: PreTrainedModel, kind: HeadKind | None) -> list[HeadId]:
-    """One of the first layer that has heads, one of the last."""
-    every = find_heads(model, kind)
-    return [list(every)[1], list(every)[-1]]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "kind"), EVERY_KIND)
 def test_everything_kept_changes_nothing_and_nothing_kept_is_removal(family: str, kind: HeadKind | None) -> None:
     model = make_model(family)
-    heads, plain = two_heads(model, kind), model(ROW).logits
+    every, plain = list(find_heads(model, kind)), model(ROW).logits
+    heads = [every[1], every[-1]]  # of the first layer that has heads, and of the last
     with eager_attention(model) if kind is None else nullcontext():  # recurrent heads do not ask for it
         intact = model(ROW).logits
         with ablate_heads(model, heads, kind=kind):
             removed = model(ROW).logits
-    with mask_heads(model, dict.fromkeys(heads, ALL), kind=kind):
-        assert torch.equal(model(ROW).logits, intact)
-    with mask_heads(model, dict.fromkeys(heads, ALL.tril()), kind=kind):
-        assert torch.equal(model(ROW).logits, intact), "nobody looks ahead anyway"
-    with mask_heads(model, dict.fromkeys(heads, NONE), kind=kind):
-        torch.testing.assert_close(model(ROW).logits, removed, rtol=0, atol=0)
+    for mask, expected in ((ALL, intact), (ALL.tril(), intact), (NONE, removed)):
+        with mask_heads(model, dict.fromkeys(heads, mask), kind=kind):
+            assert torch.equal(model(ROW).logits, expected)
     assert not torch.equal(intact, removed)
     assert torch.equal(model(ROW).logits, plain) and n_hooks(model) == 0
 
@@ -215,42 +204,31 @@ def test_a_mask_and_its_complement_share_out_what_the_head_does(family: str, kin
     model = make_model(family)
     head, site = list(find_heads(model, kind).items())[1]
     mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(0)) < 0.5
-
-    def mixed(mask_TS: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
+    outputs: list[Any] = []
+    for mask_TS in (mask, ~mask, ALL, NONE):
         with mask_heads(model, {head: mask_TS}, kind=kind):
-            hook = site.module.register_forward_hook(
-                lambda _, __, out: outputs.append(out[0] if isinstance(out, tuple) else out)  # type: ignore
-            )
+            hook = site.module.register_forward_hook(lambda _, __, out: outputs.append(out))
             model(ROW)
             hook.remove()
-        return outputs[0]
-
-    some, others, everything, nothing = map(mixed, (mask, ~mask, ALL, NONE))
+    some, others, everything, nothing = (out[0] if isinstance(out, tuple) else out for out in outputs)
     scale = (everything - nothing).abs().max()
     assert scale > 1e-4
     assert min((part - nothing).abs().max() for part in (some, others)) > 1e-2 * scale, "each has its share"
     assert (some + others - everything - nothing).abs().max() < 1e-5 * max(scale, everything.abs().max())
 
 
-def test_masks_of_a_marked_prompt() -> None:
-    """Tokens 0 1 | 2 3 | 4: two segments of a word and its summary, and the question's last token."""
-    assert gather_mask(PROMPT).nonzero().tolist() == [[0, 0], [1, 0], [1, 1], [2, 2], [3, 2], [3, 3]]
-    assert aggregate_mask(PROMPT).nonzero().tolist() == [[4, 1], [4, 3]]
-
-
-def test_the_patterns_of_a_planted_circuit_are_all_it_needs() -> None:
-    model, tokenizer = planted_teacher()
+def test_the_patterns_of_a_planted_circuit_are_all_it_needs(planted: tuple) -> None:
+    model, tokenizer = planted
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(16)
     tasks = {Column("kv"): [(encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples]}
-    table = mask_patterns(model, tasks, {"gather": [GATHER_VALUE_KEY], "aggregate": [AGGREGATE]})
+    table = Mask().table(model, tasks, {"gather": [GATHER_VALUE_KEY], "aggregate": [AGGREGATE]})
     found = {row.label: row.values[0] for row in table.rows}
     assert list(found)[:4] == ["intact", "gather: removed", "gather: pattern alone", "gather: pattern taken out"]
     assert len(found) == 10 and found["intact"] == 100
     for role in ("gather", "aggregate", "both"):
         assert found[f"{role}: pattern alone"] == 100
         assert found[f"{role}: removed"] < 50 and found[f"{role}: pattern taken out"] < 50
-    asked = mask_patterns(model, tasks, {"gather": [GATHER_ASKED_KEY]})
+    asked = Mask().table(model, tasks, {"gather": [GATHER_ASKED_KEY]})
     assert asked.rows[2].values[0] < 50, "it gathers in the question, which is not a segment"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Row, Table, Task, accuracy_task
-from hybrid_distill.lab.analysis.removal import (
-    RemoveHeads,
-    in_chat,
-    keep_heads,
-    parse_kept,
-    prune_each_layer,
-    prune_from_the_end,
-    remove_heads,
-    without_layers,
-)
+from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHeads, parse_kept, without_layers
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
@@ -47,44 +37,51 @@ def values(table: Table) -> dict[str, float]:
     return {row.label: row.values[0] for row in table.rows}
 
 
+def remove_heads(bench: Bench, ranking: list[HeadId], counts: tuple[int, ...], n_draws: int) -> Table:
+    return RemoveHeads(scores=Path(), counts=counts, random_draws=n_draws).table(bench, ranking)
+
+
 def test_without_its_circuit_the_planted_teacher_retrieves_nothing(planted: Bench) -> None:
     found = values(remove_heads(planted, RANKING, (1, 3), n_draws=2))
     assert list(found) == ["nothing", "first 1", "first 3", "random 1 (mean of 2)", "random 3 (mean of 2)"]
     assert found["nothing"] == 100 and found["first 1"] < 50 and found["first 3"] < 50
     unimportant = values(remove_heads(planted, RANKING[3:], (1, 3), n_draws=0))
     assert min(unimportant.values()) > 85
+    with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
+        remove_heads(planted, RANKING, (17,), n_draws=1)
 
 
 def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(planted: Bench) -> None:
-    seen: list[set[HeadId]] = []
+    seen: list[tuple[int, ...]] = []
 
     def note(model: PreTrainedModel, tokenizer: object) -> float:
-        hooked = [site.layer for site in head_sites(model) if site.o_proj._forward_pre_hooks]
-        seen.append({HeadId(layer, 0) for layer in hooked})
+        seen.append(tuple(site.layer for site in head_sites(model) if site.o_proj._forward_pre_hooks))
         return 1.0
 
     for _ in range(2):
         remove_heads(planted._replace(tasks=[Task(Column("x"), note)]), RANKING, (3,), n_draws=4)
-    assert seen[:6] == seen[6:]
-    assert len({frozenset(heads) for heads in seen[2:6]}) > 1
+    assert seen[:6] == seen[6:] and len(set(seen[2:6])) > 1
 
 
 def test_layers_from_the_end_and_one_by_one(planted: Bench) -> None:
     """Gather heads are in layer 1, the aggregate head in layer 2; layers 0 and 3 hold noise."""
-    gradual = values(prune_from_the_end(planted))
+    gradual = values(PruneLayers().from_the_end(planted))
     assert gradual["all"] == gradual["0 to 2"] == 100 and gradual["0 to 1"] < 50 and gradual["0"] < 50
-    single = values(prune_each_layer(planted))
+    single = values(PruneLayers().one_by_one(planted))
     assert single["none"] == single["0"] == single["3"] == 100 and single["1"] < 50 and single["2"] < 50
-    below = values(prune_each_layer(planted, last_layer=2))
+    below = values(PruneLayers(last_layer=2).one_by_one(planted))
     assert list(below) == ["none", "0", "1", "2"] and below["none"] == 100
 
 
 def test_only_the_circuits_heads_are_needed(planted: Bench) -> None:
-    variants = {text: parse_kept(text) for text in ("1:1,3/2:2", "0:none/1:1,3/2:2/3:none", "1:1/2:2", "2:none")}
-    found = values(keep_heads(planted, variants))
+    def keep(*texts: str, last_layer: int | None = None) -> dict[str, float]:
+        experiment = KeepHeads(keep=texts, last_layer=last_layer)
+        return values(experiment.table(planted, {text: parse_kept(text) for text in texts}))
+
+    found = keep("1:1,3/2:2", "0:none/1:1,3/2:2/3:none", "1:1/2:2", "2:none")
     assert found["1:1,3/2:2"] == found["0:none/1:1,3/2:2/3:none"] == found["all"] == 100
     assert found["1:1/2:2"] < 50 and found["2:none"] < 50
-    cut = values(keep_heads(planted, {"1:none": {1: ()}}, last_layer=2))
+    cut = keep("1:none", last_layer=2)
     assert cut["all of layers 0 to 2"] == 100 and cut["1:none"] < 50
 
 
@@ -143,12 +140,12 @@ def test_a_table_in_its_forms(tmp_path: Path) -> None:
     assert intact == ["nothing", "80.0", "", "", "4.0", "", ""]
     assert [float(cell) for cell in random[1:]] == pytest.approx([62, -22.5, 2, 5, 25, 0])
 
-
-def test_of_a_long_table_the_best_rows_are_shown(tmp_path: Path) -> None:
-    rows = [Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50)]
-    shown = RemoveHeads(scores=tmp_path, out=tmp_path).save(Table("a title", "put", [Column("kv")], rows), most=24)
-    assert shown.startswith("a title (24 more in the file)\n")
-    assert [line.split()[0] for line in shown.splitlines()[2:]] == [*map(str, range(24)), "48", "49"]
+    long = Table(
+        "a title", "put", columns[:1], [Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50)]
+    )
+    shown = RemoveHeads(scores=tmp_path, out=tmp_path).save(long, most=24).splitlines()
+    assert shown[0] == "a title (24 more in the file)"
+    assert [line.split()[0] for line in shown[2:-1]] == [*map(str, range(24)), "48", "49"]
     assert len((tmp_path / "remove-heads.csv").read_text().splitlines()) == 51
 
 
@@ -176,14 +173,6 @@ def test_the_other_commands_write_tables_and_figures(tmp_path: Path) -> None:
     assert (tmp_path / "prune-layers.individual.md").read_text().splitlines()[0].endswith("of layers 0 to 1")
 
 
-def test_more_heads_than_there_are(planted: Bench) -> None:
-    with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
-        remove_heads(planted, RANKING, (17,))
-
-
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-
-
 def test_the_questions_and_their_options_are_the_same_in_every_form() -> None:
     forms: tuple[Form, ...] = ("letter", "text", "completion")
     letter, text, completion = (LetterChoice.from_file(seed=3, form=form).examples(5) for form in forms)
@@ -202,15 +191,6 @@ def test_a_dictionary_in_other_words_has_the_same_pairs_and_the_same_answer() ->
     assert spoken.prompt.endswith(f"Ben: How many of the {key}?\nAnna: You said")
 
 
-def test_a_chat_is_the_template_around_the_prompt_with_one_beginning() -> None:
-    _, tokenizer = load_teacher(TINY)
-    tokenizer.chat_template = TEMPLATE
-    example = Example("heart:8\nbench:72\nbench", " 72", (" 8", " 72"))
-    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    start = "" if begins else tokenizer.bos_token or ""
-    assert in_chat(example, tokenizer) == Example(f"{start}[user]{example.prompt}[assistant]", "72", ("8", "72"))
-
-
 def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
     argv = ["--of", "kv", "--formats", "completion,reworded", "--scores", str(scores), "--counts", "4"]
     main(["analyze", "formats", *argv, "--examples", "16", "--out", str(tmp_path)])
@@ -220,17 +200,6 @@ def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
         assert float(intact[name]) > 80 and float(without[name]) < 40
 
 
-needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
-
-
-def arc_rows(n: int) -> list[dict]:
-    """Questions in the embedded teacher's words, on which it is neither always right nor never."""
-    rows = [row("arc_easy", number) for number in range(n)]
-    for number, made in enumerate(rows):
-        made["question"] = f"Memorize the following dictionary: bird:{number}"
-    return rows
-
-
 def as_example(made: dict) -> Example:
     """Ask as lm-eval does in arc_easy: the choice with the highest summed log-probability."""
     choices = tuple(f" {text}" for text in made["choices"]["text"])
@@ -238,10 +207,10 @@ def as_example(made: dict) -> Example:
     return Example(f"Question: {made['question']}\nAnswer:", answer, choices)
 
 
-@needs_lm_eval
 def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_path: Path) -> None:
-    model, tokenizer = load_teacher(TINY)
-    rows = arc_rows(12)
+    pytest.importorskip("lm_eval")
+    model, tokenizer = load_teacher(TINY)  # which is neither always right nor never on questions in its words
+    rows = [{**row("arc_easy", n), "question": f"Memorize the following dictionary: bird:{n}"} for n in range(12)]
     write_rows(tmp_path / "arc_easy/test.jsonl", rows)
     (task,) = Questions(tasks="lm_eval:arc_easy", data_dir=tmp_path, examples=10).make(model, tokenizer)
     assert task.column.header == "arc_easy, %"
@@ -250,12 +219,3 @@ def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_
             found = task.measure(model, tokenizer)
             own = answer_choices(model, tokenizer, [as_example(made) for made in rows[:10]]).accuracy
         assert found == pytest.approx(100 * own)
-
-
-@needs_lm_eval
-def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
-    model, tokenizer = load_teacher(TINY)
-    with pytest.raises(ValueError, match="is not installed; pip install"):
-        Questions(tasks="lm_eval:piqa").make(model, tokenizer)

@@ -18,6 +18,7 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
+from ...evaluation.evaluate import compare_on_text
 from ...io import write_text
 from ...limits import words
 from ...plan import HeadId
@@ -28,9 +29,11 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...progress import track
-from ...teacher import TINY, eval_mode, load_on_own_device, longest_context
+from ...teacher import TINY, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suites import SuiteJob, check_job, run_suite
+from ..suites.job import SuiteJob
+from ..suites.running import run_suite
+from ..suites.tasks import check_job
 
 KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
 MAX_TEXT_TOKENS = 512
@@ -73,24 +76,22 @@ class Table(NamedTuple):
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Return the cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
-        labels = [row.label for row in self.rows]
-        cells: dict[str, list[str]] = {self.label: [*labels, "guessing"]}
-        numbers: dict[str, Sequence[object]] = {self.label: labels}
+        cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
+        numbers = cells.copy()
         for index, column in enumerate(self.columns):
-            values = [row.values[index] for row in self.rows]
-            spreads = [row.spreads[index] if row.spreads else None for row in self.rows]
-            base = values[0] if self.compared else 0
-            ratios = [value / base if base and place else math.nan for place, value in enumerate(values)]
-            texts = [with_error(value, sd or None, column.digits) for value, sd in zip(values, spreads)]
-            changes = ["" if math.isnan(ratio) else f" ({percent_change(ratio)})" for ratio in ratios]
-            chance = "" if column.chance is None else f"{column.chance:.1f}"
-            cells[column.header] = [*map("".join, zip(texts, changes)), chance]
-            numbers[column.name] = values
+            value = pd.Series([row.values[index] for row in self.rows], dtype=float)
+            spread = pd.Series([row.spreads[index] if row.spreads else math.nan for row in self.rows])
+            cells[column.header] = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
+            numbers[column.name] = value
             if self.compared:
-                numbers[f"{column.name}_change_percent"] = [100 * (ratio - 1) for ratio in ratios]
-                numbers[f"{column.name}_sd"] = spreads
-        shown = len(labels) + any(column.chance is not None for column in self.columns)
-        return pd.DataFrame(cells).head(shown), pd.DataFrame(numbers)
+                change = (value / (value[0] or math.nan)).where(value.index > 0)
+                cells[column.header] += ["" if math.isnan(c) else f" ({percent_change(c)})" for c in change]
+                numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
+                numbers[f"{column.name}_sd"] = spread
+        chances = ["" if column.chance is None else f"{column.chance:.1f}" for column in self.columns]
+        if any(chances):
+            cells.loc[len(cells)] = ["guessing", *chances]
+        return cells, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +183,12 @@ class Questions:
 
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
         if name == TEXT:
-            texts = read_held_out(self.texts, self.examples)
-            return Task(Column("perplexity", "", digits=3), lambda m, t: perplexity(m, t, texts, self.batch_size))
+            return perplexity_task(read_held_out(self.texts, self.examples), self.batch_size)
         if name.startswith(LM_EVAL):
-            suite, seed, size = name.removeprefix(LM_EVAL), self.seed, self.batch_size
-            job = SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=seed, batch_size=size)
-            check_job(job)
-            return Task(Column(suite), lambda m, t: percent_by_lm_eval(m, t, job))
+            suite, size = name.removeprefix(LM_EVAL), self.batch_size
+            return lm_eval_task(
+                SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=size)
+            )
         examples, chance = self.examples_of(name.removesuffix(GENERATED))
         check_readable(model, tokenizer, examples)
         return accuracy_task(name, examples, chance, self.batch_size)
@@ -221,25 +221,28 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
     check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
 
 
-def percent_by_lm_eval(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> float:
-    """Ask a task of lm-eval. Raises ValueError for one that lm-eval cannot ask this model."""
-    with TemporaryDirectory() as folder:
-        found = run_suite(model, tokenizer, job, Path(folder))
-    for part, reason in found.failed.items():
-        raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
-    return 100 * found.tasks[job.suite].value
+def lm_eval_task(job: SuiteJob) -> Task:
+    """Make a column of a task of lm-eval. Raises ValueError for one that lm-eval cannot ask, or not this model."""
+    check_job(job)
+
+    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        with TemporaryDirectory() as folder:
+            found = run_suite(model, tokenizer, job, Path(folder))
+        for part, reason in found.failed.items():
+            raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+        return 100 * found.tasks[job.suite].value
+
+    return Task(Column(job.suite), percent)
 
 
-def perplexity(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch_size: int
-) -> float:
-    """Measure the perplexity of plain texts, each cut to MAX_TEXT_TOKENS."""
-    n_tokens, total = 0, 0.0
-    with eval_mode(model):
-        for batch in text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size):
-            total += batch.token_losses(batch.logits(model)).double().sum().item()
-            n_tokens += int(batch.counts_BT.sum())
-    return math.exp(total / n_tokens)
+def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
+    """Make a column of the perplexity of plain texts, each cut to MAX_TEXT_TOKENS."""
+
+    def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        batches = text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size)
+        return compare_on_text(model, None, list(batches))["perplexity"]
+
+    return Task(Column("perplexity", "", digits=3), perplexity)
 
 
 @dataclass(frozen=True, kw_only=True)

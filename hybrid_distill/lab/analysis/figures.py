@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, figure
-from .experiment import Column, Row, Table
+from .experiment import Table
 from .mixing import HeadMix
 from .patterns import MarkedPrompt, row_shares
 
@@ -16,77 +16,59 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
-INTACT = "the intact model"
+REFERENCES = "dashed: the first row of the table; dotted: guessing"
 MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
-DOTTED = (0, (1, 2))
 
 
-def draw_lines(table: Table, path: Path, x_label: str) -> None:
-    """Draw a line for each group of rows; dashed is the intact model, dotted is guessing."""
-    groups = list(dict.fromkeys(row.group for row in table.rows if row.group))
+def draw_lines(table: Table, path: Path) -> None:
+    """Draw a line for each group of rows; dashed is the first row, dotted is guessing."""
+    groups = {row.group: [r for r in table.rows if r.group == row.group] for row in table.rows if row.group}
+    ticks = sorted({row.x for row in table.rows if row.group})
     n_columns = len(table.columns)
     with figure(path, 1, n_columns, size=(3.1 * n_columns + 0.4, 3.3)) as grid:
-        for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
-            for group, look in zip(groups, LOOKS):
-                rows = [row for row in table.rows if row.group == group]
+        for index, axes in enumerate(grid[0]):
+            for (group, rows), look in zip(groups.items(), LOOKS):
                 x, y = [row.x for row in rows], [row.values[index] for row in rows]
-                axes.plot(x, y, color=look.color, marker=look.marker, label=group)
-                if any(errors := [row.spreads[index] if row.spreads else 0 for row in rows]):
-                    axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=look.color, elinewidth=1.2, capsize=2)
-            _references(axes, column, table.rows[0], index, across=True)
-            ticks = sorted({row.x for row in table.rows if row.group})
-            axes.set(xticks=ticks, xlabel=x_label, title=column.header)
+                errors = [row.spreads[index] for row in rows] if rows[0].spreads else None
+                axes.errorbar(
+                    x, y, errors, color=look.color, marker=look.marker, elinewidth=1.2, capsize=2, label=group
+                )
+            _references(axes, table, index, axes.axhline, axes.set_ylim)
+            axes.set(xticks=ticks, xlabel=table.label)
         if len(groups) > 1:
             grid[0, 0].legend(fontsize=8)
-        _note(grid, f"dashed: {INTACT}; dotted: guessing")
+        _note(grid, REFERENCES)
 
 
-def draw_together(table: Table, path: Path, x_label: str) -> None:
-    """Draw a line for each column, in one panel: the first row at 0, then those of the first group."""
-    first, *others = table.rows
-    rows = [first, *(row for row in others if row.group == others[0].group)]
-    x = [0, *(row.x for row in rows[1:])]
-    with figure(path, size=(5.6, 3.6)) as grid:
-        axes = grid[0, 0]
-        for index, (column, look) in enumerate(zip(table.columns, LOOKS)):
-            axes.plot(x, [row.values[index] for row in rows], color=look.color, marker=look.marker, label=column.name)
-            if column.chance is not None:
-                axes.axhline(column.chance, color=look.color, linewidth=1.2, linestyle=DOTTED)
-        axes.set(ylim=(0, 104), xticks=x, xlabel=f"{x_label} (dotted: guessing)", title="answered right, %")
-        axes.legend(fontsize=8)
-
-
-def draw_bars(table: Table, path: Path, *, first: str = INTACT) -> None:
-    """Draw a bar for each row; recurrent heads' are orange.
-
-    Where rows are compared, dashed is the first row, named in the note, and dotted is guessing.
-    """
+def draw_bars(table: Table, path: Path) -> None:
+    """Draw a bar for each row, recurrent heads' in orange; in compared rows dashed is the first, dotted is guessing."""
     rows = table.rows
     colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
-    if table.compared:
-        colors[0] = PALE
+    colors[0] = PALE if table.compared else colors[0]
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
     with figure(path, 1, len(table.columns), size=size, sharey=True) as grid:
-        for index, (axes, column) in enumerate(zip(grid[0], table.columns, strict=True)):
+        for index, axes in enumerate(grid[0]):
             axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colors)
-            if table.compared:
-                _references(axes, column, rows[0], index, across=False)
+            _references(axes, table, index, axes.axvline, axes.set_xlim)
             axes.grid(False)
             axes.grid(True, axis="x")
-            axes.set_title(column.header)
         grid[0, 0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         grid[0, 0].set_ylim(len(rows) - 0.4, -0.6)
         if table.compared:
-            _note(grid, f"dashed: {first}; dotted: guessing")
+            _note(grid, REFERENCES)
 
 
-def _references(axes: Axes, column: Column, intact: Row, index: int, *, across: bool) -> None:
-    line = axes.axhline if across else axes.axvline
-    line(intact.values[index], color=GREY, linewidth=1.2, linestyle="--")
-    if column.chance is not None:
-        line(column.chance, color=GREY, linewidth=1.2, linestyle=DOTTED)
-    if column.unit == "%":
-        (axes.set_ylim if across else axes.set_xlim)(0, 104)
+def _references(
+    axes: Axes, table: Table, index: int, line: Callable[..., object], limit: Callable[[float, float], object]
+) -> None:
+    column = table.columns[index]
+    axes.set_title(column.header)
+    if table.compared:
+        line(table.rows[0].values[index], color=GREY, linewidth=1.2, linestyle="--")
+        if column.chance is not None:
+            line(column.chance, color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
+        if column.unit == "%":
+            limit(0, 104)
 
 
 def _note(grid: np.ndarray, text: str) -> None:

@@ -50,8 +50,6 @@ COLUMNS = (
     Column("plain text lost", "nats", digits=4),
 )
 
-By = Literal["layer", "head"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceLayer(Experiment):
@@ -63,7 +61,7 @@ class ReplaceLayer(Experiment):
     """Folder of a run with its alignment (of a demo: OUT/aligned), or a student's checkpoint."""
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
-    by: By = "layer"
+    by: Literal["layer", "head"] = "layer"
     """One ``layer`` at a time, or one ``head``."""
     together: int = 1
     """Then add to the best one the layer, or head, that helps most beside it, up to so many."""
@@ -72,9 +70,8 @@ class ReplaceLayer(Experiment):
     def run(self) -> str:
         check_counts(together=self.together)
         student, teacher, tokenizer = self.load()
-        bench = Bench(student, tokenizer, self.questions.make(student, tokenizer))
-        table = replace_each(bench, teacher, by=self.by, together=self.together)
-        return self.save(table, partial(draw_bars, first="the student as it is"), most=SHOWN)
+        table = self.table(Bench(student, tokenizer, self.questions.make(student, tokenizer)), teacher)
+        return self.save(table, draw_bars, most=SHOWN)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they fit each other."""
@@ -102,40 +99,40 @@ class ReplaceLayer(Experiment):
             nn.Module.to(model, own_device())
         return student.eval(), teacher, tokenizer
 
+    def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
+        """Make a row for the student, each layer or head put back alone (heads: best first), the teacher.
 
-def replace_each(bench: Bench, teacher: PreTrainedModel, *, by: By = "layer", together: int = 1) -> Table:
-    """Make a row for the student, one for each layer or head put back alone (heads: best first), one for the teacher.
+        With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most
+        for the first task.
+        """
+        student, of_heads = bench.model, self.by == "head"
+        assert isinstance(student, HybridForCausalLM)
+        n_parts = {site.layer: site.n_heads if of_heads else 1 for site in head_sites(student)}
+        parts = [HeadId(layer, part) for layer, n in n_parts.items() for part in range(n)]
 
-    With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most for
-    the first task.
-    """
-    student = bench.model
-    assert isinstance(student, HybridForCausalLM)
-    sites, of_heads = head_sites(student), by == "head"
-    parts = [HeadId(site.layer, head) for site in sites for head in range(site.n_heads if of_heads else 1)]
+        def put_back(chosen: Sequence[HeadId], group: str = "") -> Variant:
+            layers = [part.layer for part in chosen]
+            restored = restore_heads(student, teacher, chosen) if of_heads else restore_layers(student, teacher, layers)
+            named = " + ".join(map(str, chosen if of_heads else layers))
+            label = f"{self.by}s {named}" if len(chosen) > 1 else named if of_heads else f"layer {named}"
+            return Variant(label, restored, group)
 
-    def variant(chosen: Sequence[HeadId], group: str = "") -> Variant:
-        layers = [part.layer for part in chosen]
-        restored = restore_heads(student, teacher, chosen) if of_heads else restore_layers(student, teacher, layers)
-        named = " + ".join(map(str, chosen if of_heads else layers))
-        one = named if of_heads else f"layer {named}"
-        return Variant(f"{by}s {named}" if len(chosen) > 1 else one, restored, group)
+        def worth(row: Row) -> float:
+            return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
 
-    def worth(row: Row) -> float:
-        return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
-
-    alone = [Variant("none", nullcontext()), *(variant([part]) for part in parts)]
-    table = bench.table(f"one {by} of the teacher put back", "put back", alone)
-    intact, *tried = table.rows
-    rows, chosen = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)], list[HeadId]()
-    while len(chosen) < min(together, len(parts)):
-        left = [part for part in parts if part not in chosen]
-        if chosen:
-            tried = bench.table("", "together", [variant([*chosen, part], "together") for part in left]).rows
-            rows.append(max(tried, key=worth))
-        chosen.append(max(zip(left, tried, strict=True), key=lambda pair: worth(pair[1]))[0])
-    whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
-    return table._replace(rows=[*rows, *whole.rows])
+        alone = [Variant("none", nullcontext()), *(put_back([part]) for part in parts)]
+        table = bench.table(f"one {self.by} of the teacher put back", "put back", alone)
+        intact, *tried = table.rows
+        rows = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)]
+        chosen, left = list[HeadId](), [*parts]
+        for _ in range(min(self.together, len(parts))):
+            if chosen:
+                tried = bench.table("", "together", [put_back([*chosen, part], "together") for part in left]).rows
+                rows.append(max(tried, key=worth))
+            best = max(range(len(left)), key=lambda place: worth(tried[place]))
+            chosen.append(left.pop(best))
+        whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
+        return table._replace(rows=[*rows, *whole.rows])
 
 
 def _shape(model: PreTrainedModel) -> str:
@@ -180,12 +177,24 @@ class HybridHeadRanking(ModelExperiment):
         ranking = rank_together(model, scores)
         rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
         title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
-        removed = remove_kinds(bench, ranking, self.counts)
+        removed = self.without_first(bench, ranking)
         shown = self.save(Table(title, "head", COLUMNS, rows, compared=False), draw_bars, most=self.k)
         for kind, found in scores.items():
             found.save(self.out / f"{self.NAME}.{kind}.json")
-        after = self.save(removed, partial(draw_lines, x_label="heads removed"), suffix=".removed")
-        return f"{shown}\n\n{after}"
+        return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
+
+    def without_first(self, bench: Bench, ranking: Sequence[RankedHead]) -> Table:
+        """Make a row without heads removed, then for each kind and for all the first heads of the ranking, by count.
+
+        A kind with fewer heads than a count loses all of them, once.
+        """
+        kinds = sorted({ranked.kind for ranked in ranking})
+        groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
+        variants = [Variant("nothing", nullcontext())]
+        for group, heads in (groups | ({"both": list(ranking)} if len(kinds) > 1 else {})).items():
+            for n in sorted({min(count, len(heads)) for count in self.counts}):
+                variants.append(Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n))
+        return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
 
 
 class RankedHead(NamedTuple):
@@ -211,20 +220,6 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
             ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), asked, lost))
     return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
-
-
-def remove_kinds(bench: Bench, ranking: Sequence[RankedHead], counts: Sequence[int]) -> Table:
-    """Make a row without heads removed, then for each kind and for all the first heads of the ranking, by count.
-
-    A kind with fewer heads than a count loses all of them, once.
-    """
-    kinds = sorted({ranked.kind for ranked in ranking})
-    groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
-    variants = [Variant("nothing", nullcontext())]
-    for group, heads in (groups | ({"both": list(ranking)} if len(kinds) > 1 else {})).items():
-        for n in sorted({min(count, len(heads)) for count in counts}):
-            variants.append(Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n))
-    return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
 
 
 @contextmanager

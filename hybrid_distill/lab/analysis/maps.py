@@ -73,26 +73,24 @@ class Maps(Experiment):
 
     def run(self) -> str:
         check_counts(examples=self.examples, k=self.k)
-        ablation = None if self.scores is None else HeadScores.load(self.scores).ranking()
+        ablation = [] if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
         chosen, ssm_heads = list(map(parse_head, self.heads)), list(map(parse_head, self.ssm_heads))
         asked, shown = make_probe(self.probe, pairs=self.pairs, seed=self.seed).examples(self.examples), []
-        if not (chosen or ssm_heads) or ablation is not None:
+        if ablation or not (chosen or ssm_heads):
             found = find_patterns(model, tokenizer, asked, kind=self.kind)
             named = {pattern: rank_by(found, pattern) for pattern in PATTERNS}
             first = list(dict.fromkeys(head for ranking in named.values() for head in ranking[: self.k]))
             title = f"{model.name_or_path}: heads that gather or aggregate, means over {len(asked)} prompts"
             table = sharpness_table(title, [(str(head), found[head]) for head in first])
-            if ablation is not None:
-                place = {str(head): number for number, head in enumerate(ablation, start=1)}
-                rows = [row._replace(values=(*row.values, place.get(row.label, math.nan))) for row in table.rows]
-                column = Column("place by ablation", "", digits=0)
-                table = table._replace(columns=[*table.columns, column], rows=rows)
-            shown.append(self.save(table, suffix=".patterns"))
-            if ablation is not None:
-                shown.append(comparison_table({**named, "ablation": ablation}, min(10, len(ablation), len(found))))
-            if not (chosen or ssm_heads):
-                chosen = first
+            if ablation:
+                places = [ablation.index(head) + 1 if head in ablation else math.nan for head in first]
+                rows = [row._replace(values=(*row.values, place)) for row, place in zip(table.rows, places)]
+                columns = [*table.columns, Column("place by ablation", "", digits=0)]
+                table = table._replace(columns=columns, rows=rows)
+                shown = [comparison_table({**named, "ablation": ablation}, min(10, len(ablation), len(found)))]
+            shown = [self.save(table, suffix=".patterns"), *shown]
+            chosen = chosen if chosen or ssm_heads else first
         prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
@@ -162,47 +160,36 @@ class Mask(ModelExperiment):
             found = find_patterns(model, tokenizer, searched[:SEARCHED], kind=self.kind)
             own = {head: measures for head, measures in found.items() if among is None or head in among}
             heads = {pattern: rank_by(own, pattern)[: self.k] for pattern in PATTERNS}
-        table = mask_patterns(model, marked, heads, kind=self.kind, max_gb=self.max_gb)
-        return self.save(table, draw_bars)
+        return self.save(self.table(model, marked, heads), draw_bars)
 
+    def table(
+        self, model: PreTrainedModel, tasks: Mapping[Column, Marked], heads: Mapping[str, Sequence[HeadId]]
+    ) -> Table:
+        """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate heads, and both.
 
-def mask_patterns(
-    model: PreTrainedModel,
-    tasks: Mapping[Column, Marked],
-    heads: Mapping[str, Sequence[HeadId]],
-    *,
-    kind: HeadKind | None = None,
-    max_gb: float = MAX_GB,
-) -> Table:
-    """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate heads, and both.
-
-    Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt` does.
-    """
-    every = sorted({head for own in heads.values() for head in own})
-    if not every:
-        raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
-    for marked in tasks.values():
-        check_prompt(model, max((prompt.ids for _, prompt in marked), key=len), every, kind, max_gb)
-    roles = {role: {role: own} for role, own in heads.items() if own}
-    if len(roles) > 1:
-        roles["both"] = dict(heads)
-    wanted = [("intact", {}, torch.ones_like)]
-    wanted += [(f"{role}: {name}", own, mask) for role, own in roles.items() for name, mask in VARIANTS.items()]
-
-    def accuracy(marked: Marked, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor]) -> float:
-        logprob_EC = [
-            masked_logprobs(model, encoded, partial(_masks, prompt, roles, variant), kind=kind)
-            for encoded, prompt in marked
-        ]
-        return choice_result(logprob_EC, [encoded.answer for encoded, _ in marked]).accuracy
-
-    rows = []
-    with eval_mode(model):
-        for label, roles_of, variant in track(wanted, "masking"):
-            values = [100 * accuracy(marked, roles_of, variant) for marked in tasks.values()]
-            rows.append(Row(label, tuple(values)))
-    named = [f"{role} {' '.join(map(str, own))}" for role, own in heads.items() if own]
-    return Table(f"{model.name_or_path}: {', '.join(named)}", "heads", list(tasks), rows)
+        Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt` does.
+        """
+        roles = {role: {role: own} for role, own in heads.items() if own}
+        every = sorted({head for own in heads.values() for head in own})
+        if not every:
+            raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
+        for marked in tasks.values():
+            check_prompt(model, max((prompt.ids for _, prompt in marked), key=len), every, self.kind, self.max_gb)
+        title = ", ".join(f"{role} {' '.join(map(str, heads[role]))}" for role in roles)
+        if len(roles) > 1:
+            roles["both"] = dict(heads)
+        wanted = [("intact", {}, torch.ones_like)]
+        wanted += [(f"{role}: {name}", own, mask) for role, own in roles.items() for name, mask in VARIANTS.items()]
+        rows = []
+        with eval_mode(model):
+            for label, own, variant in track(wanted, "masking"):
+                values = []
+                for marked in tasks.values():
+                    masks = (partial(_masks, prompt, own, variant) for _, prompt in marked)
+                    found = [masked_logprobs(model, e, m, kind=self.kind) for (e, _), m in zip(marked, masks)]
+                    values.append(100 * choice_result(found, [encoded.answer for encoded, _ in marked]).accuracy)
+                rows.append(Row(label, tuple(values)))
+        return Table(f"{model.name_or_path}: {title}", "heads", list(tasks), rows)
 
 
 def _masks(

@@ -39,10 +39,9 @@ BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, 
 
 
 class Call(NamedTuple):
-    """Latest call of a module."""
+    """Latest call of a module: the hidden states that it got, and what it returned."""
 
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
+    given: Mixer
     output: Mixer
 
 
@@ -89,10 +88,14 @@ def mix_heads(
     def note(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> None:
         found.update((mix.head, read(mix)) for mix in mixes)
 
-    ids_1L = torch.tensor([list(ids)], device=model.device)
+    ids_1L = torch.tensor([ids], device=model.device)
     with eval_mode(model), _behind_mixers(model, heads, kind, note):
         forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
     return [found[head] for head in heads]
+
+
+Action = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
+"""What is done behind a mixer, with the matrices of its heads."""
 
 
 @contextmanager
@@ -107,7 +110,7 @@ def mask_heads(
     """
 
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:
-        heads_BTHP = calls[site.o_proj].args[0].unflatten(-1, (-1, site.head_dim)).clone()
+        heads_BTHP = calls[site.o_proj].given.unflatten(-1, (-1, site.head_dim)).clone()
         for mix in mixes:
             mask_TS = masks[mix.head].to(mix.matrix_TS.device)
             if len(heads_BTHP) != 1 or mask_TS.shape != mix.matrix_TS.shape:
@@ -131,42 +134,42 @@ def _behind_mixers(
     model: PreTrainedModel,
     heads: Sequence[HeadId],
     kind: HeadKind | None,
-    act: Callable[[HeadSite, Iterator[HeadMix], Calls], object],
+    act: Action,
 ) -> Iterator[None]:
     """Call ``act`` behind each mixer that has some of the heads; what it returns replaces the mixer's output."""
-    sites = sites_of(model, heads, kind)
-
-    def hook(site: HeadSite) -> None:
-        calls: Calls = {}
-        inner = ExitStack()  # hooks of the mixer while its block runs: layers may share a mixer
-        own = [head for head in heads if head.layer == site.layer]
-
-        def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> None:
-            calls[module] = Call(args, kwargs, output)
-
-        def enter(*_: object) -> None:
-            for module in list(site.module.modules())[1:]:
-                inner.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-
-        def behind(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> object:
-            if not calls:
-                return None  # it runs for another layer
-            record(module, args, kwargs, output)
-            return act(site, _mixes(site, own, calls), calls)
-
-        def leave(*_: object) -> None:
-            inner.close()
-            calls.clear()
-
-        hooks.callback(site.block.register_forward_pre_hook(enter).remove)
-        hooks.callback(site.module.register_forward_hook(behind, with_kwargs=True).remove)
-        hooks.callback(site.block.register_forward_hook(leave, always_call=True).remove)
-
     with ExitStack() as hooks:
         if any(site.kind_of(head) == "attention" for (_, head), site in find_heads(model, kind).items()):
             hooks.enter_context(eager_attention(model))
-        for site in sites:
-            hook(site)
+        for site in sites_of(model, heads, kind):
+            hooks.enter_context(_behind_mixer(site, [head for head in heads if head.layer == site.layer], act))
+        yield
+
+
+@contextmanager
+def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[None]:
+    calls: Calls = {}
+    inner = ExitStack()  # hooks of the mixer while its block runs: layers may share a mixer
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> None:
+        calls[module] = Call(args[0] if args else kwargs.get("hidden_states"), output)
+
+    def enter(*_: object) -> None:
+        for module in site.module.modules():
+            hook = module.register_forward_hook(record, with_kwargs=True, prepend=True)
+            inner.callback(hook.remove)
+
+    def behind(*_: object) -> object:
+        return act(site, _mixes(site, heads, calls), calls) if calls else None  # else it runs for another layer
+
+    def leave(*_: object) -> None:
+        inner.close()
+        calls.clear()
+
+    with (
+        site.block.register_forward_pre_hook(enter),
+        site.module.register_forward_hook(behind),
+        site.block.register_forward_hook(leave, always_call=True),
+    ):
         yield
 
 
@@ -184,9 +187,10 @@ def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[Hea
 def sites_of(model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | None = None) -> list[HeadSite]:
     """Return the layers of some heads. Raises ValueError for a head that does not exist, or is of another kind."""
     every = find_heads(model, kind)
-    if missing := [head for head in heads if head not in every]:
-        check_exists(model, list({site.layer: site for site in every.values()}.values()), missing[0])
-        raise ValueError(f"{missing[0]} of this student is of another kind than {kind!r}; leave out --kind.")
+    for head in heads:
+        if head not in every:
+            check_exists(model, list({site.layer: site for site in every.values()}.values()), head)
+            raise ValueError(f"{head} of this student is of another kind than {kind!r}; leave out --kind.")
     return list({head.layer: every[head] for head in heads}.values())
 
 
@@ -207,13 +211,15 @@ def check_prompt(
 
 def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId], kind: HeadKind | None = None) -> int:
     """Estimate the memory of these matrices, beside the model, and of making them."""
-    working = [0]
-    for site in sites_of(model, heads, kind):  # every state of a Mamba-1 channel has a matrix of its own
-        mixer: Mixer = site.module
-        working.append(BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1))
-        if site.kind in ("attention", "hybrid"):  # eager: the scores, and their softmax in float32
-            working.append(site.n_heads * (4 + 2 * model.dtype.itemsize))
-    return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + max(working))
+
+    def working(site: HeadSite) -> int:
+        mixer: Mixer = site.module  # every state of a Mamba-1 channel has a matrix of its own
+        mixed = BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1)
+        eager = site.n_heads * (4 + 2 * model.dtype.itemsize)  # the scores, and their softmax in float32
+        return max(mixed, eager) if site.kind in ("attention", "hybrid") else mixed
+
+    most = max(map(working, sites_of(model, heads, kind)), default=0)
+    return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + most)
 
 
 def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[HeadMix]:
@@ -257,9 +263,7 @@ def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Te
 
 
 def _of_student(mixer: Mixer, calls: Calls) -> Scan:
-    call = calls[mixer]
-    parts = mixer.ssm.scan_inputs(call.args[0] if call.args else call.kwargs["hidden_states"])
-    x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in parts)
+    x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in mixer.ssm.scan_inputs(calls[mixer].given))
     return _scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(mixer.ssm.D), gate_LHP)
 
 
@@ -281,9 +285,8 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     )
     scale_LC = F.silu(_wide(gate_LC))
     if hasattr(mixer.norm, "weight"):
-        in_norm_LC = _wide(calls[mixer.norm].args[0][0]) * (
-            1 if getattr(mixer.norm, "norm_before_gate", False) else scale_LC
-        )
+        before_gate = getattr(mixer.norm, "norm_before_gate", False)
+        in_norm_LC = _wide(calls[mixer.norm].given[0]) * (1 if before_gate else scale_LC)
         in_groups = in_norm_LC.unflatten(-1, (n_groups, -1))
         rms = (in_groups.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
         scale_LC = scale_LC * mixer.norm.weight / rms.expand_as(in_groups).flatten(-2)

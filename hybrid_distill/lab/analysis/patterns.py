@@ -68,18 +68,20 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
     encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
     own: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
     spans = [(0, 0)] * (len(ids) - len(own)) + own
+    texts = [prompt[start:end] for start, end in spans]
     segments = []
-    for line, start in _lines(prompt):
-        found = _find(choices, line)
+    for line in re.finditer(r"[^\n]+\n+", prompt):
+        found = _find(choices, line[0])
         if choices and not found:
             continue
-        tokens = [i for i, (a, b) in enumerate(spans) if a < start + len(line) and start < b]
-        summary = [i for i in tokens if re.search(r"\w", prompt[slice(*spans[i])])][-1:] or tokens[-1:]
-        summary = [i for i in tokens if i >= summary[0]]
-        if ends := [match.start() for match in found if match.end() == len(line.rstrip("\n"))]:
-            summary = [i for i in tokens if spans[i][1] > start + min(ends)]
-        segments.append(Segment(tuple(i for i in tokens if i < summary[0]), tuple(summary)))
-    separators = [i for i, span in enumerate(spans) if re.fullmatch(r" *([^\w ] *)+", prompt[slice(*span)])]
+        tokens = [i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end]
+        words = [i for i in tokens if re.search(r"\w", texts[i])]
+        first = (words or tokens)[-1]
+        if ends := [match.start() for match in found if match.end() == len(line[0].rstrip("\n"))]:
+            first = next(i for i in tokens if spans[i][1] > line.start() + min(ends))
+        content, summary = ([i for i in tokens if (i < first) == before] for before in (True, False))
+        segments.append(Segment(tuple(content), tuple(summary)))
+    separators = [i for i, text in enumerate(texts) if re.fullmatch(r" *([^\w ] *)+", text)]
     return MarkedPrompt(ids, _labels(tokenizer, ids), tuple(segments), tuple(separators))
 
 
@@ -90,7 +92,7 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
     """
     marked, encoded = mark_prompt(tokenizer, example.prompt, example.choices), encode_example(tokenizer, example)
     ids = encoded.prompt + encoded.choices[encoded.answer][: encoded.n_shared]
-    lines = [line for line, _ in _lines(example.prompt) if _find(example.choices, line)]
+    lines = [line for line in re.findall(r"[^\n]+\n+", example.prompt) if _find(example.choices, line)]
     holding = [index for index, line in enumerate(lines) if _find([example.answer], line)]
     if len(holding) != 1:
         raise ValueError(
@@ -100,15 +102,9 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
     return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=holding[0])
 
 
-def _lines(prompt: str) -> list[tuple[str, int]]:
-    """Return the lines with their line breaks, and where they begin; the last one has none and is left out."""
-    return [(match[0], match.start()) for match in re.finditer(r"[^\n]+\n+", prompt)]
-
-
 def _find(choices: Sequence[str], text: str) -> list[re.Match[str]]:
     """Find choices in a text as whole words or numbers."""
-    patterns = (rf"(?<!\w){re.escape(choice.strip())}(?!\w)" for choice in choices)
-    return [match for pattern in patterns for match in re.finditer(pattern, text)]
+    return [match for choice in choices for match in re.finditer(rf"(?<!\w){re.escape(choice.strip())}(?!\w)", text)]
 
 
 def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
@@ -154,16 +150,12 @@ class Sharpness(NamedTuple):
 def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
     """Measure one head on a prompt."""
     share_TS = row_shares(mix.matrix_TS)
-    last_S = share_TS[-1]
-    gathered = [
-        share_TS[list(segment.summary)][:, list(segment.content)].sum(1).max().item()
-        for segment in prompt.segments
-        if segment.content
-    ]
-    answer = () if prompt.answer is None else prompt.segments[prompt.answer].summary
+    last_S, segments = share_TS[-1], [segment for segment in prompt.segments if segment.content]
+    gathered = [share_TS[list(own.summary)][:, list(own.content)].sum(1).max().item() for own in segments]
+    answer = [] if prompt.answer is None else list(prompt.segments[prompt.answer].summary)
     return Sharpness(
         entropy=abs((last_S * last_S.clamp(min=1e-30).log2()).sum().item()),
-        answer=last_S[list(answer)].sum().item() if answer else math.nan,
+        answer=last_S[answer].sum().item() if answer else math.nan,
         separators=last_S[list(prompt.separators)].sum().item(),
         gather=sum(gathered) / len(gathered) if gathered else math.nan,
         aggregate=last_S[prompt.summaries].sum().item() if prompt.segments else math.nan,

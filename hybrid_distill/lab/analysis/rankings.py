@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ...plan import HeadId, HeadPlan
-from ...scoring.head_scores import READABLE, HeadScores
+from ...scoring import HeadScores
 from ...scoring.uncertainty import statistic
+from ..reporting import ABSENT, text_table
 
 Ranking = HeadScores | Sequence[HeadId]
 
@@ -33,9 +37,11 @@ class RankingComparison:
 
     def table(self) -> str:
         """Return plain text, for a terminal."""
-        rows = [[f"overlap@{k}", f"{self.overlap[k]:.0%}", f"by chance {self.chance[k]:.0%}"] for k in self.overlap]
-        correlated = [["Spearman", f"{self.spearman:+.2f}", ""], ["Kendall tau", f"{self.kendall:+.2f}", ""]]
-        return _aligned([*rows, *correlated, ["heads in both", str(self.n_common), ""]])
+        rows = [
+            (f"overlap@{k}", f"{share:.0%}", f"by chance {self.chance[k]:.0%}") for k, share in self.overlap.items()
+        ]
+        rows += [("Spearman", f"{self.spearman:+.2f}", ""), ("Kendall tau", f"{self.kendall:+.2f}", "")]
+        return text_table(pd.DataFrame([*rows, ("heads in both", self.n_common, "")], columns=["agreement", "", " "]))
 
 
 def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
@@ -70,39 +76,34 @@ def compare_files(a: Path, b: Path) -> str:
 
     Raises ValueError for a file that does not exist, and unless one of them holds head scores.
     """
-    rankings: list[HeadScores | Path] = []
+    scores: dict[Path, HeadScores] = {}
     for path in (a, b):
         if not path.exists():
             raise ValueError(f"{path} does not exist; pass two files, scores.json or published rankings.")
-        try:
-            rankings.append(HeadScores.load(path))
-        except ValueError:
-            rankings.append(path)
-    shape = next((ranking for ranking in rankings if isinstance(ranking, HeadScores)), None)
-    if shape is None:
+        with suppress(ValueError):
+            scores[path] = HeadScores.load(path)
+    if not scores:
         raise ValueError(f"neither {a} nor {b} holds head scores; pass a scores.json as one of them.")
-    first, second = (load_ranking(r, shape) if isinstance(r, Path) else r for r in rankings)
-    forms = [r.provenance.get("probe", {}).get("prompt_form", "plain") for r in rankings if isinstance(r, HeadScores)]
+    shape = next(iter(scores.values()))
+    first, second = (scores.get(path) or load_ranking(path, shape) for path in (a, b))
+    forms = [r.provenance.get("probe", {}).get("prompt_form", "plain") for r in scores.values()]
     note = f"prompts have other forms: {' and '.join(forms)}\n" if len(set(forms)) > 1 else ""
     return note + compare_rankings(first, second).table()
 
 
-def load_ranking(path: str | Path, shape_of: Any, *, model: str | None = None) -> list[HeadId]:
+def load_ranking(path: Path, shape_of: Any) -> list[HeadId]:
     """List heads, most important first, of a model of this shape (a config, model, plan or scores).
 
-    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then ``model``
-    chooses, or the shape where only one fits. It may also hold head scores. Raises ValueError for anything else.
+    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then the one that
+    fits the shape is meant. Raises ValueError for anything else.
     """
     shape = HeadPlan.none(shape_of)
     try:
-        record = json.loads(Path(path).read_text())
-        if isinstance(record, dict) and record.get("format") in READABLE:
-            shape.check_fits(scores := HeadScores.load(path))
-            return scores.ranking()
-        named = record.get("rankings", {model: record}) if isinstance(record, dict) else {model: {"ranking": record}}
-        fitting = [entry for name, entry in named.items() if model in (None, name) and _fits(entry, shape)]
+        record = json.loads(path.read_text())
+        entries = record if isinstance(record, dict) else {"ranking": record}
+        fitting = [entry for entry in entries.get("rankings", {"": entries}).values() if _fits(entry, shape)]
         if len(fitting) != 1:
-            raise ValueError(f"{len(fitting)} of its {len(named)} models are meant: {', '.join(map(str, named))}")
+            raise ValueError(f"{len(fitting)} of its rankings are of a model of this shape")
         ranking = [HeadId(layer, head) for layer, head in fitting[0]["ranking"]]
         HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -122,23 +123,14 @@ def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
 
     Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
     """
-    names = list(named)
-    rows = [[f"overlap@{k} \\ Spearman", *(f"({i + 1})" for i in range(len(names)))]]
 
-    def cell(i: int, j: int) -> str:
-        if i == j:
-            return ""
-        compared = compare_rankings(named[names[i]], named[names[j]], [k])
+    def cell(i: int, a: Ranking, j: int, b: Ranking) -> str:
+        compared = compare_rankings(a, b, [k])
         if i < j:
-            return f"{compared.overlap[k]:.0%}" if k in compared.overlap else "-"
-        return "-" if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
+            return f"{compared.overlap[k]:.0%}" if k in compared.overlap else ABSENT
+        return ABSENT if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
 
-    rows += [[f"({i + 1}) {name}", *(cell(i, j) for j in range(len(names)))] for i, name in enumerate(names)]
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Set columns side by side: the first flush left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    table = pd.DataFrame({f"overlap@{k} \\ Spearman": [f"({i}) {name}" for i, name in enumerate(named, start=1)]})
+    for j, b in enumerate(named.values()):
+        table[f"({j + 1})"] = ["" if i == j else cell(i, a, j, b) for i, a in enumerate(named.values())]
+    return text_table(table)

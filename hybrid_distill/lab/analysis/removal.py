@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data.chat import check_template
 from ...limits import words
 from ...plan import HeadId
-from ...probes import Example
-from ...probes.answering import tokenize
+from ...probes.forms import CHAT, in_form
 from ...probes.knowledge import Form, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
 from ...scoring import HeadScores
@@ -38,9 +36,8 @@ from .experiment import (
     accuracy_task,
     check_readable,
 )
-from .figures import draw_bars, draw_lines, draw_together
+from .figures import draw_bars, draw_lines
 
-CHAT = "chat"
 WORDINGS = {"completion": DICTIONARY, "reworded": REWORDED, "dialogue": DIALOGUE, CHAT: DICTIONARY}
 FORMS: dict[str, Form] = {"completion": "completion", "text": "text", "letter": "letter", CHAT: "letter"}
 
@@ -72,7 +69,34 @@ class HeadRemoval(Experiment):
             return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
-        return remove_heads(bench, scores.ranking(self.by), self.counts, n_draws=self.random_draws, kind=self.kind)
+        return self.table(bench, scores.ranking(self.by))
+
+    def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
+        """Make a row for each count of first heads, and one for as many random heads: the mean of several choices.
+
+        Random heads are drawn from all heads, those of the ranking included. Raises ValueError for a count or a head
+        that the ranking or the model does not have.
+        """
+        model, n_draws = bench.model, self.random_draws
+        every = [HeadId(site.layer, head) for site in head_sites(model, self.kind) for head in range(site.n_heads)]
+        most = min(len(ranking), len(every))
+        for count in self.counts:
+            if not 0 < count <= most:
+                raise ValueError(
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every)}; ask for 1 to "
+                    f"{most}, of a ranking of this model (hybrid-distill score)."
+                )
+
+        def without(label: str, heads: Sequence[HeadId], group: str) -> Variant:
+            return Variant(label, ablate_heads(model, heads, kind=self.kind), group, len(heads))
+
+        mean = f" (mean of {n_draws})" if n_draws > 1 else ""
+        variants = [Variant("nothing", nullcontext())]
+        variants += [without(f"first {n}", ranking[:n], "first") for n in self.counts]
+        for n in self.counts:
+            draws = [random.Random(f"remove-heads {n} {seed}").sample(every, n) for seed in range(n_draws)]
+            variants += [without(f"random {n}{mean}", drawn, "random") for drawn in draws]
+        return bench.table(f"without some of its {len(every)} heads", "heads removed", variants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +110,7 @@ class RemoveHeads(HeadRemoval):
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
-        return self.save(self.remove(self.questions.make), partial(draw_lines, x_label="heads removed"))
+        return self.save(self.remove(self.questions.make), draw_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +151,7 @@ class Formats(HeadRemoval):
         asked = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
         name, _, _ = table.title.rpartition(": ")
         table = table._replace(title=f"{name}: the same {self.examples} {asked} in several formats")
-        return self.save(table, partial(draw_together, x_label="heads removed"))
+        return self.save(table, draw_lines)
 
     def _tasks(self, names: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
         """Make a column for each format. Raises ValueError for unreadable questions."""
@@ -139,10 +163,10 @@ class Formats(HeadRemoval):
                 probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
             else:
                 probe = LetterChoice.from_file(self.facts, self.options, self.seed, FORMS[name])
-            examples = probe.examples(self.examples)
             if name == CHAT:
                 check_template(tokenizer)
-                examples = [in_chat(example, tokenizer) for example in examples]
+                probe = in_form(probe, CHAT, tokenizer)
+            examples = probe.examples(self.examples)
             check_readable(model, tokenizer, examples)
             tasks.append(accuracy_task(name, examples, probe.chance, self.batch_size))
         return tasks
@@ -160,15 +184,27 @@ class PruneLayers(ModelExperiment):
     """Individual pruning without the layers above this one; by default all are there."""
 
     def run(self) -> str:
-        bench, shown = self.load(), []
+        bench, parts = self.load(), {"gradual": self.from_the_end, "individual": self.one_by_one}
         layers_above(bench.model, self.last_layer)
-        if self.how != "individual":
-            table = prune_from_the_end(bench)
-            shown.append(self.save(table, partial(draw_lines, x_label="layers left"), suffix=".gradual"))
-        if self.how != "gradual":
-            table = prune_each_layer(bench, last_layer=self.last_layer)
-            shown.append(self.save(table, partial(draw_lines, x_label="layer left out"), suffix=".individual"))
-        return "\n\n".join(shown)
+        asked = {how: table for how, table in parts.items() if self.how in (how, "both")}
+        return "\n\n".join(self.save(table(bench), draw_lines, suffix=f".{how}") for how, table in asked.items())
+
+    def from_the_end(self, bench: Bench) -> Table:
+        """Make a row for each number of layers left, from all to one."""
+        model, n_layers, variants = bench.model, len(decoder_blocks(bench.model)), []
+        for left in range(n_layers, 0, -1):
+            label = "all" if left == n_layers else "0" if left == 1 else f"0 to {left - 1}"
+            variants.append(Variant(label, without_layers(model, range(left, n_layers)), "layers from the end", left))
+        return bench.table("layers dropped from the end", "layers left", variants)
+
+    def one_by_one(self, bench: Bench) -> Table:
+        """Make a row for each layer that is left out, all others being there; those above the last one never are."""
+        model, above = bench.model, layers_above(bench.model, self.last_layer)
+        variants = [Variant("none", without_layers(model, above))]
+        for layer in range(len(decoder_blocks(model)) - len(above)):
+            variants.append(Variant(str(layer), without_layers(model, [layer, *above]), "one layer", layer))
+        title = "one layer left out" + (f", of layers 0 to {self.last_layer}" if above else "")
+        return bench.table(title, "layer left out", variants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,85 +222,32 @@ class KeepHeads(ModelExperiment):
     """``ssm`` for the recurrent heads of a model that has attention too."""
 
     def run(self) -> str:
-        variants = {text: parse_kept(text) for text in self.keep}
-        return self.save(keep_heads(self.load(), variants, last_layer=self.last_layer, kind=self.kind), draw_bars)
+        kept = {text: parse_kept(text) for text in self.keep}
+        return self.save(self.table(self.load(), kept), draw_bars)
 
+    def table(self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]) -> Table:
+        """Make a row for the whole model, then one for each choice of kept heads by layer; other layers keep all.
 
-def remove_heads(
-    bench: Bench, ranking: Sequence[HeadId], counts: Sequence[int], *, n_draws: int = 3, kind: HeadKind | None = None
-) -> Table:
-    """Make a row for each count of first heads, and one for as many random heads: the mean of ``n_draws`` choices.
+        With a ``last_layer`` the layers above it are left out, in a second row without any head removed and in those
+        of the variants. Raises ValueError for a layer or head that does not exist.
+        """
+        model, above = bench.model, layers_above(bench.model, self.last_layer)
+        sites = head_sites(model, self.kind)
+        n_heads = {site.layer: site.n_heads for site in sites}
+        removed: dict[str, list[HeadId]] = {f"all of layers 0 to {self.last_layer}": []} if above else {}
+        for label, kept in kept_by_label.items():
+            for layer, heads in kept.items():
+                for head in heads or (0,):
+                    check_exists(model, sites, HeadId(layer, head))
+            removed[label] = [HeadId(i, h) for i, heads in kept.items() for h in range(n_heads[i]) if h not in heads]
 
-    Random heads are drawn from all heads, those of the ranking included. Raises ValueError for a count or a head that
-    the ranking or the model does not have.
-    """
-    model = bench.model
-    every = [HeadId(site.layer, head) for site in head_sites(model, kind) for head in range(site.n_heads)]
-    most = min(len(ranking), len(every))
-    for count in counts:
-        if not 0 < count <= most:
-            raise ValueError(
-                f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every)}; ask for 1 to {most}, "
-                "of a ranking of this model (hybrid-distill score)."
-            )
-    mean = f" (mean of {n_draws})" if n_draws > 1 else ""
-    variants = [Variant("nothing", nullcontext())]
-    variants += [Variant(f"first {n}", ablate_heads(model, ranking[:n], kind=kind), "first", n) for n in counts]
-    for n in counts:
-        for seed in range(n_draws):
-            drawn = random.Random(f"remove-heads {n} {seed}").sample(every, n)
-            variants.append(Variant(f"random {n}{mean}", ablate_heads(model, drawn, kind=kind), "random", n))
-    return bench.table(f"without some of its {len(every)} heads", "heads removed", variants)
+        @contextmanager
+        def without(heads: Sequence[HeadId]) -> Iterator[None]:
+            with without_layers(model, above), ablate_heads(model, heads, kind=self.kind):
+                yield
 
-
-def prune_from_the_end(bench: Bench) -> Table:
-    """Make a row for each number of layers left, from all to one."""
-    model, n_layers, variants = bench.model, len(decoder_blocks(bench.model)), []
-    for left in range(n_layers, 0, -1):
-        label = "all" if left == n_layers else "0" if left == 1 else f"0 to {left - 1}"
-        variants.append(Variant(label, without_layers(model, range(left, n_layers)), "layers from the end", left))
-    return bench.table("layers dropped from the end", "layers left", variants)
-
-
-def prune_each_layer(bench: Bench, *, last_layer: int | None = None) -> Table:
-    """Make a row for each layer that is left out, all others being there; those above ``last_layer`` never are."""
-    model, above = bench.model, layers_above(bench.model, last_layer)
-    variants = [Variant("none", without_layers(model, above))]
-    for layer in range(len(decoder_blocks(model)) - len(above)):
-        variants.append(Variant(str(layer), without_layers(model, [layer, *above]), "one layer", layer))
-    title = "one layer left out" + (f", of layers 0 to {last_layer}" if above else "")
-    return bench.table(title, "layer left out", variants)
-
-
-def keep_heads(
-    bench: Bench,
-    kept_by_label: Mapping[str, Mapping[int, Sequence[int]]],
-    *,
-    last_layer: int | None = None,
-    kind: HeadKind | None = None,
-) -> Table:
-    """Make a row for the whole model, then one for each choice of kept heads by layer; other layers keep all.
-
-    With a ``last_layer`` the layers above it are left out, in a second row without any head removed and in those of
-    the variants. Raises ValueError for a layer or head that does not exist.
-    """
-    model, above = bench.model, layers_above(bench.model, last_layer)
-    sites = head_sites(model, kind)
-    n_heads = {site.layer: site.n_heads for site in sites}
-    removed: dict[str, list[HeadId]] = {f"all of layers 0 to {last_layer}": []} if above else {}
-    for label, kept in kept_by_label.items():
-        for layer, heads in kept.items():
-            for head in heads or (0,):
-                check_exists(model, sites, HeadId(layer, head))
-        removed[label] = [HeadId(i, h) for i, heads in kept.items() for h in range(n_heads[i]) if h not in heads]
-
-    @contextmanager
-    def without(heads: Sequence[HeadId]) -> Iterator[None]:
-        with without_layers(model, above), ablate_heads(model, heads, kind=kind):
-            yield
-
-    variants = [Variant("all", nullcontext()), *(Variant(label, without(heads)) for label, heads in removed.items())]
-    return bench.table("heads kept (layer:heads; other layers keep all)", "kept", variants)
+        variants = [Variant("all", nullcontext()), *(Variant(name, without(heads)) for name, heads in removed.items())]
+        return bench.table("heads kept (layer:heads; other layers keep all)", "kept", variants)
 
 
 def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
@@ -302,12 +285,3 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 def _hand_on(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
     hidden_BLD = args[0] if args else kwargs["hidden_states"]
     return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD
-
-
-def in_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """Put the prompt into the user's turn of the chat template; the answer begins the assistant's."""
-    turn = [{"role": "user", "content": example.prompt}]
-    text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    begin = str(tokenizer.bos_token) if tokenize(tokenizer, [""])[0] else ""  # it is set once more with the tokens
-    choices = tuple(choice.strip() for choice in example.choices)
-    return Example(text.removeprefix(begin), example.answer.strip(), choices)

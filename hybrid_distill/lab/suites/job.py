@@ -75,17 +75,13 @@ class SuiteJob:
         return numbers(name.replace("_", "-"), getattr(self, name), least=1)
 
 
-Group = Literal["knowledge", "retrieval", "text"]
-Reading = Literal["likelihood", "generation"]
-
-
 @dataclass(frozen=True)
 class SuiteTask:
     """A task of a suite: a task of lm-eval, a group of them, or a probe of this package."""
 
     name: str
-    group: Group
-    reading: Reading
+    group: Literal["knowledge", "retrieval", "text"]
+    reading: Literal["likelihood", "generation"]
     metric: str
     """lm-eval's key of the figure that counts: a metric and a filter."""
     folder: str = ""
@@ -97,7 +93,7 @@ class SuiteTask:
     """RULER's tasks that it consists of."""
 
 
-def _probe(name: str, group: Group) -> list[SuiteTask]:
+def _probe(name: str, group: Literal["knowledge", "retrieval"]) -> list[SuiteTask]:
     return [
         SuiteTask(name, group, "likelihood", "acc,none", probe=name),
         SuiteTask(f"{name}_generate", group, "generation", "acc,none", probe=name),
@@ -150,7 +146,6 @@ def tasks_of(names: str) -> list[SuiteTask]:
     known = [*SUITES, *TASKS]
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}."
-            raise ValueError(f"there is no suite and no task {name!r}; {advice}")
+            near = difflib.get_close_matches(name, known, cutoff=0.5) or known
+            raise ValueError(f"there is no suite and no task {name!r}; pass {', '.join(near[:-1])} or {near[-1]}.")
     return [TASKS[name] for name in dict.fromkeys(task for name in wanted for task in SUITES.get(name, [name]))]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -32,18 +32,10 @@ DEFAULT_CONTEXT = 2048
 log = logging.getLogger(__name__)
 
 
-class SuiteReport(NamedTuple):
-    """The tables, the file that holds them, and the parts of tasks that have no figure."""
+def evaluate_suite(job: SuiteJob) -> tuple[str, Path, list[str]]:
+    """Evaluate the model, or finish an evaluation that was stopped; return (tables, their file, parts without figure).
 
-    tables: str
-    path: Path
-    failed: tuple[str, ...]
-
-
-def evaluate_suite(job: SuiteJob) -> SuiteReport:
-    """Evaluate the model, or finish an evaluation that was stopped.
-
-    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are in the report.
+    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are among those without.
     """
     if job.model is None:
         raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
@@ -55,7 +47,7 @@ def evaluate_suite(job: SuiteJob) -> SuiteReport:
         if teacher is not None:
             result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
         on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
-    return SuiteReport(text, job.folder / TABLE, tuple(result.failed))
+    return text, job.folder / TABLE, list(result.failed)
 
 
 def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
@@ -78,15 +70,13 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
 def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
     options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
-    model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
-    return run_suite(model, tokenizer, job, out)
+    return run_suite(*load_on_own_device(name, dtype=job.dtype, **options), job, out)
 
 
 def _teacher(job: SuiteJob, given: str) -> SuiteResult:
     """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
-    path = Path(given)
-    if path.is_file() or (path / FILE).is_file():
-        return SuiteResult.load(path)
+    if Path(given).is_file() or (Path(given) / FILE).is_file():
+        return SuiteResult.load(Path(given))
     return _measure(job, given, "--teacher", job.folder / "teacher")
 
 
@@ -142,14 +132,8 @@ def _settings(job: SuiteJob, max_length: int) -> Record:
 def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
     """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     found = SuiteResult.load(path)
-    differences = [
-        f"{name} {found.settings.get(name)} there, {value} here"
-        for name, value in fresh.settings.items()
-        if found.settings.get(name) != value
-    ]
-    if found.model["fingerprint"] != fresh.model["fingerprint"]:
-        differences = [f"model {found.model['model']} there, {fresh.model['model']} here, with other weights"]
-    if differences:
+    here, there = ({"model": result.model["fingerprint"], **result.settings} for result in (fresh, found))
+    if differences := [f"{k} {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k]]:
         raise ValueError(
             f"{path} was measured otherwise ({'; '.join(differences)}); pass another folder with --out, or measure "
             "anew with --again."
@@ -227,16 +211,15 @@ def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
     """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
     with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
         task.build_all_requests(limit=limit)
-    lengths = []
-    for request in task.instances:
+
+    def length(request: Untyped) -> int:
         if request.request_type == "generate_until":
             prompt, options = request.args
-            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
-        elif request.request_type == "loglikelihood":  # its last token is predicted and not read
-            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
-        else:
-            lengths.append(0)
-    return lengths
+            return len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks)
+        is_whole = request.request_type == "loglikelihood"  # its last token is predicted and not read
+        return len(lm.tok_encode("".join(request.args))) - 1 if is_whole else 0
+
+    return [length(request) for request in task.instances]
 
 
 def _stderr(task: Untyped, metric_and_filter: str, samples: Sequence[Record]) -> float | None:
@@ -253,11 +236,8 @@ def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
     """Combine the parts of a task, weighted as lm-eval weights them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, pooled_sample_stderr
 
-    sizes, errors = [part["n_examples"] for part in parts], [part["stderr"] for part in parts]
-    stderr = errors[0]
-    if len(parts) > 1:
-        stderr = None if None in errors else float(pooled_sample_stderr(errors, sizes))
-    hashes = [part["prompts_sha256"] for part in parts]
+    sizes, errors, hashes = zip(*((part["n_examples"], part["stderr"], part["prompts_sha256"]) for part in parts))
+    pooled = None if None in errors or len(parts) == 1 else float(pooled_sample_stderr(list(errors), list(sizes)))
     return TaskScore(
         group=task.group,
         reading=task.reading,
@@ -265,7 +245,7 @@ def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
         higher_is_better="perplexity" not in task.metric,
         # RULER counts its tasks alike; mmlu and bbh count questions.
         value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=not task.ruler),
-        stderr=stderr,
+        stderr=errors[0] if len(parts) == 1 else pooled,
         n_examples=sum(sizes),
         n_shots=parts[0]["n_shots"],
         n_cut=sum(part["n_cut"] for part in parts),

@@ -18,7 +18,7 @@ from ...io import Record, write_text
 from ...probes import Example
 from ...probes.answering import begins_with
 from ...probes.checks import check_answerable
-from ...probes.knowledge import Knowledge
+from ...probes.knowledge import Knowledge, read_questions
 from ...probes.registry import make_probe
 from ...probes.ruler import load_generators, ruler_questions, tokens_to_generate
 from .job import SuiteJob, SuiteTask, tasks_of
@@ -60,24 +60,12 @@ def parts_of(task: SuiteTask, job: SuiteJob) -> list[Part]:
     if task.ruler:
         asked = [(name, length) for name in task.ruler for length in job.numbers("ruler_lengths")]
         return [Part(task, f"{n}_{length}", f"ruler/{n}_{length}", (TEST,), 0, (n, length)) for n, length in asked]
-    return [_part(task, name, job.fewshot) for name in _leaves(task.folder, task.name)]
-
-
-def _config(folder: str, name: str) -> Record:
-    return task_manager(folder).task_index[name].cfg or {}
-
-
-def _leaves(folder: str, name: str) -> Iterable[str]:
-    """Names of the tasks that a task, group or tag of lm-eval stands for."""
-    entry, config = task_manager(folder).task_index[name], _config(folder, name)
-    if entry.yaml_path and "group" not in config:
-        return [name]
-    members = config["task"] if "group" in config else sorted(entry.tags)
-    return [leaf for member in members for leaf in _leaves(folder, member)]
+    found = task_manager(task.folder).all_subtasks  # of a group all in the folder belong to it
+    return [_part(task, name, job.fewshot) for name in ([task.name] if task.name in found else found)]
 
 
 def _part(task: SuiteTask, name: str, fewshot: int | None) -> Part:
-    config = _config(task.folder, name)
+    config = task_manager(task.folder).task_index[name].cfg or {}
     folder = name if name == task.name else f"{task.name}/{config.get('dataset_name') or name}"
     if "class" in config:
         return Part(task, name, folder, ("validation",), 0)  # swde
@@ -102,12 +90,11 @@ def check_job(job: SuiteJob) -> None:
         load_generators()
     files = [(part, split) for part in parts for split in part.splits if part.task.folder and job.data_dir]
     if absent := [f"{part.folder}/{split}.jsonl" for part, split in files if not find_split(job.data_dir, part, split)]:
-        more = f" and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+        more = " ..." if len(absent) > NAMED else ""
         shots = "" if job.fewshot is None else f" --fewshot {job.fewshot}"
         raise ValueError(
-            f"--data-dir {job.data_dir} lacks {', '.join(absent[:NAMED])}{more}; with a network, "
-            f"`hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}` writes them "
-            "(docs/evaluation.md lists their fields), or pass with --suite the tasks whose files are there."
+            f"--data-dir {job.data_dir} lacks {', '.join(absent[:NAMED])}{more}; write them, with a network, by "
+            f"`hybrid-distill write-task-files {job.data_dir} --suite {job.suite}{shots}`, or leave out their tasks."
         )
 
 
@@ -118,17 +105,12 @@ def find_split(data_dir: Path | None, part: Part, split: str) -> Path | None:
 
 
 def read_rows(path: Path, fields: str) -> list[Record]:
-    """Read a file of questions. Raises ValueError for a file that is unreadable, empty or lacks a field."""
-    expected = f"Expected one JSON object per line, a question each, with {', '.join(fields.split())}."
-    try:  # not splitlines: it also cuts at separators inside JSON strings
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). {expected}") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} holds no questions. {expected}")
-    if lacking := [field for field in fields.split() if field not in rows[0]]:
-        raise ValueError(f"{path} has no {', '.join(lacking)}. {expected}")
-    return rows
+    """Read a file of questions. Raises ValueError for a line that lacks a field, and for an unreadable file."""
+
+    def read(row: Record) -> Record:
+        return {**row, **{name: row[name] for name in fields.split()}}
+
+    return read_questions(path, read, f"one JSON object a line, with {', '.join(fields.split())}")
 
 
 def questions_of(
@@ -171,15 +153,17 @@ def load_part(part: Part, job: SuiteJob, tokenizer: PreTrainedTokenizerBase) -> 
         asked = [Example(row["prompt"], row["answer"], tuple(row["choices"])) for row in rows[TEST] if "choices" in row]
         check_answerable(asked, tokenizer, sys.maxsize)
         return ConfigurableTask(config=_own_config(part, rows)), source
-    manager, spec = task_manager(part.task.folder), {"task": part.name, **_local(part, rows)}
-    return manager.load([{"group": "local", "task": [spec]}])["tasks"][part.name], source
+    own = {"task": part.name} | _local(part, _dataset(rows)) if rows else part.name
+    return task_manager(part.task.folder).load([{"group": "local", "task": [own]}])["tasks"][part.name], source
 
 
-def _local(part: Part, rows: dict[str, list[Record]]) -> Record:
+def _dataset(rows: dict[str, list[Record]]) -> DatasetDict:
+    return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
+
+
+def _local(part: Part, dataset: DatasetDict) -> Record:
     """Return the settings that give one of lm-eval's tasks these rows instead of the hub's."""
-    if not rows:
-        return {}
-    dataset, config = _dataset(rows), _config(part.task.folder, part.name)
+    config = task_manager(part.task.folder).task_index[part.name].cfg or {}
     if "class" in config:
         from lm_eval.tasks.swde.task import SWDE
 
@@ -189,12 +173,8 @@ def _local(part: Part, rows: dict[str, list[Record]]) -> Record:
 
         return {"class": LocalSWDE}
     splits = ("training_split", "validation_split", "fewshot_split")
-    absent = {key: None for key in splits if config.get(key) and config[key] not in rows}
+    absent = {key: None for key in splits if config.get(key) and config[key] not in dataset}
     return {"custom_dataset": lambda **_: dataset, **absent}
-
-
-def _dataset(rows: dict[str, list[Record]]) -> DatasetDict:
-    return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
 
 def _own_config(part: Part, rows: dict[str, list[Record]]) -> Record:
