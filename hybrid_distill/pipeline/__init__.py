@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import Batch, open_rows
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import GateReport, export_checkpoint, origin
 from ..io import Record, replacing, write_json
@@ -313,7 +313,7 @@ class Run(RunInputs):
         nn.Module.to(self.teacher, student.device)  # it may have been loaded again after the stages
         self.evaluate_teacher(again=again)
         path = self.out / "evaluation.json"
-        is_new = again or not path.exists()
+        is_new = again or not compute_everywhere(path.exists)[0]  # of the main process, which may be ahead
         result = self._evaluated(student, path, again)
         if is_new and self.config.trackers:
             steps = sum(stage.steps for stage in self.config.stage_configs)
