@@ -13,6 +13,7 @@ import math
 import random as _random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -148,7 +149,7 @@ class HeadPlan:
         if k > len(ranking):
             raise ValueError(f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k.")
         if tie := scores.tie_warning(k, by):
-            log.warning(tie)
+            _warn_once(tie)
         return cls.from_pairs(scores, ranking[:k])
 
     @classmethod
@@ -314,6 +315,12 @@ def cache_bytes(
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
     )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning the first time: a run makes its plan twice, to check it and to follow it."""
+    log.warning(text)
 
 
 _cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that name

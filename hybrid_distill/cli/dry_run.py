@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import pandas as pd
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from ..pipeline import Run
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
 from ..pipeline.timing import training_time
-from ..plan import HeadId, HeadPlan, cache_bytes
+from ..plan import HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig
@@ -84,15 +84,12 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
         layers = {layer: ", ".join(map(str, known.kept_in(layer))) for layer in range(known.n_layers)}
         lines = [f"  layer {layer}: {heads}" for layer, heads in layers.items() if heads]
         return known, "\n".join([f"Plan ({path if path.exists() else origin}):", *lines])
-    everything = HeadPlan.all(teacher)
-    k = max(0, min(options.k, everything.k))
-    spread = [everything.kept[i * everything.k // k] for i in range(k)]
-    plan = HeadPlan.from_pairs(teacher, [HeadId(*head) for head in spread])
+    heads = HeadPlan.all(teacher).kept
+    plan = HeadPlan.from_pairs(teacher, [heads[i * len(heads) // options.k] for i in range(options.k)])
     return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
 
 
-@dataclass(frozen=True)
-class _PlannedStage:
+class _PlannedStage(NamedTuple):
     """Plans of a stage by strategy, as its config has it and with gradient checkpointing the other way round."""
 
     config: StageConfig
@@ -103,8 +100,7 @@ class _PlannedStage:
     def best(self, strategy: str, budget: float) -> MemoryPlan | None:
         """Return the plan to recommend if one fits; gradient checkpointing that was asked for stays."""
         choices = [self.own] if self.config.gradient_checkpointing else [self.own, self.others]
-        found = (plans[strategy] for plans in choices if strategy in plans)
-        return next((plan for plan in found if plan.total <= budget), None)
+        return next((p[strategy] for p in choices if strategy in p and p[strategy].total <= budget), None)
 
 
 def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
@@ -114,23 +110,23 @@ def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Plann
     shape = StageShape(stage, student, model if other == config.teacher else shape_of_teacher(other))
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
-    length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
     strategies = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
-    strategies = [name for name in strategies if shape.shardable or name not in ("zero3", "fsdp2")]
+    length = max(seq_len, getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0))
     plan_for = partial(
         memory_plan, shape, world=config.gpus, micro_batch=micro_batch, seq_len=length,
         micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
     )  # fmt: skip
     own, others = (
-        {strategy: plan_for(strategy=strategy, gradient_checkpointing=checkpoints) for strategy in strategies}
+        {name: plan_for(strategy=name, gradient_checkpointing=checkpoints) for name in strategies
+         if shape.shardable or name not in ("zero3", "fsdp2")}
         for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
-    )
+    )  # fmt: skip
     segments = getattr(stage, "segment_len", None)
-    heading = f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens, {stage.precision}"
-    heading += f", segments of {segments:,}" if segments else ""
-    heading += ", gradient checkpointing" if stage.gradient_checkpointing else ""
-    heading += f"; {stage.steps:,} steps, {stage.steps * stage.batch_size * seq_len:,} tokens in all"
-    return _PlannedStage(stage, heading, own, others)
+    words = [f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens", stage.precision]
+    words += [f"segments of {segments:,}"] if segments else []
+    words += ["gradient checkpointing"] if stage.gradient_checkpointing else []
+    extent = f"{stage.steps:,} steps, {stage.steps * stage.batch_size * seq_len:,} tokens in all"
+    return _PlannedStage(stage, f"{', '.join(words)}; {extent}", own, others)
 
 
 def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:
@@ -170,12 +166,13 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
         f"{name} {' / '.join(f'{cache(kept, length=length).total / MB:.2f}' for length in LENGTHS)}"
         for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items()
     )
-    lengths = " / ".join(map(str, LENGTHS))
+    process = "the process" if config.gpus == 1 else f"each of {config.gpus} processes"
     lines = [
         f"Parameters: teacher {teacher.num_parameters():,}; student {student.num_parameters():,}, of them {n_mixers:,} "
         "in recurrent heads",
-        f"Cache of one sequence at {lengths} tokens, MB in bf16 (states fp32): {', '.join(caches)}",
-        f"Memory of each of {config.gpus} processes while training (1 GB = 1e9 bytes):",
+        f"Cache of one sequence at {' / '.join(map(str, LENGTHS))} tokens, MB in bf16 (states fp32): "
+        f"{', '.join(caches)}",
+        f"Memory of {process} while training (1 GB = 1e9 bytes):",
         *map(_table, stages),
     ]
     shows_communication = any(plan.communication for stage in stages for plan in stage.own.values())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
-from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits
 from ..student.build import unshare_weights

@@ -3,55 +3,50 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 
 import pytest
 import torch
 from test_scoring import some_scores
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.memory.table import MemoryJob, model_shape, table_rows
+from hybrid_distill.lab.memory.table import MemoryJob, cache_sizes
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
 
-def rows(**options) -> dict[tuple[str, int], list[int]]:
-    job = MemoryJob(**options)
-    shape, head_dim, windows = model_shape(job.model)
-    return {
-        (row.name, row.d_state): [size.total for size in row.sizes]
-        for row in table_rows(job, shape, head_dim, windows, [10])
-    }
+def sizes(**options) -> dict[tuple[str, int], int]:
+    found = cache_sizes(MemoryJob(lengths="10", **options)).itertuples()
+    return {(row.kept, row.d_state): row.kv_bytes + row.ssm_bytes for row in found}
 
 
 def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
-    found = rows(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
+    found = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
     state = 12 * 16 * 3 * 4
-    assert found["4 heads, apart", 3] == [4 * 2 * 16 * 10 * 4 + state]
-    assert found["4 heads, groups together", 3] == [1 * 2 * 16 * 10 * 4 + state]
-    assert found["all heads", 0] == [4 * 2 * 16 * 10 * 4]
-    half = rows(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
-    assert [4 * size for sizes in half.values() for size in sizes] == [s for sizes in found.values() for s in sizes]
+    assert found["4 heads, apart", 3] == 4 * 2 * 16 * 10 * 4 + state
+    assert found["4 heads, groups together", 3] == 1 * 2 * 16 * 10 * 4 + state
+    assert found["all heads", 0] == 4 * 2 * 16 * 10 * 4
+    half = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
+    assert [4 * size for size in half.values()] == [*found.values()]
 
 
 def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
     """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
     family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
     state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
-    found = rows(model=str(tmp_path), heads="4,24", d_state="3")
+    found = sizes(model=str(tmp_path), heads="4,24", d_state="3")
     assert found == {
-        ("4 heads, apart", 3): [4 * kv * 10 + state],
-        ("4 heads, groups together", 3): [2 * kv * 5 + state],
-        ("all heads", 0): [4 * kv * (10 + 5 + 5)],
+        ("4 heads, apart", 3): 4 * kv * 10 + state,
+        ("4 heads, groups together", 3): 2 * kv * 5 + state,
+        ("all heads", 0): 4 * kv * (10 + 5 + 5),
     }
 
 
 def test_scores_say_which_heads_share(tmp_path) -> None:
     drops = [[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0]]
     some_scores(drops, drops).save(tmp_path / "scores.json")
-    found = rows(model="2x4x2x8", heads="2,3", d_state="1", scores=tmp_path / "scores.json")
-    assert found["first 2", 1] == [1 * 2 * 8 * 10 * 2 + 6 * 8 * 4], "both in one group"
-    assert found["first 3", 1] == [2 * 2 * 8 * 10 * 2 + 5 * 8 * 4]
+    found = sizes(model="2x4x2x8", heads="2,3", d_state="1", scores=tmp_path / "scores.json")
+    assert found["first 2", 1] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4, "both in one group"
+    assert found["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
 
 
 @torch.no_grad()
@@ -65,10 +60,9 @@ def test_a_real_cache_holds_what_the_table_says(family_model, dtype: str) -> Non
     student.to(getattr(torch, dtype)).eval()
     cache = student.new_cache()
     student(torch.randint(3, 100, (1, 10)), past_key_values=cache, use_cache=True)
-    held = cache.nbytes()
-    job = MemoryJob(shape, heads="2", d_state="4", dtype=dtype)
-    table = {row.name: row.sizes[0] for row in table_rows(job, *model_shape(shape), [10])}
-    assert dataclasses.asdict(table["2 heads, groups together"]) == held
+    table = cache_sizes(MemoryJob(shape, heads="2", d_state="4", dtype=dtype, lengths="10")).set_index("kept")
+    found = table.loc["2 heads, groups together"]
+    assert {name: found[f"{name}_bytes"] for name in ("kv", "ssm", "conv")} == cache.nbytes()
 
 
 def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:

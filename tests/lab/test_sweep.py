@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from test_pipeline import weights
 from training import small_run
 
 from hybrid_distill.cli.app import main
+from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import RunConfig, from_json
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config
 from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
@@ -87,11 +88,10 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
-def test_fields_of_the_recipe_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["sweep", "--recipe", str(RECIPES / "hybrid_tiny.py"), "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as exit_:
-        main([*argv, "--set", "distill.stesp=1"])
-    assert exit_.value.code == 2 and "--distill.steps" in capsys.readouterr().err
+def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        base_config(SweepJob(set=("distill.stesp=1",)), recipe())
+    assert "--distill.steps" in capsys.readouterr().err
     job = SweepJob(set=("export=False", "align.recompute=true", "evaluation.n-pairs=4,8", "distill.steps=3"))
     base = base_config(job, recipe())
     assert (base.export, base.evaluation.n_pairs, base.distill.steps) == (False, (4, 8), 3)
@@ -110,7 +110,7 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
     (tmp_path / "shared" / "s0" / "scores.json").write_text("{}")
     grown = opened(base, grid("0,2,4,all", "4,8", "top,random", 2))
     assert Sweep(tmp_path).cells == grown.cells
-    with pytest.raises(ValueError, match="another sweep, with all-s1, none-n4-s1"):
+    with pytest.raises(ValueError, match="another sweep: with all-s1, none-n4-s1"):
         opened(base, grid("0,2,4,all", "4", "top,random", 1))
     with pytest.raises(ValueError, match=r"distill.steps \(2 there, 3 here\)"):
         opened(replace(base, distill=replace(base.distill, steps=3)), grid("0,2,4,all", "4,8", "top,random", 2))
@@ -134,25 +134,23 @@ class Scripted:
 
     slots: int
     ends: dict[str, str | None]
-
-    def __post_init__(self) -> None:
-        self.jobs: list[ScriptedJob] = []
-        self.at_once = 0
+    jobs: list[ScriptedJob] = field(default_factory=list)
+    at_once: int = 0
 
     @property
     def begun(self) -> list[str]:
         return [job.task.name for job in self.jobs]
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> ScriptedJob:
-        assert 0 <= slot < self.slots and slot not in [job.slot for job in self.jobs if job.looks > 0]
-        self.jobs.append(ScriptedJob(sweep, task, slot, self.ends.get(task.name, "")))
-        self.at_once = max(self.at_once, sum(job.looks > 0 for job in self.jobs))
+        busy = [job.slot for job in self.jobs if job.looks > 0]
+        assert 0 <= slot < self.slots and slot not in busy
+        self.jobs.append(ScriptedJob(task, slot, self.ends.get(task.name, "")))
+        self.at_once = max(self.at_once, len(busy) + 1)
         return self.jobs[-1]
 
 
 @dataclass
 class ScriptedJob:
-    sweep: Sweep
     task: Task
     slot: int
     error: str | None
@@ -326,44 +324,48 @@ def config():
 """
 
 
-def start(recipe_file: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
-    recipe_file.write_text(LONGER)
-    grid_flags = ["--heads", "0,2", "--d-state", "4", "--seeds", "1", "--selection", "random"]
-    command = [sys.executable, "-m", "hybrid_distill", "sweep", "--recipe", str(recipe_file), "--out", str(out)]
+GRID: dict[str, Any] = {"heads": "0,2", "d_state": "4", "seeds": 1, "selection": "random"}
+
+
+def begun(recipe_file: Path, out: Path) -> subprocess.Popen[bytes]:
+    """A sweep in a process of its own, once its first student has saved a checkpoint."""
+    flags = [word for name, value in GRID.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "hybrid_distill", "sweep", "--recipe", str(recipe_file), "--out", str(out), *flags]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*command, *grid_flags, *flags], env=environment, **quiet)
-
-
-def wait_for(out: Path, pattern: str, process: subprocess.Popen[bytes]) -> None:
-    while not list(out.glob(pattern)) and process.poll() is None:
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    while not [*out.glob("cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json")] and process.poll() is None:
         time.sleep(0.05)
+    return process
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose stages save checkpoints."""
+    path = tmp_path_factory.mktemp("recipe") / "longer.py"
+    path.write_text(LONGER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(longer: Path) -> Path:
     """A sweep by two jobs at a time that nothing stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert start(folder / "longer.py", folder / "out", "--jobs", "2").wait() == 0
-    return folder / "out"
+    return sweep(SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID), load_recipe(longer)).out
 
 
 @pytest.mark.launched
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_that_was_stopped_ends_with_the_same_table(how: signal.Signals, whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "stopped"
-    process = start(tmp_path / "longer.py", out)
-    wait_for(out, "cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json", process)
+def test_a_sweep_that_was_stopped_ends_with_the_same_table(
+    how: signal.Signals, longer: Path, whole: Path, tmp_path: Path
+) -> None:
+    process = begun(longer, tmp_path)
     process.send_signal(how)
     assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
-    assert not (out / "cells/none-n4-s0/evaluation.json").exists(), "it was over before it was stopped"
-    assert "none-n4-s0" in status(out).partition("stopped:")[2]
-    assert start(tmp_path / "longer.py", out).wait() == 0
+    assert not (tmp_path / "cells/none-n4-s0/evaluation.json").exists(), "it was over before it was stopped"
+    assert "none-n4-s0" in status(tmp_path).partition("stopped:")[2]
+    sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
 
-    assert weights(out / "cells") == weights(whole / "cells") != {}
-    spent = ("train_seconds",)
-    ours, theirs = ({k: {**row, **dict.fromkeys(spent)} for k, row in rows(o).items()} for o in (out, whole))
+    assert weights(tmp_path / "cells") == weights(whole / "cells") != {}
+    ours, theirs = ({k: {**row, "train_seconds": ""} for k, row in rows(out).items()} for out in (tmp_path, whole))
     assert ours == theirs
 
 

@@ -9,17 +9,18 @@ says where; without one, both ends are shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import pandas as pd
 
 from ...io import write_text
-from ...limits import numbers
+from ...limits import Count, check_options, numbers
 from ...model import layer_windows
-from ...plan import CacheBytes, HeadId, HeadPlan, cache_bytes
+from ...plan import HeadId, HeadPlan, cache_bytes
 from ...scoring import HeadScores
 from ...teacher import head_dim_of, load_config
 from ..reporting import text_table
@@ -45,48 +46,35 @@ class MemoryJob:
     """Number format of keys, values and convolution states; int8 is counted without its scales."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Number format of recurrent states: this package's caches hold float32, published tables count bfloat16."""
-    batch: int = 1
+    batch: Count = 1
     """Sequences at the same time."""
-    conv_width: int = 4
+    conv_width: Count = 4
     scores: Path | None = None
     """A scores.json: its first heads are kept, so that it is known which of them share keys and values."""
     csv: Path | None = None
     """Write the table there too, in bytes."""
 
 
-class Row(NamedTuple):
-    """One configuration: its name, stored KV heads, state size, and bytes at each length."""
-
-    name: str
-    n_kv_heads: int
-    d_state: int
-    sizes: tuple[CacheBytes, ...]
-
-
 def memory_table(job: MemoryJob) -> str:
     """Return the table as text; write ``csv``. Raises ValueError for numbers that cannot be."""
-    lengths = numbers("lengths", job.lengths, least=1)
+    check_options(job, "--")
     shape, head_dim, windows = model_shape(job.model)
-    rows = list(table_rows(job, shape, head_dim, windows, lengths))
+    rows = cache_sizes(job)
     if job.csv is not None:
-        records = [
-            {"kept": row.name, "kv_heads": row.n_kv_heads, "d_state": row.d_state, "length": length,
-             "kv_bytes": size.kv, "ssm_bytes": size.ssm, "conv_bytes": size.conv}
-            for row in rows for length, size in zip(lengths, row.sizes)
-        ]  # fmt: skip
-        write_text(job.csv, pd.DataFrame(records).to_csv(index=False, lineterminator="\n"))
+        write_text(job.csv, rows.to_csv(index=False, lineterminator="\n"))
     title = f"{job.model}: {shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads, {head_dim} wide"
     if limited := [window for window in windows if window is not None]:
         title += f", {len(limited)} layers see {max(limited):,} tokens"
     unit = f"MB (1e6 bytes) in {job.dtype}, states in {job.state_dtype}, batch {job.batch}"
-    frame = pd.DataFrame(
-        {"kept": row.name, "KV heads": row.n_kv_heads, "state": row.d_state or "-"}
-        | {f"L={length}": f"{size.total / MB:,.2f}" for length, size in zip(lengths, row.sizes)}
-        | {"conv state": f"{row.sizes[0].conv / MB:,.2f}"}
-        for row in rows
-    )
+    of_case = rows.assign(total=rows.kv_bytes + rows.ssm_bytes).groupby(["kept", "kv_heads", "d_state"], sort=False)
+    table = [
+        {"kept": name, "KV heads": n_kv_heads, "state": d_state or "-"}
+        | {f"L={length}": f"{size / MB:,.2f}" for length, size in zip(case.length, case.total)}
+        | {"conv state": f"{case.conv_bytes.iloc[0] / MB:,.2f}"}
+        for (name, n_kv_heads, d_state), case in of_case
+    ]
     note = "The convolution state does not grow and is not in the other columns."
-    return f"{title}; {unit}\n{text_table(frame)}\n{note}"
+    return f"{title}; {unit}\n{text_table(pd.DataFrame(table))}\n{note}"
 
 
 def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
@@ -102,41 +90,40 @@ def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
     return HeadPlan.none(config), head_dim_of(config), layer_windows(config)
 
 
-def table_rows(
-    job: MemoryJob, shape: HeadPlan, head_dim: int, windows: Sequence[int | None], lengths: Sequence[int]
-) -> Iterator[Row]:
-    """Yield a row for each placement and state size; where all heads are kept there is no state."""
-    total = shape.n_layers * shape.n_heads
+def cache_sizes(job: MemoryJob) -> pd.DataFrame:
+    """Return a row for each placement of heads, state size (0 where all heads are kept) and length."""
+    shape, head_dim, windows = model_shape(job.model)
+    n_bytes = partial(
+        cache_bytes, head_dim=head_dim, windows=windows, batch=job.batch, conv_width=job.conv_width,
+        bytes_per_element=BYTES[job.dtype], state_bytes=BYTES[job.state_dtype],
+    )  # fmt: skip
     ranking = None if job.scores is None else HeadScores.load(job.scores).ranking()
-    d_states = numbers("d-state", job.d_state, least=1)
+    d_states, lengths = numbers("d-state", job.d_state, least=1), numbers("lengths", job.lengths, least=1)
+    total, rows = shape.n_layers * shape.n_heads, []
     for k in numbers("heads", job.heads, least=0, named={"all": total}):
         HeadPlan.check_k(shape, k)
-        plans = _placements(shape, k, windows)
-        if ranking is not None:
-            plans = {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
-        for name, plan in plans.items():
-            for d_state in d_states[:1] if k == total else d_states:
-                sizes = tuple(
-                    cache_bytes(
-                        plan, length=length, head_dim=head_dim, d_state=d_state, windows=windows, batch=job.batch,
-                        bytes_per_element=BYTES[job.dtype], state_bytes=BYTES[job.state_dtype],
-                        conv_width=job.conv_width,
-                    )
-                    for length in lengths
-                )  # fmt: skip
-                yield Row(name, plan.n_stored_kv_heads, 0 if k == total else d_state, sizes)
+        for name, plan in _placements(shape, k, windows, ranking).items():
+            for d_state in d_states if k < total else [0]:
+                for length in lengths:
+                    size = n_bytes(plan, length=length, d_state=d_state)
+                    rows.append((name, plan.n_stored_kv_heads, d_state, length, size.kv, size.ssm, size.conv))
+    columns = ["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def _placements(shape: HeadPlan, k: int, windows: Sequence[int | None]) -> dict[str, HeadPlan]:
-    """Return the plans of ``k`` heads that need most and least keys and values."""
+def _placements(
+    shape: HeadPlan, k: int, windows: Sequence[int | None], ranking: Sequence[HeadId] | None
+) -> dict[str, HeadPlan]:
+    """Return the first ``k`` heads of a ranking; without one, the ``k`` that need most and least keys and values."""
+    if ranking is not None:
+        return {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
     reach = [math.inf if window is None else window for window in windows]
     heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
     group_size = shape.n_heads // shape.n_kv_heads
-    together = sorted(heads, key=lambda h: reach[h.layer])
-    apart = sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))
-    plans = {name: HeadPlan.from_pairs(shape, order[:k]) for name, order in (("apart", apart), ("together", together))}
+    together = HeadPlan.from_pairs(shape, sorted(heads, key=lambda h: reach[h.layer])[:k])
     if k == len(heads):
-        return {"all heads": plans["together"]}
+        return {"all heads": together}
     if k == 0 or (group_size == 1 and len(set(reach)) == 1):
-        return {f"{k} heads": plans["together"]}
-    return {f"{k} heads, apart": plans["apart"], f"{k} heads, groups together": plans["together"]}
+        return {f"{k} heads": together}
+    apart = sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))
+    return {f"{k} heads, apart": HeadPlan.from_pairs(shape, apart[:k]), f"{k} heads, groups together": together}

@@ -6,14 +6,19 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jinja2
 import pandas as pd
 from markupsafe import Markup, escape
 
+from ...io import write_text
+
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
+DEFAULT_PAIRS = 16
+NO_FIGURES = "the figures: matplotlib is not installed (`pip install matplotlib`)"
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,9 @@ def value_table(
 def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.DataFrame) -> pd.DataFrame:
     """Return a row a model: its ``names`` and its figures relative to the teacher's, as changes."""
     table = names.copy()
-    for column in columns:
-        if column.name in ratios:
-            group = f"{column.group}, change" if column.group else ""
-            table[group, column.header.rsplit(",", 1)[0]] = [percent_change(ratio) for ratio in ratios[column.name]]
+    for column in (column for column in columns if column.name in ratios):
+        group = f"{column.group}, change" if column.group else ""
+        table[group, column.header.rsplit(",", 1)[0]] = [percent_change(ratio) for ratio in ratios[column.name]]
     return table
 
 
@@ -92,6 +96,13 @@ def render(title: str, sections: Sequence[Section], form: Literal["md", "html"] 
     return environment.get_template(f"report.{form}.jinja").render(title=title, sections=shown)
 
 
+def write_report_files(folder: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write report.md and report.html; returns the path of report.md."""
+    for form in ("html", "md"):
+        write_text(folder / f"report.{form}", render(title, sections, form))
+    return folder / "report.md"
+
+
 def _inline(text: str) -> Markup:
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text))
@@ -108,9 +119,10 @@ def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
 
 
 def html_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
-    """Render a frame without its index; groups of columns span what they head."""
+    """Render a frame without its index, a line a row; groups of columns span what they head."""
     shown = pd.DataFrame(_cells(frame), columns=frame.columns)
-    return shown.to_html(index=False, border=0, classes=f"text-{text_columns}")
+    html = shown.to_html(index=False, border=0, classes=f"text-{text_columns}")
+    return re.sub(r"\n *", "", html).replace("<tr", "\n<tr")
 
 
 def text_table(frame: pd.DataFrame) -> str:
@@ -148,6 +160,12 @@ def sizes(frame: pd.DataFrame, name: str) -> list[int]:
     """List the sizes at which something was measured: 4 and 8 for columns ``kv_choice_4`` and ``kv_choice_8``."""
     found = (re.fullmatch(rf"{name}_(\d+)", str(column)) for column in frame)
     return sorted(int(match[1]) for match in found if match)
+
+
+def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
+    """Return the dictionary size that one figure stands for: the ``stated`` one, else 16 pairs, else the largest."""
+    measured = sizes(frame, "kv_generation")
+    return next((n for n in (stated, DEFAULT_PAIRS) if n in measured), max(measured, default=DEFAULT_PAIRS))
 
 
 def zeroed_section(names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame) -> Section:

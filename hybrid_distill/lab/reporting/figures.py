@@ -6,13 +6,15 @@ that a student looks the same in every figure; markers and dashes repeat the dis
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
+import math
+import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,15 +22,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import pandas as pd
 
 from ...io import replacing
+from .document import Figure
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILION, PURPLE = "#D55E00", "#CC79A7"
 SVG = "http://www.w3.org/2000/svg"
+TITLE = "; title: "
+"""Mark before each title of a point in the id of its artist, by which matplotlib lets an artist be found in SVG."""
 DODGE = 0.04
 """Distance between the error bars of lines, in ticks."""
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
@@ -58,6 +64,7 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 2.0,
     "lines.markersize": 5.5,
     "lines.solid_capstyle": "round",
+    "font.sans-serif": ["DejaVu Sans"],
     "svg.hashsalt": "hybrid-distill",  # the same figure is the same file
 }
 
@@ -100,19 +107,19 @@ def look(selection: str, *, hollow: bool = False) -> Look:
 
 
 def shades_of(n: int) -> list[Look]:
-    """Return the looks of lines that stand for layers, from dark to light."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
+    """Return the looks of lines that stand for layers, from black to copper."""
+    return [Look(f"#{255 * i // n:02x}{199 * i // n:02x}{127 * i // n:02x}", "") for i in range(n)]
 
-    return [Look(to_hex(colormaps["copper"](place / n)), "") for place in range(n)]
+
+def has_matplotlib() -> bool:
+    return find_spec("matplotlib") is not None
 
 
 def can_draw() -> bool:
     """Return whether matplotlib is installed; log a line where it is not."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         log.info("no figures: matplotlib is not installed (pip install 'hybrid-distill[plot]')")
-        return False
-    return True
+    return has_matplotlib()
 
 
 @contextmanager
@@ -127,36 +134,36 @@ def figure(
 ) -> Iterator[np.ndarray]:
     """Yield a 2D array of axes in the project's style; save it to ``path`` (PNG, SVG) when the block ends."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
-    kind = path.suffix.removeprefix(".")
     with rc_context(STYLE):
-        drawing = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(drawing)
+        drawing = Drawing(figsize=size, layout="constrained")
         yield drawing.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
         with replacing(path) as temporary:
-            drawing.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
+            drawing.savefig(temporary, format=path.suffix[1:])
 
 
-def as_svg(grid: np.ndarray, titles: Mapping[str, Sequence[str]]) -> str:
-    """Return a drawn figure as SVG, to stand inside a page. The points of artists, by their gid, get titles, which
-    browsers show where the pointer is.
-    """
+def name_points(artist: Artist, titles: Iterable[str]) -> None:
+    """Give each point of a line or a cloud a title, which browsers show where the pointer is."""
+    artist.set_gid("".join(TITLE + title for title in titles))
+
+
+def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
+    """Return a saved figure for a report, as SVG too: on one line, and with the titles of its points."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({**STYLE, "svg.fonttype": "none"}):
-        grid[0, 0].figure.savefig(buffer, format="svg", metadata={"Date": None})
+        grid[0, 0].figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     ET.register_namespace("", SVG)
     ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
-    root = ET.fromstring(buffer.getvalue())
+    root = ET.fromstring(re.sub(r"(\.\d\d)\d{3,}", r"\1", buffer.getvalue()))  # hundredths of a point are enough
     for group in root.iter(f"{{{SVG}}}g"):
-        for point, title in zip(group.iter(f"{{{SVG}}}use"), titles.get(group.get("id", ""), ())):
+        titles = group.attrib.pop("id", "").split(TITLE)[1:]
+        for point, title in zip(group.iter(f"{{{SVG}}}use"), titles):
             ET.SubElement(point, f"{{{SVG}}}title").text = title
-    for metadata in root.findall(f"{{{SVG}}}metadata"):
-        root.remove(metadata)
-    return ET.tostring(root, encoding="unicode")
+    svg = ET.tostring(root, encoding="unicode")
+    return Figure(path.name, caption, re.sub(r"\s*\n\s*", "", svg))
 
 
 @dataclass(frozen=True)
@@ -173,36 +180,43 @@ class Row:
 
 
 def draw_lines(
-    path: Path, rows: Sequence[Row], looks: Mapping[str, Look], xlabel: str, *, even: bool = True, log: bool = False
-) -> str:
-    """Draw panels of lines that are named by ``looks``, with error bars; a name that begins with _ has no legend.
+    path: Path,
+    caption: str,
+    rows: Sequence[Row],
+    looks: Mapping[str, Look],
+    xlabel: str,
+    *,
+    even: bool = True,
+    log: bool = False,
+) -> list[Figure]:
+    """Draw panels of lines that are named by ``looks``, with error bars.
 
     ``even`` puts the places of x side by side, lines a little apart; ``log`` makes the height logarithmic. Returns the
-    figure as SVG.
+    figure, nothing without points or without matplotlib.
     """
-    titles: dict[str, list[str]] = {}
+    rows = [row for row in rows if len(row.points)]
+    if not rows or not has_matplotlib():
+        return []
     panels = [list(row.points.panel.unique()) for row in rows]
     n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
     size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
     with figure(path, len(rows), n, size=size, sharex=True, sharey="row") as grid:
         for row, names, axes_row in zip(rows, panels, grid):
+            every = row.points.assign(error=row.points.get("error", math.nan)).astype({"y": float, "error": float})
             for name, axes in zip_longest(names, axes_row):
                 axes.set(title=name or "", frame_on=name is not None)
                 for number, (line, style) in enumerate(looks.items()):
-                    found = row.points[(row.points.panel == name) & (row.points.line == line)]
+                    found = every[(every.panel == name) & (every.line == line)]
                     if found.empty:
                         continue
-                    x = [ticks.index(x) + DODGE * number for x in found.x] if even else list(found.x)
                     drawn = axes.errorbar(
-                        x, found.y.astype(float), yerr=found["error"].astype(float) if "error" in found else None,
-                        color=style.color, marker=style.marker, linestyle=style.dash, elinewidth=1.0, label=line,
+                        [ticks.index(x) + DODGE * number for x in found.x] if even else found.x, found.y,
+                        yerr=found.error if found.error.notna().any() else None, elinewidth=1.0, label=line,
+                        color=style.color, marker=style.marker, linestyle=style.dash,
                     )  # fmt: skip
-                    errors = found["error"] if "error" in found else [None] * len(found)
-                    titles[gid := f"points-{len(titles)}"] = [
-                        f"{line}: {y:.4g}" + (f" ± {error:.2g}" if error and error > 0 else "") + f" at {x:,}"
-                        for x, y, error in zip(found.x, found.y, errors)
-                    ]
-                    drawn[0].set_gid(gid)
+                    errors = [f" ± {error:.2g}" if error > 0 else "" for error in found.error]
+                    points = zip(found.x, found.y, errors)
+                    name_points(drawn[0], [f"{line}: {y:.4g}{error} at {x:,}" for x, y, error in points])
                 for level, height in row.levels.items():
                     color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
                     axes.axhline(height, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level)
@@ -210,12 +224,12 @@ def draw_lines(
                     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
             axes_row[0].set_ylabel(row.label, fontsize=9)
             if row.percent:
-                percent_axis(axes_row[0], row.label)
+                percent_axis(axes_row[0])
             if log:
                 axes_row[0].set_yscale("log")
         legend(grid)
         grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
-    return as_svg(grid, titles)
+    return [as_block(path, caption, grid)]
 
 
 def legend(grid: np.ndarray) -> None:
@@ -226,8 +240,7 @@ def legend(grid: np.ndarray) -> None:
     grid[0, 0].figure.legend(entries.values(), entries, loc="outside upper left", ncols=ncols)
 
 
-def percent_axis(axes: Axes, label: str = "") -> None:
+def percent_axis(axes: Axes) -> None:
     """Let the height run from 0 to 100 %."""
     axes.set_ylim(-3, 108)
     axes.set_yticks(range(0, 101, 25), [f"{value} %" for value in range(0, 101, 25)])
-    axes.set_ylabel(label, fontsize=9)

@@ -11,8 +11,8 @@ import pandas as pd
 
 from ...plan import HeadId
 from ...scoring import HeadScores
-from .document import with_error
-from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, as_svg, figure
+from .document import Figure, with_error
+from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, as_block, figure, has_matplotlib, name_points
 
 
 class Measure(NamedTuple):
@@ -54,11 +54,13 @@ def score_table(scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] =
 
 def score_map(
     scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = (), label: str = "kept heads"
-) -> str:
+) -> list[Figure]:
     """Draw heat maps, layer down and head across: retrieval, and the control on plain text. ``kept`` is outlined.
 
-    Returns the figure as SVG.
+    Returns the figure, nothing without matplotlib.
     """
+    if not has_matplotlib():
+        return []
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -66,7 +68,6 @@ def score_map(
     is_small, n_heads = scores.n_heads <= 16, scores.n_heads
     cell = 0.44 if is_small else 0.19
     size = (len(panels) * (n_heads * cell + 1.3), scores.n_layers * cell + 1.3)
-    titles: dict[str, list[str]] = {}
     with figure(path, 1, len(panels), size=size) as grid:
         for axes, measure in zip(grid[0], panels):
             value_LH = measure.of(scores, "drop_LH")
@@ -82,16 +83,18 @@ def score_map(
                 text = "" if np.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
                 axes.text(head, layer, text, color=color, fontsize=7, ha="center", va="center")
             places = list(np.ndindex(value_LH.shape))
-            titles[measure.name] = [f"{HeadId(*p)}: {value_LH[p]:.{measure.digits}f} {measure.unit}" for p in places]
             layers, heads = zip(*places)
-            axes.scatter(heads, layers, s=(60 * cell) ** 2, marker="s", alpha=0, linewidths=0, gid=measure.name)
+            points = axes.scatter(heads, layers, s=(60 * cell) ** 2, marker="s", alpha=0, linewidths=0)
+            titles = (f"{HeadId(*p)}: {value_LH[p]:.{measure.digits}f} {measure.unit}" for p in places)
+            name_points(points, titles)
             for layer, head in kept:
                 axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILION, linewidth=2))
             axes.figure.colorbar(image, ax=axes, shrink=0.9, label=measure.unit)
-        notes = [f"outlined: {label}"] if kept else []
-        notes += ["grey: no attention head"] if scores.accuracy_drop_LH.isnan().any() else []
+        outlined = [f"outlined: {label}"] if kept else []
+        notes = [*outlined, *(["grey: no attention head"] if scores.accuracy_drop_LH.isnan().any() else [])]
         grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILION if kept else GREY)
-    return as_svg(grid, titles)
+    worth = "What each head is worth, for KV retrieval and for plain text"
+    return [as_block(path, "; ".join([worth, *outlined]) + ".", grid)]
 
 
 def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:
@@ -102,11 +105,8 @@ def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None =
     n_kept = len(heads) if k is None else min(k, len(heads))
     with figure(path, 1, len(panels), size=(2.9 * len(panels) + 0.6, 0.21 * len(heads) + 1.5), sharey=True) as grid:
         for axes, measure in zip(grid[0], panels):
-            drop = measure.of(scores, "drop_LH")[chosen]
-            low, high = (
-                drop - 1.96 * measure.of(scores, "se_LH")[chosen],
-                drop + 1.96 * measure.of(scores, "se_LH")[chosen],
-            )
+            drop, half = measure.of(scores, "drop_LH")[chosen], 1.96 * measure.of(scores, "se_LH")[chosen]
+            low, high = drop - half, drop + half
             if measure.is_in(scores, "interval_LH2"):
                 low, high = measure.of(scores, "interval_LH2")[chosen].T
             axes.barh(rows, drop, height=0.72, color=[measure.color if row < n_kept else PALE for row in rows])

@@ -15,33 +15,34 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
-from ...io import Record, read_json, write_text
+from ...io import Record, read_json
 from ...plan import HeadPlan
 from ...scoring import HeadScores
 from .document import (
     ABSENT,
+    DEFAULT_PAIRS,
+    NO_FIGURES,
     Block,
     Column,
-    Figure,
     Section,
     change_table,
-    render,
+    pairs_of,
     sizes,
     value_table,
+    write_report_files,
     zeroed_section,
 )
-from .figures import Row, can_draw, draw_lines, look, shades_of
+from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
 from .heads import score_map, score_table
 
 T = TypeVar("T")
-DEFAULT_PAIRS = 16
 RANKED = ("top", "student", "restoration")
 SHARED = "all heads, once for every student"
 NOTE = (
@@ -91,60 +92,48 @@ def write_report(directory: str | Path) -> Path:
     """
     directory = Path(directory)
     record = read_record(directory)
-    figures: dict[str, list[Block]] = {}
-    if can_draw():
-        figures = _draw(record, directory)
-    else:
-        record.missing.append("the figures: matplotlib is not installed (`pip install matplotlib`)")
-    for form in ("md", "html"):
-        write_text(directory / f"report.{form}", render(record.title, _sections(record, figures), form))
-    return directory / "report.md"
+    record.missing += [] if has_matplotlib() else [NO_FIGURES]
+    return write_report_files(directory, record.title, _sections(record, directory))
 
 
 def read_record(directory: Path) -> RunRecord:
     """Collect what a report needs. Raises ValueError for a directory that is neither a run nor a comparison."""
     directory = directory.resolve()
     comparison, record = _comparison(directory), RunRecord(directory.name)
-    losses = [_losses(directory / "aligned", SHARED)]
+    rows, errors, losses = list[Record](), list[dict[str, float]](), [_losses(directory / "aligned", SHARED)]
+
+    def add(result: EvalResult | None, **chosen: object) -> None:
+        rows.append({**chosen, **(all_figures(result) if result else {})})
+        errors.append(standard_errors(result) if result else {})
+
     teacher = record.read(EvalResult.load, directory / "teacher" / "evaluation.json", "the teacher's evaluation")
-    rows, errors = [], []
+    chance: dict[str, float] = {}
     if teacher is not None:
-        record.questions = (
-            f"Questions: {teacher.n_examples} for each dictionary size, {teacher.n_knowledge} on knowledge."
-        )
-        rows.append({"label": "teacher", "selection": "teacher", "data": "", **all_figures(teacher)})
-        errors.append(standard_errors(teacher))
+        add(teacher, label="teacher", selection="teacher", data="")
+        asked = f"{teacher.n_examples} for each dictionary size, {teacher.n_knowledge} on knowledge"
+        record.questions = f"Questions: {asked}."
+        chance = {name: 1 / int(name.rpartition("_")[2]) for name in teacher.figures() if name.startswith("kv_")}
+        chance |= {"knowledge": teacher.knowledge_chance} if teacher.knowledge_chance else {}
     for entry in comparison["students"]:
         folder, data = directory / entry["dir"], entry.get("data", "")
         label = entry["label"] + (f" ({data})" if data else "")
         result = record.read(EvalResult.load, folder / "evaluation.json", f"the evaluation of {label!r}")
         plan = record.read(HeadPlan.load, folder / "plan.json", f"the plan of {label!r}")
-        k, n_heads = (entry.get("k"), math.nan) if plan is None else (plan.k, plan.n_layers * plan.n_heads)
-        chosen = {"label": label, "selection": entry["selection"], "data": data, "k": k, "n_heads": n_heads}
-        rows.append({**chosen, **(all_figures(result) if result else {})})
-        errors.append(standard_errors(result) if result else {})
-        left = result.to_dict().get("recurrent_heads_zeroed") if result else None
-        if left:
-            record.by_layer += [
-                f"Layer by layer, {label}:",
-                pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object),
-            ]
+        k, n_heads = (plan.k, plan.n_layers * plan.n_heads) if plan else (entry.get("k"), math.nan)
+        add(result, label=label, selection=entry["selection"], data=data, k=k, n_heads=n_heads)
+        if result and (left := result.recurrent_heads_zeroed):
+            layers = pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object)
+            record.by_layer += [f"Layer by layer, {label}:", layers]
         losses.append(_losses(folder, label))
         if losses[-1].empty:
             record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
         if record.plan is None and entry["selection"] in RANKED and not data:
             record.plan, record.plan_of = plan, label
+    add(None, label="guessing", selection="guessing", data="", **chance)
     record.losses = pd.concat(losses)
     record.scores = record.read(HeadScores.load, directory / "scores.json", "head scores")
-    chance = {}
-    if teacher is not None:
-        chance = {name: 1 / int(name.rpartition("_")[2]) for name in teacher.figures() if name.startswith("kv_")}
-        chance |= {"knowledge": teacher.knowledge_chance} if teacher.knowledge_chance else {}
-    rows.append({"label": "guessing", "selection": "guessing", "data": "", **chance})
     record.models, record.errors = with_means(pd.DataFrame(rows), pd.DataFrame(errors))
-    measured = sizes(record.models, "kv_generation")
-    wanted = [n for n in (comparison.get("n_pairs"), DEFAULT_PAIRS, *reversed(measured)) if n in measured]
-    record.n_pairs = wanted[0] if wanted else DEFAULT_PAIRS
+    record.n_pairs = pairs_of(record.models, comparison.get("n_pairs"))
     return record
 
 
@@ -167,8 +156,8 @@ def _comparison(directory: Path) -> Record:
 
 def all_figures(result: EvalResult) -> dict[str, float]:
     """Return the figures of an evaluation, and what is left of them without the recurrent heads (`zeroed_section`)."""
-    figures, left = result.figures(), result.to_dict().get("recurrent_heads_zeroed")
-    if left:
+    figures = result.figures()
+    if left := result.recurrent_heads_zeroed:
         for name, measured in left["figures"].items():
             figures |= {f"{state}_{name}": measured[state] for state in ("whole", "zeroed")}
         figures["recurrence_unused"] = float(left["unused"])
@@ -229,8 +218,8 @@ def with_means(models: pd.DataFrame, errors: pd.DataFrame) -> tuple[pd.DataFrame
     return models.sort_index(), errors.where(errors > 0).reindex(models.index).sort_index()
 
 
-def _sections(record: RunRecord, figures: Mapping[str, list[Block]]) -> list[Section]:
-    """Return the report's sections; ``figures`` are the figures of a section by its title."""
+def _sections(record: RunRecord, directory: Path) -> list[Section]:
+    """Return the report's sections; draws their figures into the directory."""
     models, errors, n_pairs = record.models, record.errors, record.n_pairs
     columns = [
         Column("knowledge", "knowledge, %"),
@@ -251,28 +240,36 @@ def _sections(record: RunRecord, figures: Mapping[str, list[Block]]) -> list[Sec
     results: list[Block] = [value_table(names, columns, models, errors)]
     students = models[~models.selection.isin(["teacher", "guessing"])]
     if models.selection.iloc[0] == "teacher" and len(students):
-        changed = [column for column in columns if column.name not in ("top1_agreement", "conv_state_bytes")]
-        ratios = {c.name: students[c.name] / (models[c.name].iloc[0] or math.nan) for c in changed if c.name in models}
+        changed = [c for c in columns if c.name in models and c.name not in ("top1_agreement", "conv_state_bytes")]
+        ratios = pd.DataFrame({c.name: students[c.name] / (models[c.name].iloc[0] or math.nan) for c in changed})
         label = pd.DataFrame({("", "change to the teacher"): students.label})
-        results.append(change_table(label, changed, pd.DataFrame(ratios)))
-    by_size: list[Block] = []
+        results.append(change_table(label, changed, ratios))
+    zeroed = zeroed_section(names, columns, models)
+    looks = {label: look(selection, hollow=bool(data)) for label, selection, data in
+             zip(models.label, models.selection, models.data)}  # fmt: skip
+    caption = "Accuracy by generation, by the number of pairs in the dictionary; bars: one standard error."
+    row = Row(_by_size(record, "kv_generation", 100), "KV retrieval by generation", percent=True)
+    by_size: list[Block] = [
+        *draw_lines(directory / "kv_retrieval.png", caption, [row], looks, "pairs in the dictionary")
+    ]
     for name, reading in (("kv_generation", "By generation"), ("kv_choice", "By choice")):
         if shown := [Column(f"{name}_{size}", f"{size} pairs") for size in sizes(models, name)]:
             by_size += [f"{reading}, %:", value_table(names.iloc[:, :1], shown, models, errors)]
-    zeroed = zeroed_section(names, columns, models)
-    sections = {
-        "Results": [*results, *filter(None, [record.questions]), NOTE],
-        zeroed.title: [*zeroed.blocks, *record.by_layer],
-        "Retrieval by dictionary size": by_size,
-        "Head scores": _head_blocks(record),
-        "Training": [],
-        "Memory": [],
-        "Missing": [record.missing] if record.missing else [],
-    }
-    return [Section(title, [*figures.get(title, []), *blocks]) for title, blocks in sections.items()]
+    caption = "Bytes that the cache of one sequence takes, by the length of the context."
+    row = Row(_by_size(record, "cache_bytes", 1e-6), "cache of one sequence, MB")
+    cache = draw_lines(directory / "cache.png", caption, [row], looks, "tokens in the context", even=False)
+    return [
+        Section("Results", [*results, *filter(None, [record.questions]), NOTE]),
+        replace(zeroed, blocks=[*zeroed.blocks, *record.by_layer]),
+        Section("Retrieval by dictionary size", by_size),
+        Section("Head scores", _head_blocks(record, directory)),
+        Section("Training", _training(record.losses, directory, looks)),
+        Section("Memory", cache),
+        Section("Missing", [record.missing] if record.missing else []),
+    ]
 
 
-def _head_blocks(record: RunRecord) -> list[Block]:
+def _head_blocks(record: RunRecord, directory: Path) -> list[Block]:
     """Show the first ten heads of the ranking, or all that were kept up to twenty."""
     if record.scores is None:
         return []
@@ -281,51 +278,28 @@ def _head_blocks(record: RunRecord) -> list[Block]:
     caption = f"What a single head is worth ({facts.pop('method', 'scores')}), ± one standard error:"
     table = score_table(record.scores, top=max(10, min(len(kept), 20)), kept=kept)
     made = f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}."
-    return [caption, table, *([made] if facts else [])]
+    drawn = score_map(record.scores, directory / "heads.png", kept=kept, label=record.plan_of)
+    return [*drawn, caption, table, *([made] if facts else [])]
 
 
-def _draw(record: RunRecord, directory: Path) -> dict[str, list[Block]]:
-    """Draw every figure that the record has numbers for; return them by the title of their section."""
-    found: dict[str, list[Block]] = {"Training": []}
-    models, losses = record.models, record.losses
-    chosen = zip(models.label, models.selection, models.data)
-    looks = {label: look(selection, hollow=bool(data)) for label, selection, data in chosen}
-    if sizes(record.models, "kv_generation"):
-        row = Row(_by_size(record, "kv_generation", 100), "KV retrieval by generation", percent=True)
-        svg = draw_lines(directory / "kv_retrieval.png", [row], looks, "pairs in the dictionary")
-        caption = "Accuracy by generation, by the number of pairs in the dictionary; bars: one standard error."
-        found["Retrieval by dictionary size"] = [Figure("kv_retrieval.png", caption, svg)]
-    if record.scores is not None:
-        kept = record.plan.kept if record.plan else ()
-        svg = score_map(record.scores, directory / "heads.png", kept=kept, label=record.plan_of)
-        outlined = f"; outlined: {record.plan_of}" if record.plan else ""
-        caption = f"What each head is worth, for KV retrieval and for plain text{outlined}."
-        found["Head scores"] = [Figure("heads.png", caption, svg)]
+def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) -> list[Block]:
+    """Draw the losses: of alignment by layer, three models a row, and of distillation."""
     layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
-    if len(layers):
-        names, panels = (
-            sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2])),
-            layers.panel.unique(),
-        )
-        rows = [layers.loc[layers.panel.isin(panels[i : i + 3])] for i in range(0, len(panels), 3)]
-        shades = dict(zip(names, shades_of(len(names))))
-        rows = [Row(row, "alignment loss") for row in rows]
-        svg = draw_lines(directory / "alignment_loss.png", rows, shades, "optimizer step", even=False, log=True)
-        caption = "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean)."
-        found["Training"].append(Figure("alignment_loss.png", caption, svg))
+    names = sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
+    panels = layers.panel.unique()
+    rows = [Row(layers[layers.panel.isin(panels[i : i + 3])], "alignment loss") for i in range(0, len(panels), 3)]
     ends = losses[losses.stage.str.contains("distill") & (losses.line == "loss")]
-    if len(ends):
-        plain = {label: style._replace(marker="") for label, style in looks.items()}
-        row = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
-        svg = draw_lines(directory / "distillation_loss.png", [row], plain, "optimizer step", even=False, log=True)
-        caption = "End-to-end distillation: loss against the teacher's predictions (running mean)."
-        found["Training"].append(Figure("distillation_loss.png", caption, svg))
-    if sizes(record.models, "cache_bytes"):
-        row = Row(_by_size(record, "cache_bytes", 1e-6), "cache of one sequence, MB")
-        svg = draw_lines(directory / "cache.png", [row], looks, "tokens in the context", even=False)
-        caption = "Bytes that the cache of one sequence takes, by the length of the context."
-        found["Memory"] = [Figure("cache.png", caption, svg)]
-    return found
+    end = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
+    plain = {label: style._replace(marker="") for label, style in looks.items()}
+    aligned = "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean)."
+    distilled = "End-to-end distillation: loss against the teacher's predictions (running mean)."
+    options = {"xlabel": "optimizer step", "even": False, "log": True}
+    return [
+        *draw_lines(
+            directory / "alignment_loss.png", aligned, rows, dict(zip(names, shades_of(len(names)))), **options
+        ),
+        *draw_lines(directory / "distillation_loss.png", distilled, [end], plain, **options),
+    ]
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
@@ -335,7 +309,5 @@ def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
         scale * frame.reindex(columns=list(columns)).rename(columns=columns) for frame in (record.models, record.errors)
     )
     points = values.melt(var_name="x", value_name="y", ignore_index=False)
-    points = points.assign(
-        line=record.models.label, panel="", error=errors.melt(value_name="error")["error"].to_numpy()
-    )
-    return points.dropna(subset="y")
+    errors = errors.melt(value_name="error")["error"].to_numpy()
+    return points.assign(line=record.models.label, panel="", error=errors).dropna(subset="y")

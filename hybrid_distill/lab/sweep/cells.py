@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config import PlanConfig, RunConfig
-from ...data import DataConfig
 from ...distributed import alone_in, connect, on_main_process
 from ...pipeline import Run, run_beside
 from ...scoring import HeadScores
@@ -92,32 +91,18 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
     """Return the recipe with another seed: of draws in training, of prompts and of the order of the data."""
     base = sweep.base
-
-    def reordered(data: DataConfig) -> DataConfig:
-        return replace(data, seed=data.seed + seed - base.seed)
-
-    return replace(
-        base,
-        name=f"shared-s{seed}",
-        out=sweep.out / "shared" / f"s{seed}",
-        seed=seed,
-        data=reordered(base.data),
-        post=replace(base.post, data=reordered(base.post.data)),
-        group=sweep.out.name,
-        export=False,
-    )
+    data, post = (replace(data, seed=data.seed + seed - base.seed) for data in (base.data, base.post.data))
+    base = replace(base, seed=seed, data=data, post=replace(base.post, data=post), group=sweep.out.name, export=False)
+    return replace(base, name=f"shared-s{seed}", out=sweep.out / "shared" / f"s{seed}")
 
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
-    ranking = "top" if cell.selection == "top" else "restoration"
-    if cell.selection == "random":
-        return PlanConfig("random", k=cell.heads, seed=cell.seed)
     if cell.selection == "layers":
         scores = HeadScores.load(_seeded(sweep, cell.seed).out / "scores.json")
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
         return restored_plan(_alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
-    return PlanConfig("none" if cell.heads == 0 else "all" if cell.d_state is None else ranking, k=cell.heads)
+    return PlanConfig(cell.selection, k=cell.heads, seed=cell.seed if cell.selection == "random" else 0)
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:

@@ -69,20 +69,18 @@ def compare(base: RunConfig, students: Sequence[Variant]) -> Path:
             _run_student(shared, student, aligned)
             entry = {"name": student.name, "label": student.label, "dir": student.name}
             entry |= {"selection": student.plan.selection, "k": student.plan.k}
-            entries.append(entry | ({"data": "probe questions mixed in"} if student.probe_like else {}))
+            entries.append(entry | {"data": "probe questions mixed in" if student.probe_like else ""})
         record = {"students": entries, "n_pairs": base.evaluation.stated_pairs or base.scoring.n_pairs}
         on_main_process(lambda: (write_json(shared.out / "compare.json", record), write_report(shared.out)))
     return shared.out
 
 
 def _run_student(shared: Run, student: Variant, aligned: Path) -> None:
-    base, plan, data = shared.config, student.plan, shared.config.data
-    if plan.selection == "restoration":
-        plan = restored_plan(shared, plan.k)
-    if student.probe_like:
-        data = replace(data, sources=(*data.sources, PROBE_LIKE))
+    base = shared.config
+    plan = restored_plan(shared, student.plan.k) if student.plan.selection == "restoration" else student.plan
+    sources = (*base.data.sources, *([PROBE_LIKE] if student.probe_like else []))
     config = variant_config(base, student.name, shared.out / student.name, plan)
-    started = replace(base.student, aligned=aligned)
+    started, data = replace(base.student, aligned=aligned), replace(base.data, sources=sources)
     config = replace(config, student=started, stages=("distill",), data=data)
     with alone_in(config.out):
         run, trained, kept = run_beside(shared, config)

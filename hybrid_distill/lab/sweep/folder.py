@@ -5,7 +5,6 @@ Tasks may run in other processes and on other machines. A task that has not ende
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -43,11 +42,11 @@ class Task:
     seed: int
     folder: Path
     """Run directory that it fills."""
-    leaves: tuple[Path, ...]
+    leaves: Sequence[Path]
     """Files that are there when it is done."""
     d_state: int | None = None
     cell: Cell | None = None
-    after: tuple[str, ...] = ()
+    after: Sequence[str] = ()
     """Names of the tasks that must be done before."""
     steps: int = 0
     """Training steps."""
@@ -77,25 +76,22 @@ class Task:
 
 
 class Sweep:
-    """A sweep's folder. Raises ValueError for a folder without one.
-
-    ``out`` becomes absolute, and with it the paths in the configs of cells: they are the same for every process.
-    """
+    """A sweep's folder. Raises ValueError for a folder without one."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out.resolve()
-        if not (out / FILE).is_file():
+        self.out, path = out, out / FILE
+        if not path.is_file():
             raise ValueError(f"{out} is not the folder of a sweep: it has no {FILE}. Pass the --out of a sweep.")
         try:
-            self.record = read_json(out / FILE)
+            self.record = read_json(path)
             if self.record["format"] != FORMAT:
                 raise ValueError(f"its format is {self.record['format']!r}, expected {FORMAT!r}")
-            self.base: RunConfig = replace(from_record(self.record["config"]), out=self.out)
+            self.base: RunConfig = replace(from_record(self.record["config"]), out=out)
             self.share: bool = self.record["share_alignment"]
-            fields = [field.name for field in dataclasses.fields(Cell)]
-            self.cells = [Cell(**{name: cell[name] for name in fields}) for cell in self.record["cells"]]
+            fields = ("selection", "heads", "d_state", "seed")
+            self.cells = [Cell(*(cell[name] for name in fields)) for cell in self.record["cells"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{out / FILE} cannot be read ({error}). Pass the --out of a sweep.") from error
+            raise ValueError(f"{path} cannot be read ({error}). Pass the --out of a sweep.") from error
 
     @classmethod
     def open(cls, base: RunConfig, grid: Grid, cells: Sequence[Cell], *, share: bool, command: str = "") -> Sweep:
@@ -118,12 +114,24 @@ class Sweep:
             "cells": [{"name": cell.name, **asdict(cell)} for cell in cells],
         }
         if (base.out / FILE).exists():
-            before = cls(base.out)
-            if any(has_result(task.folder) for task in before.tasks.values()):
-                _check_grows(before, record)
+            cls(base.out)._check_grows(base, record)
         (base.out / "tasks").mkdir(parents=True, exist_ok=True)
         write_json(base.out / FILE, record)
         return cls(base.out)
+
+    def _check_grows(self, base: RunConfig, now: Record) -> None:
+        """Raise ValueError unless ``now`` asks for all that is there, in the same way, or nothing is there yet."""
+        if not any(has_result(task.folder) for task in self.tasks.values()):
+            return
+        there, here = ({"share": old["share_alignment"], **old["config"]} for old in (self.record, now))
+        changed = differences(there, here, {*MAY_CHANGE, *base.unused_stages})
+        gone = {cell.name for cell in self.cells} - {cell["name"] for cell in now["cells"]}
+        if changed or gone:
+            shown = ", ".join(changed or ["with " + ", ".join(sorted(gone)[:5])])
+            raise ValueError(
+                f"{self.out} holds another sweep: {shown}; use those settings and a grid with all its values to "
+                "continue or extend it, or another --out."
+            )
 
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -142,38 +150,19 @@ class Sweep:
         tasks: dict[str, Task] = {}
         steps = {name: stage.steps for name, stage in zip(self.base.stages, self.base.stage_configs)}
         own_steps = sum(steps[name] for name in self.own_stages)
+        ranked = {cell.seed for cell in self.cells if cell.selection in NEEDS_SCORES}
         for cell in self.cells:
-            seed, shared = f"s{cell.seed}", self.out / "shared"
-            ranked = any(other.seed == cell.seed and other.selection in NEEDS_SCORES for other in self.cells)
-            measured = ("teacher/evaluation.json", *(["scores.json"] if ranked else []))
-            tasks.setdefault(
-                seed, Task(seed, cell.seed, shared / seed, tuple(shared / seed / name for name in measured))
-            )
-            after = (seed,)
+            name = f"s{cell.seed}"
+            folder, after = self.out / "shared" / name, [name]
+            leaves = [folder / "teacher/evaluation.json", *([folder / "scores.json"] * (cell.seed in ranked))]
+            tasks.setdefault(name, Task(name, cell.seed, folder, leaves))
             if cell.d_state is not None and self.share:
                 name = f"n{cell.d_state}-s{cell.seed}"
-                leaves, shared_steps = (shared / name / "aligned" / "stages",), sum(steps.values()) - own_steps
-                tasks.setdefault(
-                    name, Task(name, cell.seed, shared / name, leaves, cell.d_state, None, after, shared_steps)
-                )
-                after += (name,)
+                folder, shared_steps = self.out / "shared" / name, sum(steps.values()) - own_steps
+                leaves = [folder / "aligned/stages"]
+                tasks.setdefault(name, Task(name, cell.seed, folder, leaves, cell.d_state, None, after, shared_steps))
+                after = [*after, name]
             folder, own = self.out / "cells" / cell.name, 0 if cell.selection == ALL else own_steps
-            leaves = (folder / "evaluation.json",)
+            leaves = [folder / "evaluation.json"]
             tasks[cell.name] = Task(cell.name, cell.seed, folder, leaves, cell.d_state, cell, after, own)
         return tasks
-
-
-def _check_grows(before: Sweep, now: Record) -> None:
-    """Raise ValueError unless ``now`` asks for all that the sweep before asked for, in the same way."""
-    old, place = before.record, before.out
-    unused = from_record(now["config"]).unused_stages
-    changed = differences(old["config"], now["config"], {*MAY_CHANGE, *unused})
-    if old["share_alignment"] != now["share_alignment"]:
-        changed.append(f"share ({old['share_alignment']} there, {now['share_alignment']} here)")
-    if changed:
-        raise ValueError(f"{place} holds another sweep: {', '.join(changed)}; use those settings, or another --out.")
-    if missing := {cell.name for cell in before.cells} - {cell["name"] for cell in now["cells"]}:
-        raise ValueError(
-            f"{place} holds another sweep, with {', '.join(sorted(missing)[:5])}; pass a grid with these too to extend "
-            "it, or use another --out."
-        )

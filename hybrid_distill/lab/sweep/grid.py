@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from ...config import Selection
 from ...limits import COUNT, numbers, words
 from ...plan import HeadPlan
 
 ALL: Literal["all"] = "all"
-NONE = "none"
-SELECTIONS = ("top", "random", "layers", "restoration")
+NONE: Literal["none"] = "none"
+SELECTIONS: tuple[Selection, ...] = ("top", "random", "layers", "restoration")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Cell:
     """One student. ``selection`` is "none" without kept heads and "all" with all of them, however they were asked for;
     with all of them there is no state, and ``d_state`` is None."""
 
-    selection: str
+    selection: Selection
     heads: int
     d_state: int | None
     seed: int
@@ -37,7 +38,7 @@ class Grid:
 
     heads: tuple[int | Literal["all"], ...]
     d_state: tuple[int, ...]
-    selection: tuple[str, ...]
+    selection: tuple[Selection, ...]
     seeds: tuple[int, ...]
 
     @classmethod
@@ -47,8 +48,9 @@ class Grid:
         Raises ValueError for an axis that is empty or not understood.
         """
         COUNT.check("--seeds", seeds)
-        chosen = dict.fromkeys(words(selection))
-        if not chosen or not chosen.keys() <= set(SELECTIONS):
+        asked = words(selection)
+        chosen = dict.fromkeys(name for word in asked for name in SELECTIONS if name == word)
+        if not chosen or not chosen.keys() >= set(asked):
             raise ValueError(f"--selection is {selection!r}; choose from {', '.join(SELECTIONS)}, with commas between.")
         return cls(
             heads=tuple(dict.fromkeys(numbers("heads", heads, least=0, named={ALL: ALL}))),

@@ -19,13 +19,12 @@ from scipy import stats
 
 from ...io import Record, read_json
 from ...limits import COUNT, Count, check_options
-from ..reporting.document import Column, sizes, text_table, with_error
+from ..reporting.document import Column, pairs_of, sizes, text_table, with_error
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
 from .results import FILE, TEACHER
 
 CONTEXT = 4096
-DEFAULT_PAIRS = 16
 FEW_QUESTIONS = 64
 """Questions assumed where no file tells how many were asked."""
 SETTING = ["selection", "heads", "d_state"]
@@ -65,11 +64,8 @@ class SweepResults:
             is_done = rows["state"] == "done"
         except (KeyError, ValueError) as error:
             raise ValueError(f"{table} is not a table of a sweep ({error}); docs/sweeps.md has its columns.") from error
-        try:
-            found = read_json(record) if record.exists() else {}
-        except ValueError as error:
-            raise ValueError(f"{error} Delete it, and the report does without.") from error
         held = _bytes(rows, context) if is_done.any() else math.nan
+        found = read_json(record) if record.exists() else {}
         return cls(Path(out).resolve().name, rows.assign(bytes=held), context, found)
 
     @property
@@ -113,7 +109,7 @@ class SweepResults:
         """Dictionary size that one figure stands for: the recipe's, else 16 pairs, else the largest."""
         config = self.record.get("config", {})
         stated = config.get("evaluation", {}).get("stated_pairs") or config.get("scoring", {}).get("n_pairs")
-        return next((n for n in (stated, DEFAULT_PAIRS) if n in self.pair_sizes), max(self.pair_sizes, default=0))
+        return pairs_of(self.rows, stated)
 
     def questions(self, column: str) -> float:
         """Return how many questions of one seed stand behind a figure (tokens, of those on plain text), else NaN."""
@@ -133,21 +129,17 @@ class SweepResults:
 
     def quality(self, name: str) -> Column | None:
         """Return what students are compared by: retrieval, knowledge or perplexity; None where no cell has it."""
+        n = self.n_pairs
         found = {
-            "retrieval": Column(
-                f"kv_generation_{self.n_pairs}", f"KV retrieval by generation, {self.n_pairs} pairs, %"
-            ),
+            "retrieval": Column(f"kv_generation_{n}", f"KV retrieval by generation, {n} pairs, %"),
             "knowledge": Column("knowledge", "knowledge by choice, %"),
             "perplexity": Column("perplexity", "perplexity", 1.0, 3),
         }[name]
         return found if found.name in self.rows and self.students[found.name].notna().any() else None
 
     def compared(self, quality: Column) -> pd.DataFrame:
-        """Return the settings with ``mean``, ``margin`` and whether they exceed guessing.
-
-        They do by the interval over their seeds and by that of as many questions; where guessing gives nothing that is
-        known, all do.
-        """
+        """Return the settings with ``mean``, ``margin`` and whether they exceed guessing, where that is known: by the
+        interval over their seeds and by that of as many questions."""
         mean, margin = (frame[quality.name] for frame in self.figures)
         found = self.settings.assign(mean=mean, margin=margin).dropna(subset=["mean"])
         chance, asked = self.chance(quality.name), self.questions(quality.name)
@@ -158,10 +150,8 @@ class SweepResults:
         return found.assign(exceeds=(low > chance) & (found["mean"] - found.margin.fillna(0) > chance))
 
     def front(self, quality: Column) -> pd.DataFrame:
-        """Return settings that no other one beats, in quality or bytes, without being worse in the other.
-
-        The smallest first. The teacher is among them unless a student is the same.
-        """
+        """Return settings that no other one beats in quality or bytes without being worse in the other, the smallest
+        first. The teacher is among them unless a student is the same."""
         found = self.compared(quality)
         found = without(found, TEACHER) if ALL in found.index else found
         better = -found["mean"] if quality.name in NO_SHARES else found["mean"]
@@ -215,8 +205,7 @@ def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
     if length in found:
         return found[length] + conv
     if len(found) < 2:
-        known = ", ".join(map(str, found)) or "no length"
-        raise ValueError(f"the context is {length} tokens, and the cache was measured at {known}; pass that.")
+        raise ValueError(f"the context is {length} tokens, and the cache was measured at {[*found]}; pass that.")
     short, long = min(found), max(found)
     return found[short] + (found[long] - found[short]) / (long - short) * (length - short) + conv
 
@@ -276,10 +265,10 @@ def recommend(out: Path, job: RecommendJob) -> str:
 def n_bytes(text: str) -> int:
     """Read ``2MB`` as bytes; MB is 1e6 bytes and MiB 2^20. Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = {name.lower(): size for name, size in UNITS.items()}.get((match[2] or "B").lower()) if match else None
-    if match is None or unit is None:
+    units = {name.lower(): size for name, size in UNITS.items()}
+    if match is None or (unit := (match[2] or "B").lower()) not in units:
         raise ValueError(f"--memory is {text!r}; write a number and one of {', '.join(UNITS)}, such as 2MB.")
-    return round(float(match[1]) * unit)
+    return round(float(match[1]) * units[unit])
 
 
 def size_text(size: float) -> str:

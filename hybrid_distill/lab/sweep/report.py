@@ -7,23 +7,35 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from ...io import replacing, write_text
+from ...io import replacing
 from ...pipeline.timing import duration
 from ..reporting.document import (
     ABSENT,
+    NO_FIGURES,
     Block,
     Column,
     Figure,
     Section,
     change_table,
-    render,
     value_table,
+    write_report_files,
     zeroed_section,
 )
-from ..reporting.figures import GREY, LOOKS, Row, as_svg, can_draw, draw_lines, figure, legend, look, percent_axis
+from ..reporting.figures import (
+    GREY,
+    LOOKS,
+    Row,
+    as_block,
+    draw_lines,
+    figure,
+    has_matplotlib,
+    legend,
+    look,
+    name_points,
+    percent_axis,
+)
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
 from .measured import CONTEXT, NO_SHARES, SETTING, SweepResults, size_text, without
@@ -55,43 +67,35 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
     """
     results, folder = SweepResults.read(out, context), Path(to or out)
     folder.mkdir(parents=True, exist_ok=True)
-    figures = _draw(results, folder) if len(results.students) and can_draw() else {}
-    sections = _sections(results, figures)
-    for form in ("md", "html"):
-        write_text(folder / f"report.{form}", render(f"Sweep: {results.name}", sections, form))
-    if folder.resolve() != Path(out).resolve():
-        for source in (Path(out) / name for name in (FILE, SWEEP)):
-            if source.exists():
-                with replacing(folder / source.name) as temporary:
-                    shutil.copyfile(source, temporary)
-    return folder / "report.md"
+    for source in (Path(out) / name for name in (FILE, SWEEP)):
+        if source.exists() and folder.resolve() != Path(out).resolve():
+            with replacing(folder / source.name) as temporary:
+                shutil.copyfile(source, temporary)
+    return write_report_files(folder, f"Sweep: {results.name}", _sections(results, folder))
 
 
-def _sections(results: SweepResults, figures: dict[str, Figure]) -> list[Section]:
-    def drawn(name: str) -> list[Block]:
-        return [figures[name]] if name in figures else []
-
-    students = results.students
+def _sections(results: SweepResults, folder: Path) -> list[Section]:
+    """Return the report's sections; draws their figures into the folder."""
+    students, rows = results.students, results.rows
     n_settings, n_seeds = len(students[SETTING].drop_duplicates()), students.seed.nunique()
-    n_cells = (results.rows.selection != TEACHER).sum()
-    extent = f"{len(students)} of {n_cells} cells are finished, in {n_settings} settings, with "
-    extent += "1 seed." if n_seeds == 1 else f"{n_seeds} seeds."
-    unfinished = results.rows[results.rows.state != "done"]
+    extent = f"{len(students)} of {(rows.selection != TEACHER).sum()} cells are finished, in {n_settings} settings, "
+    extent += f"with {n_seeds} seed{'s' * (n_seeds != 1)}."
+    unfinished = rows[rows.state != "done"]
     missing = [f"{row.cell}: {row.state if pd.isna(row.error) else row.error}" for row in unfinished.itertuples()]
     missing += [] if TEACHER in results.settings.index else ["the teacher's evaluation, and with it all comparisons"]
-    missing += [] if can_draw() else ["the figures: matplotlib is not installed (`pip install matplotlib`)"]
+    missing += [] if has_matplotlib() else [NO_FIGURES]
     sections = [Section("", [extent])]
     if len(students):
-        columns = _columns(results)
-        names = _names(results.settings)
+        columns, names = _columns(results), _names(results.settings)
+        figures = _draw(results, folder)
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
             zeroed_section(names, columns, results.figures[0]),
-            Section("Against the teacher", [*drawn("coverage"), *_changes(results, names, columns)], 2),
-            Section("Heads kept", drawn("heads")),
-            Section("State size", drawn("states")),
-            Section("How heads are chosen", [*drawn("selection"), *_needed(results)]),
-            Section("Memory", [*drawn("pareto"), *_memory(results)]),
+            Section("Against the teacher", [*figures["coverage"], *_changes(results, names, columns)], 2),
+            Section("Heads kept", figures["heads"]),
+            Section("State size", figures["states"]),
+            Section("How heads are chosen", [*figures["selection"], *_needed(results)]),
+            Section("Memory", [*figures["pareto"], *_memory(results)]),
         ]
     return [*sections, Section("Missing", [missing] if missing else []), Section("How it was made", _made(results))]
 
@@ -143,9 +147,8 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
             shown = [frame.loc[students.index] for frame in results.against_teacher(of_group)]
             table = value_table(table, [Column("all", group, group="coverage, %")], *shown)
     ratios = results.against_teacher([column.name for column in columns])[0].loc[students.index]
-    memory = pd.DataFrame({"memory": students.bytes / settings.loc[TEACHER].bytes.max()})
-    table = change_table(change_table(table, columns, ratios), [Column("memory", "memory")], memory)
-    return [table, CHANGE]
+    ratios = ratios.assign(memory=students.bytes / settings.loc[TEACHER].bytes.max())
+    return [change_table(table, [*columns, Column("memory", "memory")], ratios), CHANGE]
 
 
 def _needed(results: SweepResults) -> list[Block]:
@@ -186,43 +189,46 @@ def _made(results: SweepResults) -> list[Block]:
     return made
 
 
-def _draw(results: SweepResults, folder: Path) -> dict[str, Figure]:
+def _draw(results: SweepResults, folder: Path) -> dict[str, list[Figure]]:
     """Draw what the results have numbers for; return the figures by name."""
     qualities = [quality for name in ("retrieval", "perplexity") if (quality := results.quality(name))]
-    figures: dict[str, Figure] = {}
     rows = [_row(results, quality) for quality in qualities]
+    retrieval = [row for row in rows if row.percent]
 
-    def drawn(name: str, caption: str, svg: str) -> None:
-        figures[name] = Figure(f"{name}.png", caption, svg)
+    def varied(rows: list[Row], column: str) -> list[Row]:
+        return [row for row in rows if row.points[column].nunique() > 1]
 
     groups = {"knowledge-focused": ["knowledge"]} if "knowledge" in results.rows else {}
     groups |= {"retrieval-heavy": [f"kv_generation_{n}" for n in results.pair_sizes]} if results.pair_sizes else {}
-    heads, states = "heads kept", "state size of the recurrent heads"
+    covered, first = list[Row](), ""
     if TEACHER in results.settings.index and groups:
         parts = [_points(*results.against_teacher(names), "all", 100).assign(group=g) for g, names in groups.items()]
         points = pd.concat(parts)
         first = points.selection.iloc[0]
-        covered = Row(points.loc[points.selection == first], "student, of what the teacher has", True, {"teacher": 100})
-        svg = _panels(folder / "coverage.png", [covered], "d_state", "group", "heads", heads)
-        drawn("coverage", f"Coverage, student over teacher, by group of tasks; heads: {first}; {BARS}.", svg)
-    if rows and rows[0].points.heads.nunique() > 1:
-        svg = _panels(folder / "heads.png", rows, "selection", "d_state", "heads", heads)
-        drawn("heads", f"Against heads kept, by how they are chosen; {BARS}.", svg)
-    if rows and rows[0].percent:
-        if rows[0].points.d_state.nunique() > 1:
-            svg = _panels(folder / "states.png", rows[:1], "selection", "heads", "d_state", states)
-            drawn("states", f"Retrieval against state size, by heads kept; {BARS}.", svg)
-        if rows[0].points.selection.nunique() > 1:
-            svg = _panels(folder / "selection.png", rows[:1], "d_state", "selection", "heads", heads)
-            drawn("selection", f"How heads are chosen; {BARS}.", svg)
-    if qualities:
-        caption = (
-            f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
-            "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
-            "heads / state."
-        )
-        drawn("pareto", caption, _pareto(results, qualities, folder / "pareto.png"))
-    return figures
+        shown = points.loc[points.selection == first]
+        covered = [Row(shown, "student, of what the teacher has", True, {"teacher": 100})]
+    by_group = f"Coverage, student over teacher, by group of tasks; heads: {first}"
+    by_memory = (
+        f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
+        "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
+        "heads / state."
+    )
+    return {
+        "coverage": _panels(folder / "coverage.png", by_group, covered, "d_state", "group", "heads"),
+        "heads": _panels(
+            folder / "heads.png", "Against heads kept, by how they are chosen", varied(rows, "heads"),
+            "selection", "d_state", "heads",
+        ),
+        "states": _panels(
+            folder / "states.png", "Retrieval against state size, by heads kept", varied(retrieval, "d_state"),
+            "selection", "heads", "d_state",
+        ),
+        "selection": _panels(
+            folder / "selection.png", "How heads are chosen", varied(retrieval, "selection"),
+            "d_state", "selection", "heads",
+        ),
+        "pareto": _pareto(results, qualities, folder / "pareto.png", by_memory),
+    }  # fmt: skip
 
 
 def _row(results: SweepResults, quality: Column) -> Row:
@@ -242,64 +248,56 @@ def _points(mean: pd.DataFrame, margin: pd.DataFrame, name: str, scale: float) -
     rows = pd.DataFrame({"y": scale * mean[name], "error": scale * margin[name]}).dropna(subset=["y"]).reset_index()
     none = rows[rows.selection == NONE]
     present = [selection for selection in NAMES if (rows.selection == selection).any()] or ["top"]
+    texts = pd.CategoricalDtype(list(NAMES.values()), ordered=True)
     parts = [pd.concat([none, rows[rows.selection == name]]).assign(selection=NAMES[name]) for name in present]
-    return pd.concat(parts).sort_values("heads", kind="stable")
+    return pd.concat(parts).astype({"selection": texts}).sort_values("heads", kind="stable")
 
 
-def _panels(path: Path, rows: list[Row], panel: str, line: str, x: str, xlabel: str) -> str:
+def _panels(path: Path, caption: str, rows: list[Row], panel: str, line: str, x: str) -> list[Figure]:
     """Draw a row of panels for each figure: a panel and a line for each value of a column."""
     words = {"heads": "{} heads", "d_state": "state {}"}
-    shown, first = [], rows[0].points
-    for row in rows:
-        points = row.points.sort_values([x] if panel == "selection" else [panel, x], kind="stable")
-        texts = {name: points[c].map(words.get(c, "{}").format) for name, c in (("panel", panel), ("line", line))}
-        shown.append(replace(row, points=points.assign(x=points[x], **texts)))
-    lines = first[line].drop_duplicates() if line == "selection" else sorted(first[line].unique())
+    labels = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
     styles = {text: look(selection) for selection, text in NAMES.items()}
-    looks = {
-        words.get(line, "{}").format(name): styles.get(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(lines)
-    }
-    return draw_lines(path, shown, looks, xlabel)
+    shown, looks = [], {}
+    for row in rows:
+        points = row.points.sort_values([panel, x], kind="stable")
+        texts = {name: [words.get(c, "{}").format(value) for value in points[c]] for name, c in
+                 (("panel", panel), ("line", line))}  # fmt: skip
+        shown.append(replace(row, points=points.assign(x=points[x], **texts)))
+        for value in points[line].sort_values().unique():
+            looks.setdefault(words.get(line, "{}").format(value), styles.get(value, LOOKS[len(looks) % len(LOOKS)]))
+    return draw_lines(path, f"{caption}; {BARS}.", shown, looks, labels[x])
 
 
-def _pareto(results: SweepResults, qualities: list[Column], path: Path) -> str:
-    """Draw quality against bytes: the settings, and the line that none of them beats. Returns the figure as SVG."""
-    titles: dict[str, list[str]] = {}
+def _pareto(results: SweepResults, qualities: list[Column], path: Path, caption: str) -> list[Figure]:
+    """Draw quality against bytes: the settings, and the line that none of them beats."""
+    if not qualities or not has_matplotlib():
+        return []
     with figure(path, 1, len(qualities), size=(4.9 * len(qualities) + 0.6, 4.5)) as grid:
         for quality, axes in zip(qualities, grid[0]):
+            is_share = quality.name not in NO_SHARES
             every, best = results.compared(quality), results.front(quality)
+            every, best = (frame.assign(y=quality.scale * frame["mean"]) for frame in (every, best))
             every = without(every, TEACHER) if ALL in every.index else every
-            axes.plot(
-                best.bytes,
-                quality.scale * best["mean"],
-                drawstyle="steps-post",
-                color=GREY,
-                linewidth=1.3,
-                label="front",
-            )
+            axes.plot(best.bytes, best.y, drawstyle="steps-post", color=GREY, linewidth=1.3, label="front")
             for selection, found in every.groupby(level=0, sort=False):
                 name = NAMES.get(str(selection), "no heads" if selection == NONE else "teacher")
-                titles[gid := f"points-{len(titles)}"] = [
-                    f"{name}: {' / '.join(map(str, setting[1:]))}, {size_text(size)}, {quality.scale * mean:.4g}"
-                    for setting, size, mean in zip(found.index, found.bytes, found["mean"])
-                ]
-                axes.scatter(
-                    found.bytes, quality.scale * found["mean"], color=look(str(selection)).color,
-                    marker=look(str(selection)).marker, zorder=3, label=name, gid=gid,
-                )  # fmt: skip
+                color, marker, _ = look(str(selection))
+                points = axes.scatter(found.bytes, found.y, color=color, marker=marker, zorder=3, label=name)
+                settings = (" / ".join(map(str, setting[1:])) for setting in found.index)
+                titles = zip(settings, map(size_text, found.bytes), found.y)
+                name_points(points, [f"{name}: {setting}, {size}, {y:.4g}" for setting, size, y in titles])
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: size_text(value).replace(".00", "").replace(".0", ""))
-            axes.set_title(quality.header + " (lower is better)" * (quality.name in NO_SHARES), fontsize=10)
-            if quality.name not in NO_SHARES:
+            axes.set_title(quality.header + " (lower is better)" * (not is_share), fontsize=10)
+            if is_share:
                 percent_axis(axes)
-            last = -math.inf
-            for setting, size, value in zip(best.index, np.log10(best.bytes), quality.scale * best["mean"]):
-                if size - last > 0.15:
-                    text = "all" if setting[0] in (ALL, TEACHER) else f"{setting[1]} / {setting[2]}"
-                    axes.annotate(
-                        text, (10**size, value), xytext=(-5, 6), textcoords="offset points", fontsize=8, ha="right"
-                    )
+            last = 0.0
+            for (selection, heads, d_state), size, y in zip(best.index, best.bytes, best.y):
+                if size > 1.4 * last:  # else it would stand on the one before
+                    text = "all" if selection in (ALL, TEACHER) else f"{heads} / {d_state}"
+                    axes.annotate(text, (size, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right")
                     last = size
         legend(grid)
         grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)
-    return as_svg(grid, titles)
+    return [as_block(path, caption, grid)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -13,8 +14,8 @@ from ...pipeline.timing import duration
 from ...plan import HeadPlan
 from ..reporting import markdown_table
 from ..reporting.run import all_figures, metrics
-from .folder import Outcome, Sweep, Task
-from .grid import ALL
+from .folder import Outcome, Sweep
+from .grid import ALL, Cell
 
 FILE = "results.csv"
 FIRST = ("cell", "state", "selection", "heads", "d_state", "seed", "layers_with_heads", "kv_heads")
@@ -29,7 +30,7 @@ def write_results(sweep: Sweep) -> Path:
     for task in sweep.tasks.values():
         folder = {"dir": task.folder.relative_to(sweep.out).as_posix()}
         if task.cell is not None:
-            rows.append(_row(task, task.outcome()) | folder)
+            rows.append(_row(task.cell, task.folder, task.outcome()) | folder)
         elif task.d_state is None and (path := task.folder / "teacher" / "evaluation.json").exists():
             name = {"cell": f"{TEACHER}-{task.name}", "state": "done", "selection": TEACHER, "seed": task.seed}
             rows.append(name | _figures(path) | folder)
@@ -41,11 +42,8 @@ def write_results(sweep: Sweep) -> Path:
     return sweep.out / FILE
 
 
-def _row(task: Task, outcome: Outcome) -> Record:
-    cell, folder = task.cell, task.folder
-    assert cell is not None
-    row: Record = {"cell": cell.name, "selection": cell.selection, "heads": cell.heads, "d_state": cell.d_state}
-    row |= {"seed": cell.seed, "state": outcome.state, "error": outcome.error}
+def _row(cell: Cell, folder: Path, outcome: Outcome) -> Record:
+    row: Record = {"cell": cell.name, **asdict(cell), "state": outcome.state, "error": outcome.error}
     if outcome.state != "done":
         return row
     plan = HeadPlan.load(folder / "plan.json")
@@ -91,10 +89,9 @@ def status(out: Path) -> str:
 
     counted = cells.groupby(["student", "size"], sort=False).state.agg(count).unstack(fill_value="")
     parts = [markdown_table(counted.rename_axis("seeds done").reset_index()), progress(sweep, tasks)]
-    for state in ("running", "stopped", "failed"):
-        found = tasks[tasks.state == state]
-        lines = [f"  {t.task}: {t.error or f'{t.steps_done} of {t.steps} steps'}" for t in found.itertuples()]
-        parts += ["\n".join([f"{state}:", *lines])] if lines else []
+    for state, found in tasks[tasks.state.isin(["running", "stopped", "failed"])].groupby("state"):
+        lines = (f"  {t.task}: {t.error or f'{t.steps_done} of {t.steps} steps'}" for t in found.itertuples())
+        parts.append("\n".join([f"{state}:", *lines]))
     if not is_locked(sweep.out) and (tasks.state != "done").any():
         parts.append("No sweep runs here; the command that began it continues it.")
     return "\n\n".join(parts)
