@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -160,8 +161,8 @@ def _static(tensor: Tensor) -> Tensor:
 class HybridCache(Cache):
     """Layers' caches; ``model.new_cache()`` makes one that fits."""
 
-    def __init__(self, layers: list[HybridLayerCache]) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, layers: Sequence[HybridLayerCache]) -> None:
+        super().__init__(layers=[*layers])
 
     def layer(self, index: int) -> HybridLayerCache:
         """Return the cache of one layer."""

@@ -258,8 +258,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "pass model.new_cache(), or nothing."
             )
         batch, length = inputs.shape[:2]
-        masks_tokens = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2  # a 4-D one does not tell
-        token_mask = attention_mask[:, -length:] if masks_tokens else None
+        token_mask = None  # where the mask is 4-D, which does not tell
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            token_mask = attention_mask[:, -length:]
         backbone_packs = False
         if seq_idx is None and length > 1:
             borders, cached = kwargs.get("cu_seq_lens_q"), past_key_values is not None or bool(use_cache)

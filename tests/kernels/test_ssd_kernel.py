@@ -151,9 +151,9 @@ def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, m
             assert relative_error(other, one) < 1e-6 if name == "da" else torch.equal(other, one), name
 
 
-@pytest.mark.parametrize(("d_state", "n_segments"), [(8, 1), (8, 3), (128, 3)])
-def test_packed_documents(n_segments: int, d_state: int) -> None:
-    check(problem(2, 130, 1, 16, d_state), seq_idx=documents(2, 130), n_segments=n_segments)
+@pytest.mark.parametrize(("batch", "d_state", "n_segments"), [(2, 8, 1), (2, 8, 3), (1, 128, 3)])
+def test_packed_documents(batch: int, n_segments: int, d_state: int) -> None:
+    check(problem(batch, 130, 1, 16, d_state), seq_idx=documents(batch, 130), n_segments=n_segments)
 
 
 @pytest.mark.parametrize("changed", [slice(0, 45), slice(45, 90)])

@@ -80,12 +80,15 @@ def test_generation_over_the_longrope_switch(family: str, family_model: Callable
             torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
 
-class Graphs(list[Any]):
-    """A backend of torch.compile that keeps what it compiles."""
+def counting_backend() -> tuple[list[Any], Callable[..., Any]]:
+    """A backend of torch.compile, and the list of what it compiles."""
+    graphs: list[Any] = []
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.append(graph)
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
         return graph.forward
+
+    return graphs, backend
 
 
 def greedy_without_cache(student: HybridForCausalLM, prompt_L: Tensor, n: int = NEW) -> Tensor:
@@ -217,13 +220,13 @@ def test_a_static_cache_gives_the_same_text(student: HybridForCausalLM, way: dic
 
 
 def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: HybridForCausalLM) -> None:
-    graphs = Graphs()
+    graphs, backend = counting_backend()
 
     def addresses() -> list[int]:
         held = [tensor for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, Tensor)]
         return [tensor.data_ptr() for tensor in held]
 
-    config = CompileConfig(fullgraph=True, backend=graphs, mode=None)
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     ids, cache = tokens(2, 6), llama_student.new_cache(max_length=20)
     expected = llama_student.generate(ids, **GREEDY)
@@ -253,10 +256,10 @@ def test_decoding_compiles_into_one_graph_for_all_steps(family_model: Callable[.
     student, ids = student_of(teacher, keep(teacher, KEPT["mixed"])), tokens(2, 16)
     expected = logits(student, ids, use_cache=False)
     cache = student(ids[:, :8], use_cache=True).past_key_values
-    graphs = Graphs()
+    graphs, backend = counting_backend()
 
     torch.compiler.reset()
-    step = torch.compile(student.forward, backend=graphs, fullgraph=True)
+    step = torch.compile(student.forward, backend=backend, fullgraph=True)
     for place in range(8, 16):
         same_logits(step(ids[:, place : place + 1], past_key_values=cache).logits[:, 0], expected[:, place])
     assert len(graphs) == 2
