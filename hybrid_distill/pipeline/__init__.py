@@ -154,15 +154,16 @@ class Run(RunInputs):
     def restoration_plan(self, k: int) -> HeadPlan:
         """Return the ``k`` heads that bring most back to the aligned student without attention."""
         HeadPlan.check_k(self.teacher, k)
-        path, aligned, probe = self.restoration_path(k), self.aligned, self.scoring_probe()
-
-        def choose() -> None:
-            student, none = aligned.trained_student()
-            n_examples = self.config.scoring.restoration_examples
-            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
-            HeadPlan.from_pairs(none, heads).save(path)
-
+        path = self.restoration_path(k)
         if not is_there(path):
+            (student, none), probe = self.aligned.trained_student(), self.scoring_probe()  # all processes load together
+            n_examples = self.config.scoring.restoration_examples
+
+            def choose() -> None:
+                teacher, tokenizer = self.teacher_and_tokenizer
+                heads = greedy_restoration(student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples)
+                HeadPlan.from_pairs(none, heads).save(path)
+
             on_main_process(choose)
         return HeadPlan.load(path)
 
