@@ -319,7 +319,7 @@ def _rebuilt(kind: Any, value: Any) -> Any:
     """Return ``value``, read from JSON, as the type that a field was declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        current = [(RENAMED.get(name, name), item) for name, item in value.items() if name not in DROPPED]
+        current = [(RENAMED.get(name) or name, item) for name, item in value.items() if name not in DROPPED]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
