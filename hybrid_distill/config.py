@@ -34,7 +34,7 @@ from .train.config import (
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
-RENAMED = {"recompute": "gradient_checkpointing"}
+RENAMED, DROPPED = {"recompute": "gradient_checkpointing"}, {"compile_layers"}
 """Fields of config.json files of earlier versions."""
 log = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def _rebuilt(kind: Any, value: Any) -> Any:
     """Return ``value``, read from JSON, as the type that a field was declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        current = [(RENAMED.get(name) or name, item) for name, item in value.items()]
+        current = [(RENAMED.get(name) or name, item) for name, item in value.items() if name not in DROPPED]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value)

@@ -21,8 +21,12 @@ from training import free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / "launch" / name for name in ("torchrun.sh", "slurm.sbatch")]
-TRAIN = "recipes/hybrid_tiny.py --plan.selection random --stages align --align.batch-size 2 --align.log-every 1".split()
-TRAIN += "--scoring.n-control-texts 2 --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2".split()
+TRAIN = (
+    "recipes/hybrid_tiny.py --plan.selection restoration --plan.k 1 --align.batch-size 2 --align.log-every 1".split()
+)
+TRAIN += "--distill.steps 2 --distill.batch-size 2 --scoring.restoration-examples 2 --scoring.form plain".split()
+TRAIN += "--evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2 --no-export".split()
+ALIGNED = Path("aligned", "stages", "1-align")
 
 STAND_INS = {
     # One task for each machine, here; a signal to srun is one to each task.
@@ -204,7 +208,7 @@ def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, st
 
 def steps(out: Path) -> list[int]:
     """Those in the metrics of a run's alignment, as far as they are written."""
-    path = out / "stages" / "1-align" / "metrics.jsonl"
+    path = out / ALIGNED / "metrics.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -223,7 +227,7 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: di
     job.send_signal(signal.SIGUSR1)
     status, said = finish(job)
     assert status == 0 and "requeue 4711" in recorded(one_machine, "scontrol"), said
-    saved = [path.name for path in (out / "stages" / "1-align" / "checkpoints").iterdir()]
+    saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()

@@ -182,6 +182,7 @@ def test_fields_and_flags_of_earlier_versions_are_read() -> None:
     record = to_json(replace(config, align=replace(config.align, gradient_checkpointing=True)))
     for stage in ("align", "distill"):
         record[stage]["recompute"] = record[stage].pop("gradient_checkpointing")
+        record[stage]["compile_layers"] = True
     assert from_record(record) == replace(config, align=replace(config.align, gradient_checkpointing=True))
     assert current_flags(["--align.recompute", "--on-policy.no-recompute", "recompute"]) == [
         "--align.gradient-checkpointing", "--on-policy.no-gradient-checkpointing", "recompute",

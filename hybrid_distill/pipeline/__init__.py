@@ -49,7 +49,7 @@ from .inputs import PROBE_SEEDS, Loaded, RunInputs, load, make_plan
 log = logging.getLogger(__name__)
 
 CALIBRATION_TOKENS = 2048
-MEASURED, TEACHER_MEASURED = "evaluation.json", "teacher/evaluation.json"
+EVALUATION, TEACHER_EVALUATION = "evaluation.json", "teacher/evaluation.json"
 
 
 def run(config: RunConfig) -> Path:
@@ -137,14 +137,15 @@ class Run(RunInputs):
     def plan(self) -> HeadPlan:
         """Return the plan of the run directory, or make the one that the config describes."""
         path = self.out / "plan.json"
-        if path.exists():
+        known = is_there(path)
+        if known:
             plan = HeadPlan.load(path)
         elif self.config.plan.selection == "restoration":
             plan = self.restoration_plan(self.config.plan.k)
         else:
             plan = make_plan(self.config.plan, self.teacher, self.scores)
         check_plan(plan, self.teacher)
-        if not is_there(path):
+        if not known:
             on_main_process(lambda: plan.save(path))
         return plan
 
@@ -154,15 +155,16 @@ class Run(RunInputs):
     def restoration_plan(self, k: int) -> HeadPlan:
         """Return the ``k`` heads that bring most back to the aligned student without attention."""
         HeadPlan.check_k(self.teacher, k)
-        path, aligned, probe = self.restoration_path(k), self.aligned, self.scoring_probe()
-
-        def choose() -> None:
-            student, none = aligned.trained_student()
-            n_examples = self.config.scoring.restoration_examples
-            heads = greedy_restoration(student.eval(), self.teacher, self.tokenizer, probe, k, n_examples=n_examples)
-            HeadPlan.from_pairs(none, heads).save(path)
-
+        path = self.restoration_path(k)
         if not is_there(path):
+            (student, none), probe = self.aligned.trained_student(), self.scoring_probe()  # all processes load together
+            n_examples = self.config.scoring.restoration_examples
+
+            def choose() -> None:
+                teacher, tokenizer = self.teacher_and_tokenizer
+                heads = greedy_restoration(student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples)
+                HeadPlan.from_pairs(none, heads).save(path)
+
             on_main_process(choose)
         return HeadPlan.load(path)
 
@@ -314,7 +316,7 @@ class Run(RunInputs):
         """
         nn.Module.to(self.teacher, student.device)  # it may have been loaded again after the stages
         self.evaluate_teacher(again=again)
-        path = self.out / MEASURED
+        path = self.out / EVALUATION
         is_new = again or not is_there(path)
         result = self._evaluated(student, path, is_new)
         if is_new and self.config.trackers:
@@ -323,7 +325,7 @@ class Run(RunInputs):
         return result
 
     def evaluate_teacher(self, *, again: bool = False) -> EvalResult:
-        return self._evaluated(self.teacher, self.out / TEACHER_MEASURED, again)
+        return self._evaluated(self.teacher, self.out / TEACHER_EVALUATION, again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
         options, form = self.config.evaluation, self.form
@@ -362,7 +364,7 @@ class Run(RunInputs):
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
         scores = self.out / "scores.json"
-        measured = {"teacher": self.out / TEACHER_MEASURED, "student": self.out / MEASURED}
+        measured = {"teacher": self.out / TEACHER_EVALUATION, "student": self.out / EVALUATION}
         known: Record = {
             "results": {name: EvalResult.load(file) for name, file in measured.items() if file.exists()},
             "scores": HeadScores.load(scores) if scores.exists() else None,
@@ -408,9 +410,9 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
     plan = this.plan()
 
     def copy() -> None:
-        measured = (shared.out / TEACHER_MEASURED).read_text()
-        (this.out / TEACHER_MEASURED).parent.mkdir(exist_ok=True)
-        for name in (TEACHER_MEASURED, *[MEASURED] * plan.keeps_all):
+        measured = (shared.out / TEACHER_EVALUATION).read_text()
+        (this.out / TEACHER_EVALUATION).parent.mkdir(exist_ok=True)
+        for name in (TEACHER_EVALUATION, *[EVALUATION] * plan.keeps_all):
             write_text(this.out / name, measured)
 
     on_main_process(copy)

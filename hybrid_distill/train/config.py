@@ -22,7 +22,7 @@ Fixed = Annotated[T, tyro.conf.Suppress]
 
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
-     "on_divergence", "max_skips", "compile_layers", "data_workers"}
+     "on_divergence", "max_skips", "data_workers"}
 )  # fmt: skip
 """Fields that may differ when a stage resumes."""
 
@@ -87,8 +87,6 @@ class StageConfig:
     """Steps between lines of metrics.jsonl."""
     keep_checkpoints: Count = 2
     """Newest checkpoints left on disk."""
-    compile_layers: bool = False
-    """Compile the layers with torch.compile. Off, because nobody has measured yet that it pays."""
     data_workers: CountOrZero | None = None
     """Processes beside each training process that make its batches ahead; empty: 2 for a GPU, none for a CPU."""
 

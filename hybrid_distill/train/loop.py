@@ -33,7 +33,6 @@ from ..distributed import (
 )
 from ..io import Record
 from ..progress import Phase
-from ..teacher import decoder_blocks
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
@@ -160,11 +159,6 @@ class _Training:
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         teacher_forced = not isinstance(self.stage, EndToEnd)
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
-        if self.config.compile_layers:  # but for a teacher whose inner modules have hooks
-            teachers = () if teacher_forced else self.strategy.stage.teachers
-            blocks = [block for teacher in teachers for _, block in decoder_blocks(teacher)]
-            for layer in self.strategy.stage.parts() + blocks:
-                layer.compile()
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:

@@ -356,19 +356,6 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
     assert not multiprocessing.active_children(), "Python would wait for them when it exits"
 
 
-def test_compiled_layers_train_the_same(uninterrupted, tmp_path, monkeypatch):
-    compiled, graphs = torch.nn.Module.compile, []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counting))
-    train("distill", tmp_path, compile_layers=True)
-    curve = [loss for _, loss, _ in losses(tmp_path)]
-    assert graphs and curve == pytest.approx([loss for _, loss, _ in uninterrupted["distill"][1]], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("align", {"target": "head"}), ("align", {"target": "layer", "train": "mixer"}), ("distill", {}), ("long", {})],
