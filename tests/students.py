@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hybrid_distill.export import GateReport
+from hybrid_distill.export.check import run_checks
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -80,6 +83,19 @@ def close(actual: Tensor, expected: Tensor, precision: str = "fp32") -> None:
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
     return model(ids, **kwargs).logits
+
+
+def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None:
+    """Check exports here, where torch is loaded already; ``modules`` is for their Python files."""
+
+    def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
+        alias = modules.with_name("alias")  # transformers 4.56 imports no code from a folder with a dot in its name
+        alias.unlink(missing_ok=True)
+        alias.symlink_to(folder.resolve(), target_is_directory=True)
+        return GateReport(tuple(run_checks(alias, alias / "gate", device=device)))
+
+    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
 
 
 def only_error(stderr: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from students import gate_in_this_process
 
 import hybrid_distill
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
     exec(blocks[0], {})
     printed = capsys.readouterr().out
     assert "kept: L" in printed and "retrieval by choice: " in printed and (tmp_path / "student/config.json").is_file()

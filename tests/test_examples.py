@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from students import gate_in_this_process
 
 import hybrid_distill
 
@@ -53,6 +54,7 @@ def test_the_scripts_run_one_after_the_other(
     assert tokenizer is not None and isinstance(student.lm_head.weight, torch.Tensor)
     pytest.importorskip("trl", reason="pip install 'hybrid-distill[finetune]'")
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
     trained, before = hybrid_distill.load_student("tuned")[0].state_dict(), student.state_dict()

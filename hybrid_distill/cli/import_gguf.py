@@ -26,11 +26,6 @@ def command(file: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /
         out: The folder to make.
         dtype: Type of the weights that are written: float32, bfloat16 or float16.
     """
-    print(import_gguf(file, out, dtype))
-
-
-def import_gguf(file: Path, out: Path, dtype: str = "float32") -> str:
-    """Write the folder; return a summary of one line. Raises ValueError naming what is wrong with the input."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
@@ -66,7 +61,7 @@ def import_gguf(file: Path, out: Path, dtype: str = "float32") -> str:
         origin = {"file": file.name, "sha256": file_hash(file), "versions": versions(), "date": now()}
         write_json(out / IMPORTED, origin)
     template = "with" if tokenizer.chat_template else "without"
-    return f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template"
+    print(f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template")
 
 
 def _check(file: Path) -> None:

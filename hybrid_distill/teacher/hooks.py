@@ -90,7 +90,8 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
     def run(*args: object, **kwargs: object) -> object:
         nonlocal reached
         reached = False
-        with site.o_proj.register_forward_pre_hook(edited):  # for now: other layers may run the same module
+        # For now, as other layers may run the same module; first, as the last context of several registers first.
+        with site.o_proj.register_forward_pre_hook(edited, prepend=True):
             output = forward(*args, **kwargs)
         if not reached:
             raise ValueError(

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import make_family_model
 from safetensors.torch import load_file, save_file
-from students import tiny_student
+from students import gate_in_this_process, tiny_student
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
-from hybrid_distill.export import GateReport, export_checkpoint
+from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import model_card
-from hybrid_distill.export.check import greedy, left_padded, run_checks
+from hybrid_distill.export.check import greedy, left_padded
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -159,8 +159,7 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(
     with pytest.raises(ValueError, match="holds a model of type 'falcon_h1'; pass a finished run, or an export as"):
         export_student(ExportJob(stock, tmp_path / "back"))
 
-    here = lambda folder, device: GateReport(tuple(run_checks(folder, folder / "gate", device=device)))  # noqa: E731
-    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", here)
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
     main(["verify", str(own), "--to", str(tmp_path / "checks.json")])
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
     file = next(path for path in stock.glob("*.safetensors") if "model.layers.0.mamba.A_log" in load_file(path))

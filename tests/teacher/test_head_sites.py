@@ -55,7 +55,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Sites]] = {
     "llama": ("Llama", ATTENTION, PLAIN),
     "qwen2": ("Qwen2", ATTENTION, PLAIN),
     "qwen3": ("Qwen3", {**ATTENTION, "head_dim": 16}, WIDE),
-    "mistral": ("Mistral", ATTENTION, PLAIN),
     "gemma2": ("Gemma2", GEMMA, WIDE),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2}, WIDE),
     "olmo2": ("Olmo2", ATTENTION, PLAIN),
