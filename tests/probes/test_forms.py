@@ -106,13 +106,10 @@ def test_scores_of_another_form_are_not_continued_and_their_comparison_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, tokenizer = planted_teacher()
-    probe, partial = KVRetrieval(4, keys=KEYS), tmp_path / "partial.json"
+    options = {"n_examples": 4, "min_accuracy": 0.0, "resume_path": tmp_path / "partial.json", "progress": False}
     for form in ("plain", "shots=1"):
-        asked = in_form(probe, form, tokenizer)
-        scores = score_heads(
-            model, tokenizer, asked, n_examples=4, min_accuracy=0.0, resume_path=partial, progress=False
-        )
-        scores.save(tmp_path / f"{form}.json")
+        asked = in_form(KVRetrieval(4, keys=KEYS), form, tokenizer)
+        score_heads(model, tokenizer, asked, **options).save(tmp_path / f"{form}.json")
     assert "are not used (they are of another model, probe or version)" in caplog.text
     assert json.loads((tmp_path / "shots=1.json").read_text())["provenance"]["probe"]["prompt_form"] == "shots=1"
     assert "other forms: plain and shots=1" in compare_files(tmp_path / "plain.json", tmp_path / "shots=1.json")

@@ -189,25 +189,26 @@ def test_choices_of_many_tokens_and_of_different_numbers() -> None:
     assert_same(scores, *one_by_one(model, tokenizer, probe, 12))
 
 
-def test_shared_layers_and_students_run_in_full(caplog) -> None:
-    """A student's recurrent heads carry a state from token to token: no tree, no start in the middle of a row."""
+def random_student() -> Any:
     teacher = random_model("llama")
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)
-    probe = KVRetrieval(3, keys=KEYS[:16])
-    scores = score_heads(student.eval(), DIGITS, probe, n_examples=3, min_accuracy=0.0, progress=False)
-    assert "run in full" in caplog.text
-    assert_same(scores, *one_by_one(student, DIGITS, probe, 3))
+    return build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)[0].eval()
 
 
-def test_heads_of_recurrent_models_are_scored() -> None:
+def random_mamba() -> Any:
     config = transformers.Mamba2Config(
         vocab_size=160, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1,
         chunk_size=16,
     )  # fmt: skip
-    model: Any = transformers.Mamba2ForCausalLM(config).eval()
-    probe = KVRetrieval(3, keys=KEYS[:16])
-    scores = score_heads(model, WORDS, probe, n_examples=3, min_accuracy=0.0, progress=False)
-    assert_same(scores, *one_by_one(model, WORDS, probe, 3))
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)])
+def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, caplog: Any) -> None:
+    """Their states go from token to token: no tree, no start in the middle of a row."""
+    model, probe = make(), KVRetrieval(3, keys=KEYS[:16])
+    scores = score_heads(model, tokenizer, probe, n_examples=3, min_accuracy=0.0, progress=False)
+    assert make is random_mamba or "run in full" in caplog.text
+    assert_same(scores, *one_by_one(model, tokenizer, probe, 3))
 
 
 def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
@@ -397,11 +398,7 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
     ablated = watch(monkeypatch)
     score_heads(*teacher, PROBE, **options)
     assert {head.layer for head in ablated} == {2, 3}
-
-
-def test_a_model_that_is_broken_as_it_is_is_named_too(teacher) -> None:
     model, tokenizer = planted_teacher()
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="with all heads in place the logits of example"):
         score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)
