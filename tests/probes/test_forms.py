@@ -12,7 +12,7 @@ from test_answering import brute_force, sharp
 
 from hybrid_distill.cli.score import ScoreJob
 from hybrid_distill.lab.analysis.rankings import compare_files
-from hybrid_distill.probes import Probe
+from hybrid_distill.probes import Probe, forms
 from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
 from hybrid_distill.probes.forms import FormedProbe, best_form, in_form
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
@@ -74,7 +74,8 @@ def test_solved_examples_are_others_than_the_one_asked(probe: Probe) -> None:
     assert in_form(probe, "plain", formed.tokenizer) is probe
 
 
-def test_the_best_form_is_found_and_a_teacher_that_fails_in_all_is_refused() -> None:
+def test_the_best_form_is_found_and_a_teacher_that_fails_in_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "N_TRIED", 16)
     model, tokenizer = planted_teacher()
     probe = KVRetrieval(8, keys=KEYS)
     form, found = best_form(model, tokenizer, probe, least=None)
