@@ -345,7 +345,7 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
 
 @pytest.mark.parametrize("race", [{}, {"race_k": 3}], ids=["exhaustive", "race"])
 def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, tmp_path, monkeypatch, caplog, race) -> None:
-    options = {"n_examples": 32, "batch_size": 20, "control_texts": TEXTS, "progress": False, **race}
+    options = {"n_examples": 16, "batch_size": 20, "control_texts": TEXTS, "progress": False, **race}
     path = tmp_path / "partial.json"
     uninterrupted = score_heads(*teacher, PROBE, **options)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
