@@ -65,15 +65,16 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
                 )
         elif is_token_folder(source):
             folder = Path(source).expanduser()
-            headers[folder] = header = TokenHeader.load(TokenHeader.file(folder))
-            if header.chat != config.chat:
-                held, flag = ("conversations", "--data.chat") if header.chat else ("plain text", "--data.no-chat")
-                raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; pass {flag}.")
+            headers[folder] = TokenHeader.load(TokenHeader.file(folder))
         else:
             files = [] if is_embedded(source) else source_files(source)
             if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):
                 raise no_conversations(source)
     check_tokenizer(headers, tokenizer)
+    for folder, header in headers.items():
+        if header.chat != config.chat:
+            held, flag = ("conversations", "--data.chat") if header.chat else ("plain text", "--data.no-chat")
+            raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; pass {flag}.")
     if config.chat and not all(map(is_token_folder, config.sources)):
         check_template(tokenizer)
 
