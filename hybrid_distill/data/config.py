@@ -59,9 +59,8 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         if source.startswith(HUB):
             if config.hub_tokens is None:
                 raise ValueError(
-                    f"data.sources names {source}, whose length is not known; pass --data.hub-tokens N, the tokens to "
-                    f"read of it, or make it local with `hybrid-distill prepare-data --sources {source}` and pass its "
-                    "folder."
+                    f"data.sources names {source}, of unknown length; pass --data.hub-tokens N, the tokens to read of it, "
+                    f"or the folder that `hybrid-distill prepare-data --sources {source}` makes."
                 )
         elif is_token_folder(source):
             folder = Path(source).expanduser()
