@@ -59,7 +59,7 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         if source.startswith(HUB):
             if config.hub_tokens is None:
                 raise ValueError(
-                    f"data.sources names {source}, of unknown length; pass --data.hub-tokens N, the tokens to read of it, "
+                    f"data.sources names {source}, of unknown length; pass --data.hub-tokens N, the tokens to read, "
                     f"or the folder that `hybrid-distill prepare-data --sources {source}` makes."
                 )
         elif is_token_folder(source):
