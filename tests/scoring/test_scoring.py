@@ -246,7 +246,7 @@ def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
     model, tokenizer = teacher
-    options = {"n_examples": 8, "batch_size": 20, "control_texts": TEXTS}
+    options = {"n_examples": 5, "batch_size": 20, "control_texts": TEXTS}
     scores = score(model, tokenizer, PROBE, **options)
     original, sizes = model.forward, []
 
