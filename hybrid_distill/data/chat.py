@@ -27,23 +27,16 @@ Span = tuple[int, int]
 def conversation_of(record: object, place: str) -> str:
     """Return a record's messages as JSON; "" where the assistant is silent. Raises ValueError where there are none."""
     columns: Record = record if isinstance(record, dict) else {}
-    messages: list[Record] | None = None
-    for question, answer in PAIRS:
-        if isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
-            messages = [
-                {"role": "user", "content": columns[question]},
-                {"role": "assistant", "content": columns[answer]},
-            ]
-            break
-    for name in MESSAGES:
-        if isinstance(columns.get(name), (list, tuple)):
-            messages = [_message(message, place) for message in columns[name]]
-            break
-    if messages is None:
+    turns = next((columns[name] for name in MESSAGES if isinstance(columns.get(name), (list, tuple))), None)
+    for pair in PAIRS:
+        if turns is None and all(isinstance(columns.get(name), str) for name in pair):
+            turns = [{"role": role, "content": columns[name]} for role, name in zip(("user", "assistant"), pair)]
+    if turns is None:
         raise ValueError(
             f"{place} holds no conversation; its columns are {', '.join(columns) or 'none'}: give it a list `messages` "
             "of role and content, or `prompt` and `completion`."
         )
+    messages = [_message(turn, place) for turn in turns]
     return json.dumps(messages) if any(message["role"] == "assistant" for message in messages) else ""
 
 

@@ -54,27 +54,28 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     Refused are missing sources, hub sources without a limit, token folders of another tokenizer, text where
     conversations are expected or the other way round, and conversations without a chat template.
     """
-    on_hub = [source for source in config.sources if source.startswith(HUB)]
-    if on_hub and config.hub_tokens is None:
-        raise ValueError(
-            f"data.sources names {on_hub[0]}, whose length is not known; pass --data.hub-tokens N, the tokens to read "
-            f"of it, or make it local with `hybrid-distill prepare-data --sources {on_hub[0]}` and pass its folder."
-        )
-    embedded = [source for source in config.sources if is_embedded(source)]
-    local = [source for source in config.sources if source not in (*on_hub, *embedded)]
-    folders = [Path(source).expanduser() for source in local if is_token_folder(source)]
-    headers = {folder: TokenHeader.load(TokenHeader.file(folder)) for folder in folders}
+    headers: dict[Path, TokenHeader] = {}
+    for source in config.sources:
+        if source.startswith(HUB):
+            if config.hub_tokens is None:
+                raise ValueError(
+                    f"data.sources names {source}, of unknown length; pass --data.hub-tokens N, the tokens to read, "
+                    f"or the folder that `hybrid-distill prepare-data --sources {source}` makes."
+                )
+        elif is_token_folder(source):
+            folder = Path(source).expanduser()
+            headers[folder] = TokenHeader.load(TokenHeader.file(folder))
+        else:
+            files = [] if is_embedded(source) else source_files(source)
+            if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):
+                raise no_conversations(source)
     check_tokenizer(headers, tokenizer)
-    files = [file for source in local if not is_token_folder(source) for file in source_files(source)]
     for folder, header in headers.items():
         if header.chat != config.chat:
             held, flag = ("conversations", "--data.chat") if header.chat else ("plain text", "--data.no-chat")
             raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; pass {flag}.")
-    if config.chat:
-        if plain := [*embedded, *(str(file) for file in files if file.suffix == ".txt")]:
-            raise no_conversations(plain[0])
-        if files or on_hub:
-            check_template(tokenizer)
+    if config.chat and not all(map(is_token_folder, config.sources)):
+        check_template(tokenizer)
 
 
 def open_rows(

@@ -195,11 +195,8 @@ def write_tokens(
         if TokenHeader.file(folder).exists():
             return begun
     writer = _Writer(folder, begun or header)
-    read = (
-        made_by[1]
-        if made_by
-        else partial(document_batches, sources, text_column, min(BATCH_CHARACTERS, 4 * shard_tokens))
-    )
+    characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
+    read = made_by[1] if made_by else partial(document_batches, sources, text_column, characters)
     dtype, start = id_dtype(tokenizer), writer.header.tokens
     with Phase(f"tokens of {folder.name}", max_tokens, done=start, unit="tokens") as phase:
         for texts, place in read(writer.place):
@@ -234,20 +231,19 @@ class _Writer:
             self._files = [path.open("wb") for path in header.shard_paths(self.folder, len(header.shards))]
             header.shards.append({"tokens": 0, "documents": 0})
         shard, source = header.shards[-1], header.sources[place[0]]
-        ids = documents.ids.astype(np.dtype(header.dtype).newbyteorder("<"), copy=False)
         starts = (documents.starts + shard["tokens"]).astype("<i8")
-        for file, array in zip(self._files, (ids, starts, documents.learned)):
+        for file, array in zip(self._files, (documents.ids, starts, documents.learned)):
             if array is not None:
                 file.write(array.tobytes())
         for count in (shard, source):
-            count["tokens"] += len(ids)
+            count["tokens"] += len(documents.ids)
             count["documents"] += len(starts)
-        header.tokens += len(ids)
+        header.tokens += len(documents.ids)
         header.documents += len(starts)
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
             header.save(header.file(self.folder, partial=True), place=place)
-        return len(ids)
+        return len(documents.ids)
 
     def _fitting(self, documents: Shard, room: int) -> Shard:
         """Return the documents that end within ``room`` tokens."""

@@ -144,26 +144,19 @@ def open_logits(folder: str | Path) -> LogitFolder:
 
 
 class LogitFolder:
-    """Logits to read. Rows are read one by one: nothing stays open, only the rows' numbers are in memory."""
+    """Logits to read: memory-mapped shards, and the numbers of their rows."""
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
         self.folder, self.header = folder, header
-        self._dtype, self._shards = record_dtype(header), header.shards(folder)
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
+        self._shards = [np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)]
 
     def read(self, row_ids: np.ndarray) -> np.ndarray:
         """Return the records of rows by number, all of which must be here."""
         places = np.searchsorted(self.row_ids, row_ids)
         assert (self.row_ids[places] == row_ids).all(), "rows that `check` would have refused"
-        return np.concatenate([self._record(int(place)) for place in places])
-
-    def _record(self, place: int) -> np.ndarray:
-        shard, row = divmod(place, self.header.shard_rows)
-        path, _ = self._shards[shard]
-        record = np.fromfile(path, dtype=self._dtype, count=1, offset=row * self._dtype.itemsize)
-        if not len(record):
-            raise ValueError(f"{path} ends before its row {row}; copy the folder again, or make it again.")
-        return record
+        located = (divmod(int(place), self.header.shard_rows) for place in places)
+        return np.concatenate([self._shards[shard][row : row + 1] for shard, row in located])
 
     def check(
         self,

@@ -33,6 +33,8 @@ from .measure import Measured, Steps
 from .probe_batch import Question, Rows, Text, shared_start
 from .racing import Race
 
+CONTROL_TOKENS = 256
+
 
 def score_heads(
     model: PreTrainedModel,
@@ -42,10 +44,8 @@ def score_heads(
     n_examples: int = 128,
     batch_size: int | None = None,
     control_texts: Sequence[str] | None = None,
-    control_tokens: int = 256,
     min_accuracy: float | None = None,
     race_k: int | None = None,
-    race_confidence: float = 0.99,
     heads: Collection[HeadId] | None = None,
     removed: Collection[HeadId] = (),
     kind: HeadKind | None = None,
@@ -60,9 +60,9 @@ def score_heads(
         n_examples: Prompts, at most, for each head.
         batch_size: Rows in a forward, a row being one prompt without one head; None finds it. Halved whenever memory
             runs out.
-        control_texts: Plain texts whose first ``control_tokens`` tokens make the control loss.
+        control_texts: Plain texts whose first 256 tokens make the control loss.
         min_accuracy: Accuracy that the model needs with all its heads; None: half way from guessing to always right.
-        race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with ``race_confidence`` the
+        race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with 99 % confidence the
             first k are those of exhaustive scoring. A dropped head's figures are those of the examples it was tried on
             (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
         heads: Heads to score; others get NaN.
@@ -78,9 +78,9 @@ def score_heads(
     examples, texts = probe.examples(n_examples), list(control_texts or [])
     encoded = [encode_example(tokenizer, example) for example in examples]
     questions = [Question(n, *both, model.device) for n, both in enumerate(zip(examples, encoded, strict=True))]
-    text_tokens = text_rows(tokenizer, texts, max_tokens=control_tokens)
+    text_tokens = text_rows(tokenizer, texts, max_tokens=CONTROL_TOKENS)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
-    race = None if race_k is None else Race(race_k, len(candidates), n_examples, race_confidence)
+    race = None if race_k is None else Race(race_k, len(candidates), n_examples)
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
     with eval_mode(model), in_bfloat16, on_fast_cpu(model.device):
@@ -89,7 +89,7 @@ def score_heads(
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": "choice",
-            "control": {"texts": len(texts), "tokens": control_tokens, "sha256": sha256} if texts else None,
+            "control": {"texts": len(texts), "tokens": CONTROL_TOKENS, "sha256": sha256} if texts else None,
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),

@@ -175,14 +175,14 @@ class HeadScores:
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
                 raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
-            tables = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
+            tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
             tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
             for name, table in tables.items():
                 expected = (record["n_layers"], record["n_heads"], 2)[: 3 if name in INTERVALS else 2]
                 if table is not None and tuple(table.shape) != expected:
                     raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
-            if (n_examples_LH := tables["n_examples_LH"]) is not None:
-                tables["n_examples_LH"] = n_examples_LH.long()
+            if tables["n_examples_LH"] is not None:
+                tables["n_examples_LH"] = tables["n_examples_LH"].long()
             others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
             if not isinstance(record["provenance"], dict):
                 raise ValueError("its provenance is not an object")

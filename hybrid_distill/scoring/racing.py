@@ -30,7 +30,7 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 class Race:
     """A race for the first ``k`` of ``n_heads`` heads on ``n_examples`` examples, right with ``confidence``.
 
-    Raises ValueError for a ``k`` below 1 or a confidence that is not between 0 and 1.
+    Raises ValueError for a ``k`` below 1.
     """
 
     k: int
@@ -41,8 +41,6 @@ class Race:
 
     def __post_init__(self) -> None:
         check_counts(race_k=self.k)
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"race_confidence is {self.confidence}; it must be between 0 and 1, such as 0.99.")
 
     @property
     def rounds(self) -> list[int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_distill.cli import score
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.score import ScoreJob, run_score, table
 from hybrid_distill.lab.analysis.rankings import compare_files
@@ -24,7 +25,7 @@ def run(*argv: object) -> None:
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded teacher, raced for its first 4 heads."""
     out = tmp_path_factory.mktemp("score") / "new" / "scores.json"
-    run("--out", out, "--examples", 48, "--k", 4, "--n-control-texts", 4)
+    run("--out", out, "--examples", 32, "--k", 4, "--n-control-texts", 2)
     return out
 
 
@@ -61,6 +62,7 @@ def test_a_stopped_run_continues_from_its_measurements(tmp_path: Path, monkeypat
         return original(steps, measure)
 
     monkeypatch.setattr(Steps, "next", stop_after_two)
+    monkeypatch.setattr(score, "can_draw", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         run_score(job)
     assert [path.name for path in tmp_path.glob("*.json")] == ["s.partial.json"]
@@ -85,7 +87,6 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
         (["--pairs", "10,x"], "--pairs is '10,x'"),
         (["--pairs", "8,0"], "whole numbers of at least 1"),
         (["--probe", "sudoku"], "there is no probe 'sudoku'"),
-        (["--pairs", "99"], "scoring asks for 50.5%"),
         (["--probe", "needle"], "a shorter filler (--lengths)"),
         (["--probe", "copy", "--min-accuracy", "0.99"], "Take an easier probe"),
         (["--probe", "kv,needle"], "--probe is 'kv,needle': a ranking is by one probe"),
@@ -99,4 +100,4 @@ def test_bad_input_ends_in_one_line(flags: list[str], message: str, tmp_path: Pa
     assert exited.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
-    assert not list(tmp_path.glob("*.json")) or flags == ["--pairs", "99"]
+    assert not list(tmp_path.glob("*.json"))

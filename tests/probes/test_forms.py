@@ -12,7 +12,7 @@ from test_answering import brute_force, sharp
 
 from hybrid_distill.cli.score import ScoreJob
 from hybrid_distill.lab.analysis.rankings import compare_files
-from hybrid_distill.probes import Probe
+from hybrid_distill.probes import Probe, forms
 from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
 from hybrid_distill.probes.forms import FormedProbe, best_form, in_form
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
@@ -74,7 +74,8 @@ def test_solved_examples_are_others_than_the_one_asked(probe: Probe) -> None:
     assert in_form(probe, "plain", formed.tokenizer) is probe
 
 
-def test_the_best_form_is_found_and_a_teacher_that_fails_in_all_is_refused() -> None:
+def test_the_best_form_is_found_and_a_teacher_that_fails_in_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "N_TRIED", 16)
     model, tokenizer = planted_teacher()
     probe = KVRetrieval(8, keys=KEYS)
     form, found = best_form(model, tokenizer, probe, least=None)
@@ -106,13 +107,10 @@ def test_scores_of_another_form_are_not_continued_and_their_comparison_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, tokenizer = planted_teacher()
-    probe, partial = KVRetrieval(4, keys=KEYS), tmp_path / "partial.json"
+    options = {"n_examples": 4, "min_accuracy": 0.0, "resume_path": tmp_path / "partial.json", "progress": False}
     for form in ("plain", "shots=1"):
-        asked = in_form(probe, form, tokenizer)
-        scores = score_heads(
-            model, tokenizer, asked, n_examples=4, min_accuracy=0.0, resume_path=partial, progress=False
-        )
-        scores.save(tmp_path / f"{form}.json")
+        asked = in_form(KVRetrieval(4, keys=KEYS), form, tokenizer)
+        score_heads(model, tokenizer, asked, **options).save(tmp_path / f"{form}.json")
     assert "are not used (they are of another model, probe or version)" in caplog.text
     assert json.loads((tmp_path / "shots=1.json").read_text())["provenance"]["probe"]["prompt_form"] == "shots=1"
     assert "other forms: plain and shots=1" in compare_files(tmp_path / "plain.json", tmp_path / "shots=1.json")

@@ -104,19 +104,15 @@ def test_probes_are_made_by_name() -> None:
     [
         ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar"),
         ("kv", {"pairs": None}, "pairs is None"),
-        ("kv", {"pairs": 2.5}, "n_pairs is 2.5"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
         ("kv", {"pairs": (5, 5)}, "n_pairs: '5' is there twice"),
-        ("kv", {"pairs": 2, "keys": ("dog", "cat", "dog")}, "'dog' is there twice"),
         ("kv", {"pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys are too few, 3"),
         ("copy", {"length": 1}, "length is 1"),
         ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
         ("mqar", {"pairs": 3}, "n_queries is 4, but a row has 3 keys"),
-        ("needle", {"lengths": (5, 0)}, "lengths is 0; it must be"),
         ("needle", {"depths": (0.5, 1.5)}, "depths is 1.5"),
-        ("needle", {"n_choices": 101}, "n_choices is 101"),
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
@@ -276,11 +272,8 @@ def test_facts_are_read_from_the_file_of_knowledge_questions(tmp_path: Path) -> 
     path = tmp_path / "facts.jsonl"
     path.write_text("".join(json.dumps({"prompt": q, "answer": a, "kind": kind}) + "\n\n" for q, a, _, kind in COLORS))
     assert LetterChoice.from_file(path, 5, 2) == LetterChoice(tuple(COLORS), 5, 2)
-
-
-def test_knowledge_reads_questions(tmp_path: Path) -> None:
     question = {"prompt": "Rome lies in", "answer": " Italy", "choices": [" Italy", " Spain"]}
-    (path := tmp_path / "facts.jsonl").write_text(json.dumps(question) + "\n\n" + json.dumps(question) + "\n")
+    path.write_text(json.dumps(question) + "\n\n" + json.dumps(question) + "\n")
     assert Knowledge(path).examples() == 2 * [Example("Rome lies in", " Italy", (" Italy", " Spain"))]
     assert len(Knowledge(path).examples(1)) == 1 and Knowledge(path).chance == 0.5
 

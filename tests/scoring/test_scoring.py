@@ -2,7 +2,7 @@
 
 import logging
 import math
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import planted_two_hop
@@ -26,6 +26,7 @@ from hybrid_distill.scoring.probe_batch import Question, Rows, batches_of
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
 
+score = partial(score_heads, progress=False)
 PROBE = KVRetrieval(8, keys=KEYS)
 TEXTS = [f"{KEYS[i]} : {i} \n {KEYS[i + 1]} {KEYS[i]} : {i + 2}" for i in range(4)]
 QUIET = 0.008  # noise at which every planted teacher answers nearly all questions
@@ -38,14 +39,14 @@ def teacher():
 
 @pytest.fixture(scope="module")
 def scores(teacher) -> HeadScores:
-    return score_heads(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS, progress=False)
+    return score(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
-    scores = score_heads(model, tokenizer, KVRetrieval(8, seed, keys=KEYS), n_examples=16, progress=False)
+    scores = score(model, tokenizer, KVRetrieval(8, seed, keys=KEYS), n_examples=16)
     assert scores.baseline["accuracy"] > 0.9 and scores.baseline["control_loss"] is scores.control_drop_LH is None
     assert set(scores.ranking()[:3]) == PLANTED
     for head in scores.ranking():
@@ -57,7 +58,7 @@ def test_exactly_the_planted_heads_come_first(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
     model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
-    scores = score_heads(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16, progress=False)
+    scores = score(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16)
     assert scores.baseline["accuracy"] > 0.9
     assert set(scores.ranking()[:4]) == planted_two_hop.PLANTED
     assert scores.accuracy_drop_LH[scores.ranking()[3]] > 0.3 > 0.15 > scores.accuracy_drop_LH[scores.ranking()[4]]
@@ -146,7 +147,7 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     model = random_model(family)
     probe = KVRetrieval(6, keys=KEYS[:16])
     with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
-        scores = score_heads(model, tokenizer, probe, n_examples=7, min_accuracy=0.0, progress=False)
+        scores = score(model, tokenizer, probe, n_examples=7, min_accuracy=0.0)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 7))
     windowed = "sliding_window" in FAMILIES[family] and tokenizer is DIGITS
     assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
@@ -162,7 +163,7 @@ def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
 def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
     with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError) as error:
-        score_heads(model, tokenizer, PROBE, n_examples=16)
+        score(model, tokenizer, PROBE, n_examples=16)
     for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take an easier probe", "--min-accuracy"):
         assert part in str(error.value)
 
@@ -185,29 +186,30 @@ def test_choices_of_many_tokens_and_of_different_numbers() -> None:
     probe = Knowledge()
     tokenizer = word_tokenizer([e.prompt + c for e in probe.examples(12) for c in e.choices], r"\n|:|'|\p{L}")
     model = random_model("llama", len(tokenizer))
-    scores = score_heads(model, tokenizer, probe, n_examples=12, min_accuracy=0.0, progress=False)
+    scores = score(model, tokenizer, probe, n_examples=12, min_accuracy=0.0)
     assert_same(scores, *one_by_one(model, tokenizer, probe, 12))
 
 
-def test_shared_layers_and_students_run_in_full(caplog) -> None:
-    """A student's recurrent heads carry a state from token to token: no tree, no start in the middle of a row."""
+def random_student() -> Any:
     teacher = random_model("llama")
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)
-    probe = KVRetrieval(3, keys=KEYS[:16])
-    scores = score_heads(student.eval(), DIGITS, probe, n_examples=3, min_accuracy=0.0, progress=False)
-    assert "run in full" in caplog.text
-    assert_same(scores, *one_by_one(student, DIGITS, probe, 3))
+    return build_student(teacher, HeadPlan.random(teacher.config, 5, seed=1), d_state=4)[0].eval()
 
 
-def test_heads_of_recurrent_models_are_scored() -> None:
+def random_mamba() -> Any:
     config = transformers.Mamba2Config(
         vocab_size=160, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1,
         chunk_size=16,
     )  # fmt: skip
-    model: Any = transformers.Mamba2ForCausalLM(config).eval()
-    probe = KVRetrieval(3, keys=KEYS[:16])
-    scores = score_heads(model, WORDS, probe, n_examples=3, min_accuracy=0.0, progress=False)
-    assert_same(scores, *one_by_one(model, WORDS, probe, 3))
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)])
+def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, caplog: Any) -> None:
+    """Their states go from token to token: no tree, no start in the middle of a row."""
+    model, probe = make(), KVRetrieval(3, keys=KEYS[:16])
+    scores = score(model, tokenizer, probe, n_examples=3, min_accuracy=0.0)
+    assert make is random_mamba or "run in full" in caplog.text
+    assert_same(scores, *one_by_one(model, tokenizer, probe, 3))
 
 
 def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
@@ -244,8 +246,8 @@ def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
     model, tokenizer = teacher
-    options = {"n_examples": 8, "batch_size": 20, "control_texts": TEXTS, "progress": False}
-    scores = score_heads(model, tokenizer, PROBE, **options)
+    options = {"n_examples": 5, "batch_size": 20, "control_texts": TEXTS}
+    scores = score(model, tokenizer, PROBE, **options)
     original, sizes = model.forward, []
 
     def small_memory(*args, **kwargs):
@@ -255,7 +257,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
         return original(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", small_memory)
-    again = score_heads(model, tokenizer, PROBE, **options)
+    again = score(model, tokenizer, PROBE, **options)
     assert "out of memory with 20 rows" in caplog.text and "continuing with 5" in caplog.text
     fits = [size <= 5 for size in sizes]
     assert max(sizes[len(fits) - fits[::-1].index(False) :]) == 5, "nothing larger is tried again"
@@ -264,25 +266,13 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
 
     monkeypatch.setattr(model, "forward", lambda **_: small_memory(input_ids=range(9)))
     with pytest.raises(MemoryError, match="tokens does not fit into the memory"):
-        score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)
-
-
-def test_batches_are_as_large_as_is_fast() -> None:
-    config = transformers.LlamaConfig(vocab_size=128256)
-    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"))
-    batch: Any = SimpleNamespace(length=215, n_read=1)
-    text: Any = SimpleNamespace(length=256, n_read=256)
-    assert (Rows(model).number(batch), Rows(model).number(text), Rows(model, 7).number(batch)) == (512, 4, 7)
-    model.device = torch.device("cpu")
-    assert (Rows(model).number(batch), Rows(model).number(text), Rows(model, 99).number(text)) == (8, 4, 4)
+        score(model, tokenizer, PROBE, n_examples=2)
 
 
 def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
     model, tokenizer = teacher
     examples, off, head = PROBE.examples(9), HeadId(1, 1), HeadId(1, 2)
-    scores = score_heads(
-        model, tokenizer, PROBE, n_examples=9, removed=[off], min_accuracy=0.0, progress=False
-    )  # fmt: skip
+    scores = score(model, tokenizer, PROBE, n_examples=9, removed=[off], min_accuracy=0.0)
     assert off not in scores.ranking() and scores.n_examples_LH[off] == 0
     with ablate_heads(model, [off]):
         whole = answer_choices(model, tokenizer, examples)
@@ -295,14 +285,14 @@ def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
 
 def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
     heads = {AGGREGATE, HeadId(0, 2)}
-    some = score_heads(*teacher, PROBE, n_examples=32, batch_size=20, heads=heads, progress=False)
+    some = score(*teacher, PROBE, n_examples=32, batch_size=20, heads=heads)
     assert some.ranking()[0] == AGGREGATE and set(some.ranking()) == heads
     for head in heads:
         assert some.logprob_drop_LH[head] == pytest.approx(scores.logprob_drop_LH[head].item(), abs=1e-4)
     with pytest.raises(ValueError, match="do not exist"):
-        score_heads(*teacher, PROBE, heads=[HeadId(9, 0)])
+        score(*teacher, PROBE, heads=[HeadId(9, 0)])
     with pytest.raises(ValueError, match="no head is left"):
-        score_heads(*teacher, PROBE, heads=heads, removed=heads)
+        score(*teacher, PROBE, heads=heads, removed=heads)
 
 
 def test_scores_tell_how_sure_they_are(scores) -> None:
@@ -344,16 +334,16 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
 
 @pytest.mark.parametrize("race", [{}, {"race_k": 3}], ids=["exhaustive", "race"])
 def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, tmp_path, monkeypatch, caplog, race) -> None:
-    options = {"n_examples": 32, "batch_size": 20, "control_texts": TEXTS, "progress": False, **race}
+    options = {"n_examples": 16, "batch_size": 20, "control_texts": TEXTS, **race}
     path = tmp_path / "partial.json"
-    uninterrupted = score_heads(*teacher, PROBE, **options)
+    uninterrupted = score(*teacher, PROBE, **options)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         watch(patch, interrupt_at=2)
-        score_heads(*teacher, PROBE, resume_path=path, **options)
+        score(*teacher, PROBE, resume_path=path, **options)
     assert f"stopped after 2 layers; the same call continues from {path}" in caplog.text
     with monkeypatch.context() as patch:
         ablated = watch(patch)
-        resumed = score_heads(*teacher, PROBE, resume_path=path, **options)
+        resumed = score(*teacher, PROBE, resume_path=path, **options)
     if not race:
         assert set(ablated) == {HeadId(layer, head) for layer in (2, 3) for head in range(N_HEADS)}
     for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH"):
@@ -366,13 +356,13 @@ def test_an_interrupted_scoring_goes_on_where_it_stopped(teacher, tmp_path, monk
 def test_partial_scores_of_other_things_are_not_used(teacher, tmp_path, monkeypatch, caplog, damage) -> None:
     path = tmp_path / "partial.json"
     probe = KVRetrieval(2, keys=KEYS)
-    score_heads(*teacher, probe, n_examples=2, resume_path=path, progress=False)
+    score(*teacher, probe, n_examples=2, resume_path=path)
     if damage == "torn file":
         path.write_text(path.read_text()[:-20])
     else:
         probe = KVRetrieval(2, seed=1, keys=KEYS)
     ablated = watch(monkeypatch)
-    score_heads(*teacher, probe, n_examples=2, resume_path=path, progress=False)
+    score(*teacher, probe, n_examples=2, resume_path=path)
     assert len(ablated) == N_LAYERS * N_HEADS
     assert "scoring starts again" in caplog.text
 
@@ -388,20 +378,16 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
             read_HQ[3, at * 8] = math.nan  # 8 choices of one token
         return read_HQ
 
-    options = {"n_examples": 8, "progress": False, "resume_path": path}
+    options = {"n_examples": 8, "resume_path": path}
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
         patch.setattr(Forwards, "without", broken)
-        score_heads(*teacher, PROBE, **options)
+        score(*teacher, PROBE, **options)
     for part in ("without L2H3", "example 5", "'Memorize the following", "not finite", "float32", "resume_path"):
         assert part in str(error.value), error.value
     ablated = watch(monkeypatch)
-    score_heads(*teacher, PROBE, **options)
+    score(*teacher, PROBE, **options)
     assert {head.layer for head in ablated} == {2, 3}
-
-
-def test_a_model_that_is_broken_as_it_is_is_named_too(teacher) -> None:
     model, tokenizer = planted_teacher()
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="with all heads in place the logits of example"):
-        score_heads(model, tokenizer, PROBE, n_examples=2, progress=False)
+        score(model, tokenizer, PROBE, n_examples=2)
