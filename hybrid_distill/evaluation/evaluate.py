@@ -191,8 +191,7 @@ def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
     config: Any = model.config
     if config.model_type != HybridConfig.model_type:
         return None
-    every = range(attention_sites(model)[0].n_heads)
-    layers = {n: [HeadId(n, head) for head in every if head not in kept] for n, kept in enumerate(config.kept)}
+    layers = {n: [HeadId(n, head) for head in config.recurrent_in(n)] for n in range(config.num_hidden_layers)}
     if not any(layers.values()):
         return None
 

@@ -103,6 +103,11 @@ def test_bfloat16_is_exact_to_its_own_rounding() -> None:
             assert (mix.output() - expected_LP).norm() / expected_LP.norm() < 0.02
 
 
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt has 0 tokens; it must have at least 1 token"):
+        mix_heads(make_model("mamba2"), [], [HeadId(0, 0)])
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_mamba"])
 def test_the_estimate_holds(family: str) -> None:
     """Against the largest tensors that are alive together, as the profiler counts them."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
 from ...distributed import own_device
-from ...model.configuration_hybrid import HybridConfig
+from ...guard import load_student
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
 from ...pipeline.folder import is_run
@@ -36,7 +36,6 @@ from .experiment import (
     ModelExperiment,
     Questions,
     Row,
-    Subject,
     Table,
     Variant,
     check_readable,
@@ -81,15 +80,11 @@ class ReplaceLayer(Experiment):
             run = finished_run(self.student)
             (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
         else:
-            student, tokenizer = Subject(str(self.student)).load("--student")
+            student, own = load_student(self.student)
             dtype = str(student.dtype).removeprefix("torch.")
-            teacher, _ = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
+            teacher, tokenizer = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
+            tokenizer = own or tokenizer
         student.name_or_path = str(self.student)
-        if student.config.model_type != HybridConfig.model_type:
-            raise ValueError(
-                f"{self.student} is a {student.config.model_type} model; pass a student of this project, the "
-                "folder of its run or its export."
-            )
         if (ours := _shape(student)) != (theirs := _shape(teacher)):
             raise ValueError(
                 f"the student has {ours}, the teacher {teacher.name_or_path!r} has {theirs}; pass the student's own "
