@@ -287,7 +287,7 @@ def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) 
     layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
     names = sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
     panels = layers.panel.unique()
-    rows = [Row(layers[layers.panel.isin(panels[i : i + 3])], "alignment loss") for i in range(0, len(panels), 3)]
+    rows = [Row(layers.loc[layers.panel.isin(panels[i : i + 3])], "alignment loss") for i in range(0, len(panels), 3)]
     ends = losses[losses.stage.str.contains("distill") & (losses.line == "loss")]
     end = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
     plain = {label: style._replace(marker="") for label, style in looks.items()}
