@@ -303,8 +303,10 @@ def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) 
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
-    """Return what was measured at several sizes as points."""
+    """Return what was measured at several sizes as points, none where nothing was."""
     columns = {f"{name}_{size}": size for size in sizes(record.models, name)}
+    if not columns:
+        return pd.DataFrame()
     values, errors = (
         scale * frame.reindex(columns=list(columns)).rename(columns=columns) for frame in (record.models, record.errors)
     )
