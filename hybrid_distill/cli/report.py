@@ -10,10 +10,10 @@ from ..lab.reporting.run import write_report
 from ..lab.sweep.measured import CONTEXT
 from ..lab.sweep.report import write_sweep_report
 from ..lab.sweep.results import FILE
-from ..limits import COUNT
+from ..limits import Count
 
 
-def command(path: tyro.conf.Positional[Path], /, context: int = CONTEXT, to: Path | None = None) -> None:
+def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:
     """Write PATH/report.md anew from the results in the folder of a run, a comparison or a sweep.
 
     Args:
@@ -21,7 +21,6 @@ def command(path: tyro.conf.Positional[Path], /, context: int = CONTEXT, to: Pat
         context: Tokens at which the report of a sweep compares memory.
         to: The folder for a sweep's report.md, figures, report.html and results.csv, instead of PATH.
     """
-    COUNT.check("--context", context)
     if (path / FILE).is_file():
         print(f"report: {write_sweep_report(path, context=context, to=to)}")
     elif to is not None:

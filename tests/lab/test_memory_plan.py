@@ -193,7 +193,10 @@ def test_more_rows_more_processes_and_recompute() -> None:
     assert again.total < big_plan(DISTILL_1B).total
 
 
-# The dry run.
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dry runs that do not train for a second, as tests/cli has them do."""
+    monkeypatch.setattr("hybrid_distill.cli.dry_run.training_time", lambda *of: "")
 
 
 def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +240,8 @@ def test_launch_files_that_are_named_are_there() -> None:
 
 def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path) -> None:
     wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
-    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    model = AutoModelForCausalLM.from_config(wide)
+    model.save_pretrained(tmp_path / "wide")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
     stages = {
@@ -250,10 +254,6 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
-    assert first == second and third == pytest.approx(4 * wide_parameters(tmp_path) / 1e6, rel=0.01)
+    assert first == second and third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)
     with pytest.raises(ValueError, match="gone"):
         describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
-
-
-def wide_parameters(folder: Path) -> int:
-    return AutoModelForCausalLM.from_pretrained(folder / "wide").num_parameters()

@@ -203,13 +203,14 @@ def test_sweeps_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[
     nothing = write(tmp_path / "nothing", unfinished(rows, *[str(row["cell"]) for row in rows[1:]], state="waiting"))
     assert_refused(["recommend", str(nothing), "--memory", "2MB"], "no cell of", capsys)
     plain = [{name: row[name] for name in row if name != "knowledge"} for row in rows]
-    flags = ["--memory", "2MB", "--quality", "knowledge"]
-    assert_refused(["recommend", str(write(tmp_path / "plain", plain)), *flags], "no finished cell has", capsys)
+    flags, out = ["--memory", "2MB", "--quality", "knowledge"], write(tmp_path / "plain", plain)
+    assert_refused(["recommend", str(out), *flags], "no finished cell has", capsys)
     assert_refused(["recommend", str(tmp_path / "absent"), "--memory", "2MB"], "it has no results.csv", capsys)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.csv").write_text("a,b\n1,2\n")
     assert_refused(["report", str(tmp_path / "other")], "is not a table of a sweep", capsys)
     one_length = [{n: v for n, v in row.items() if n not in ("cache_bytes_128", "cache_bytes_2048")} for row in rows]
+    assert_refused(["report", str(out), "--context", "0"], "--context is 0", capsys)
     flags = ["--context", "100"]
     assert_refused(["report", str(write(tmp_path / "4096", one_length)), *flags], "measured at [4096]", capsys)
 

@@ -68,10 +68,10 @@ def memory_table(job: MemoryJob) -> str:
     unit = f"MB (1e6 bytes) in {job.dtype}, states in {job.state_dtype}, batch {job.batch}"
     of_case = rows.assign(total=rows.kv_bytes + rows.ssm_bytes).groupby(["kept", "kv_heads", "d_state"], sort=False)
     table = [
-        {"kept": name, "KV heads": n_kv_heads, "state": d_state or "-"}
+        {"kept": case.kept.iloc[0], "KV heads": case.kv_heads.iloc[0], "state": case.d_state.iloc[0] or "-"}
         | {f"L={length}": f"{size / MB:,.2f}" for length, size in zip(case.length, case.total)}
         | {"conv state": f"{case.conv_bytes.iloc[0] / MB:,.2f}"}
-        for (name, n_kv_heads, d_state), case in of_case
+        for _, case in of_case
     ]
     note = "The convolution state does not grow and is not in the other columns."
     return f"{title}; {unit}\n{text_table(pd.DataFrame(table))}\n{note}"

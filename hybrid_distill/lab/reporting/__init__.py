@@ -1,13 +1,7 @@
 """One kit for every report: tables from data frames, figures in one style, one template each for Markdown and HTML.
 
 A table is a data frame whose cells are text (or numbers that need no rounding); two levels of columns make groups. A
-figure is a grid of matplotlib axes, saved when the block ends; matplotlib is imported only then::
-
-    frame = pd.DataFrame({"model": ["teacher"], "accuracy, %": [with_error(97.32, 1.4)]})
-    with figure(path, rows=1, columns=2, size=(7, 3)) as grid:
-        grid[0, 0].plot(x, y, color=BLUE)
-    text = render("Title", [Section("Results", [frame, "A note.", Figure("cache.png", "What it shows.")])])
-
+figure is a grid of matplotlib axes, saved when the block ends; matplotlib is imported only then.
 `run` reports on runs and comparisons, `heads` draws head scores.
 """
 

@@ -287,7 +287,7 @@ def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) 
     layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
     names = sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
     panels = layers.panel.unique()
-    rows = [Row(layers[layers.panel.isin(panels[i : i + 3])], "alignment loss") for i in range(0, len(panels), 3)]
+    rows = [Row(layers.loc[layers.panel.isin(panels[i : i + 3])], "alignment loss") for i in range(0, len(panels), 3)]
     ends = losses[losses.stage.str.contains("distill") & (losses.line == "loss")]
     end = Row(ends.assign(line=ends.panel, panel=""), "distillation loss")
     plain = {label: style._replace(marker="") for label, style in looks.items()}
@@ -303,8 +303,10 @@ def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) 
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
-    """Return what was measured at several sizes as points."""
+    """Return what was measured at several sizes as points, none where nothing was."""
     columns = {f"{name}_{size}": size for size in sizes(record.models, name)}
+    if not columns:
+        return pd.DataFrame()
     values, errors = (
         scale * frame.reindex(columns=list(columns)).rename(columns=columns) for frame in (record.models, record.errors)
     )

@@ -49,7 +49,7 @@ class Grid:
         """
         COUNT.check("--seeds", seeds)
         asked = words(selection)
-        chosen = dict.fromkeys(name for word in asked for name in SELECTIONS if name == word)
+        chosen: dict[Selection, None] = dict.fromkeys(name for word in asked for name in SELECTIONS if name == word)
         if not chosen or not chosen.keys() >= set(asked):
             raise ValueError(f"--selection is {selection!r}; choose from {', '.join(SELECTIONS)}, with commas between.")
         return cls(

@@ -18,7 +18,7 @@ import pandas as pd
 from scipy import stats
 
 from ...io import Record, read_json
-from ...limits import COUNT, Count, check_options
+from ...limits import Count, check_options
 from ..reporting.document import Column, pairs_of, sizes, text_table, with_error
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
@@ -52,7 +52,6 @@ class SweepResults:
         Raises ValueError for one without results.csv or with another kind of table, and for a context at which memory
         cannot be told from the measured sizes.
         """
-        COUNT.check("the context", context)
         table, record = Path(out) / FILE, Path(out) / SWEEP
         if not table.is_file():
             raise ValueError(f"{out} is not the folder of a sweep: it has no {FILE}. Pass the --out of a sweep.")
