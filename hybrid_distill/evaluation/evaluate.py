@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -199,15 +200,16 @@ def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
         with ablate_heads(model, without):
             return _flat(measure(model, asked), *FIGURES[:-1])
 
-    few, fewer = asked.first(FEW), asked.first(FEW_A_LAYER)
+    few, fewer, hidden = asked.first(FEW), asked.first(FEW_A_LAYER), not asked.progress
     middle = sorted(asked.examples)[len(asked.examples) // 2 :][:1]
     fewer = replace(fewer, examples={n: fewer.examples[n] for n in middle}, questions=[], by_generation=False)
     fewer, rows = replace(fewer, teacher=None), {None: [], **{n: heads for n, heads in layers.items() if heads}}
     whole, zeroed = left([], few), left([head for heads in layers.values() for head in heads], few)
+    each = track(list(rows.items()), "without the recurrent heads of a layer", hidden=hidden)
     return {
         "n_examples": min([FEW, *map(len, asked.examples.values())]),
         "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
-        "by_layer": [{"layer": n, "heads": len(heads), **left(heads, fewer)} for n, heads in rows.items()],
+        "by_layer": [{"layer": n, "heads": len(heads), **left(heads, fewer)} for n, heads in each],
         "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
     }
 
@@ -260,12 +262,17 @@ def compare_on_text(
 
 
 def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (same_BT, kl_BT): equal first choices, and KL(teacher || model) in nats, on the shared part of V."""
+    """Return (same_BT, kl_BT): equal first choices, and KL(teacher || model) in nats, on the shared part of V.
+
+    Goes row by row: what is between takes as much memory as the logits, several times.
+    """
     n_shared = min(logits_BTV.shape[-1], teacher_BTV.shape[-1])
-    ours, theirs = logits_BTV[..., :n_shared], teacher_BTV[..., :n_shared].to(logits_BTV.device)
-    ours_log, theirs_log = ours.log_softmax(-1), theirs.log_softmax(-1)
-    kl_BT = (theirs_log.exp() * (theirs_log - ours_log)).sum(-1)
-    return ours.argmax(-1) == theirs.argmax(-1), kl_BT
+    same, kl = [], []
+    for ours_TV, theirs_TV in zip(logits_BTV[..., :n_shared], teacher_BTV[..., :n_shared].to(logits_BTV.device)):
+        ours_log, theirs_log = ours_TV.log_softmax(-1), theirs_TV.log_softmax(-1)
+        same.append(ours_TV.argmax(-1) == theirs_TV.argmax(-1))
+        kl.append((theirs_log.exp() * (theirs_log - ours_log)).sum(-1))
+    return torch.stack(same), torch.stack(kl)
 
 
 def model_cache_bytes(model: PreTrainedModel) -> Record:
