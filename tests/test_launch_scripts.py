@@ -21,12 +21,9 @@ from training import free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / "launch" / name for name in ("torchrun.sh", "slurm.sbatch")]
-TRAIN = (
-    "recipes/hybrid_tiny.py --plan.selection restoration --plan.k 1 --align.batch-size 2 --align.log-every 1".split()
-)
-TRAIN += "--distill.steps 2 --distill.batch-size 2 --scoring.restoration-examples 2 --scoring.form plain".split()
-TRAIN += "--evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2 --no-export".split()
-ALIGNED = Path("aligned", "stages", "1-align")
+TRAIN = "recipes/hybrid_tiny.py --plan.selection random --stages align --align.batch-size 2 --align.log-every 1".split()
+TRAIN += "--scoring.n-control-texts 2 --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2".split()
+ALIGNED = Path("stages", "1-align")
 
 STAND_INS = {
     # One task for each machine, here; a signal to srun is one to each task.
