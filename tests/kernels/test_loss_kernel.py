@@ -185,7 +185,8 @@ def coarse_loss(case: Case, top: TeacherTopK, kind: str, temperature: float, har
         q_all = torch.cat([q_top, (q * others).sum(-1, keepdim=True)], -1).log()
         p_top = top.log_probs_BLK.exp()
         p_all = torch.cat([p_top, 1 - p_top.sum(-1, keepdim=True)], -1).log()
-        divergence = losses._divergence(kind, 0.3)(q_all, p_all)[case.mask].mean()
+        options = {"beta": 0.3} if kind == "jsd" else {}
+        divergence = getattr(losses, kind)(q_all, p_all, **options)[case.mask].mean()
         labels = case.labels.where(case.mask, IGNORE)
         hard = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
         return (1 - hard_weight) * temperature**2 * divergence + hard_weight * hard

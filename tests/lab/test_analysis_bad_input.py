@@ -24,7 +24,7 @@ FEW = ["--pairs", "2", "--examples", "2"]
         (["remove-heads", "--scores", "/no/scores.json"], "does not hold head scores"),
         (["formats", "--formats", "chat"], "has no chat template"),
         (["formats", "--formats", "dialogue"], "of facts there are completion, text, letter, chat"),
-        (["formats", "--of", "kv", "--pairs", "101"], "100 values are distinct"),
+        (["formats", "--of", "kv", "--pairs", "101"], "n_pairs is 101; it must be a whole number from 1 to 100"),
         (["carriers", "--model", "{models}/falcon_mamba", *FEW], "has Mamba-1 channels, too many to ablate one by one"),
         (["carriers", "--model", "{models}/falcon_h1", "--min-accuracy", "1.1", *FEW], "scoring asks for 110.0%"),
         (["carriers", "--counts", "0", *FEW], "counts[0] is 0"),
