@@ -1,4 +1,4 @@
-"""What triton makes of the kernels, compiled without a GPU: resources on record, main loops of NVIDIA's, AMD's code.
+"""Compiled kernels, without a GPU: resources on record, main loops of NVIDIA's, AMD's code.
 
 With PROVE=1 (`make prove`, which prints the loops) for tiles of P = 64 on five devices; else for two.
 """
