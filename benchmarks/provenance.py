@@ -1,4 +1,4 @@
-"""What the benchmarks share: records of what a result was made with, older versions of the sources, their processes."""
+"""Shared by the benchmarks: records of what a result was made with, older versions of the sources, their processes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def mix_heads(
 
 
 Action = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
-"""What is done behind a mixer, with the matrices of its heads."""
+"""Follow-up of a mixer's forward, given the matrices of its heads."""
 
 
 @contextmanager
