@@ -6,6 +6,7 @@ torch and accelerate are imported where they are used: the command line asks thi
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import itertools
 import netrc
@@ -330,6 +331,11 @@ def _flag(name: str) -> bool:
 
 
 def disconnect() -> None:
-    """Let the other processes go, at the end of a program: gloo's threads must not outlive the interpreter."""
+    """Let the other processes go, at the end of a program: gloo's threads must not outlive the interpreter.
+
+    A trained model that nobody holds is freed first: torch's reducer keeps the GIL when it is the last to free the
+    processes' group, and waits forever for a thread of gloo that needs it.
+    """
     if (torch := sys.modules.get("torch")) and torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()
         torch.distributed.destroy_process_group()

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,6 +185,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
                 progress.write(error=str(error))
         if status:
             sys.exit(status)
+        traceback.clear_frames(error.__traceback__)  # they hold the model that was trained; see `disconnect`
         disconnect()
 
 
