@@ -12,12 +12,14 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -167,7 +169,10 @@ def killed(action: Callable[[], Any]) -> None:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(torch.get_num_threads())  # renews torch's pool, which two threads at once cannot
             action()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
