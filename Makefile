@@ -26,7 +26,7 @@ test: $(VENV)/test.stamp ## run the tests, several at a time
 
 # Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.
 PROOFS := tests/kernels/test_emulated.py tests/kernels/test_compiled.py
-TRITONS := 3.5.1 3.6.0
+TRITONS := 3.5.1 3.6.0 3.7.1 3.8.0
 
 prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; an hour
 	PROVE=1 $(BIN)/python -m pytest --numprocesses logical -rP $(PROOFS)

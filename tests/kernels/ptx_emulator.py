@@ -6,7 +6,8 @@ models what a compiled kernel can get wrong without an error message:
 - every access to global memory lies inside an argument, every one to shared memory inside what was allocated;
 - two warps meet at a barrier between a write and another access of the same bytes (`Memory`);
 - `cp.async` delivers at its wait and not before; until then nobody reads or writes its bytes;
-- `wgmma` reads shared memory until its wait, only what a proxy fence has published, and its sums are NaN until then;
+- `wgmma` reads shared memory until its wait, of what was stored only what a proxy fence has published; its sums are NaN
+  until then;
 - registers and shared memory hold junk before the first write.
 
 Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, nor is the approximation of exp2.
@@ -224,6 +225,7 @@ class CTA:
             def deliver(memory: Memory = memory, threads: np.ndarray = threads, index: np.ndarray = index) -> None:
                 memory.landing[index] -= 1
                 memory.write(index, self.warp[threads], data[threads], self.report(number))
+                memory.unpublished[index] = False  # NVIDIA's and triton's own products have no fence for them
 
             self.copies[-1].append(deliver)
 
