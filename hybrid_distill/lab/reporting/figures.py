@@ -227,6 +227,8 @@ def draw_lines(
                 percent_axis(axes_row[0])
             if log:
                 axes_row[0].set_yscale("log")
+                axes_row[0].yaxis.set_major_formatter("{x:g}")
+                axes_row[0].yaxis.set_minor_formatter("{x:g}")
         legend(grid)
         grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
     return [as_block(path, caption, grid)]
