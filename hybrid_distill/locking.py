@@ -1,6 +1,6 @@
 """One process at a time writes to a folder, under a lock of the operating system that a killed process loses.
 
-A note beside the lock names its holder, for whoever is refused.
+A note beside the lock names its holder, for the error of a process that is refused.
 """
 
 from __future__ import annotations

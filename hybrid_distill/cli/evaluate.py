@@ -23,14 +23,14 @@ def command(
 ) -> None:
     """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
 
-    Prints what was measured before, unless --again measures anew. `hybrid-distill report RUN_DIR` then renews the
+    Prints what was measured before, unless you pass --again. `hybrid-distill report RUN_DIR` then rebuilds the
     report; `hybrid-distill evaluate-suite --model` measures any model on tasks of lm-eval.
 
     Args:
         run_dir: The folder of a run.
-        n_examples: Questions for each dictionary size, instead of the run's own number; measures anew.
-        form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; measures anew.
-        again: Measure anew, in the place of what was measured before.
+        n_examples: Questions for each dictionary size, instead of the run's own number; implies --again.
+        form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; implies --again.
+        again: Measure again and replace the earlier results.
     """
     from ..evaluation.evaluate import EvalResult
     from ..pipeline import Run, finished_run
@@ -48,7 +48,7 @@ def command(
         result = EvalResult.load(path)
         if is_launched_main():
             date = result.provenance.get("date", "at an unknown time")
-            print(f"{path} was measured before ({date}); --again measures anew.", file=sys.stderr)
+            print(f"{path} was measured before ({date}); pass --again to measure again.", file=sys.stderr)
     else:
         with alone_in(run_dir):
             result = this.evaluate(this.trained_student()[0], again=again)

@@ -1,4 +1,4 @@
-"""`hybrid-distill report`: the report of a run, a comparison or a sweep, written anew."""
+"""`hybrid-distill report`: rebuild the report of a run, a comparison or a sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..limits import Count
 
 
 def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:
-    """Write PATH/report.md anew from the results in the folder of a run, a comparison or a sweep.
+    """Rebuild PATH/report.md from the results in the folder of a run, a comparison or a sweep.
 
     Args:
         path: The folder. A sweep need not be finished.

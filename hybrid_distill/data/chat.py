@@ -73,7 +73,7 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
 
     The assistant's part is what the template marks with ``{% generation %}``; in a template without the mark, what
     an answer adds to the conversation before it, its end-of-turn token included. Nothing is added to the template.
-    Raises ValueError for a template that renders the beginning of a conversation otherwise once it goes on.
+    Raises ValueError for a template that renders the beginning of a longer conversation differently.
     """
     text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -28,7 +28,7 @@ TRAVELS = (
 def quantize(folder: Path, out: Path, to: Numbers = "int8", tolerance: float | None = None) -> str:
     """Write the student of an export to a new folder with 8-bit weights. Returns sizes and the gate's table.
 
-    The copy has a gate of its own, which compares it with what the export's student computes. Raises ValueError
+    The copy has its own gate, which compares it with the export's student. Raises ValueError
     without torchao, for a folder that is not an export, and for an ``out`` that exists; ExportError, with nothing left
     behind, when logits differ by more than ``tolerance`` (default: `TOLERANCE`) or another check fails.
     """

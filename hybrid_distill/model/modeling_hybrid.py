@@ -154,7 +154,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         is_static = kind == "static" and self._longrope_switch is None
         if kind not in (None, "dynamic") and not is_static:
             raise ValueError(
-                f"cache_implementation is {kind!r}. A hybrid has a cache of its own, which holds recurrent states; "
+                f"cache_implementation is {kind!r}. A hybrid has its own cache, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
             )
         mask = model_kwargs.get("attention_mask")
@@ -171,7 +171,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache where LongRoPE switches to its long factors.
 
-        The keys in the cache were turned by the short factors; Phi-3 itself reads all tokens anew there. For a static
+        The keys in the cache were turned by the short factors; Phi-3 itself rereads all tokens there. For a static
         cache transformers makes 4-D masks, but recurrent heads need to know which tokens of a prompt are padding.
         """
         cache, switch = kwargs.get("past_key_values"), self._longrope_switch
@@ -336,7 +336,7 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
 
 
 def _longrope_switch(backbone: PreTrainedModel) -> int | None:
-    """Return the tokens beyond which `generate` of a backbone with LongRoPE reads all anew; None if it never does."""
+    """Return the length beyond which `generate` with LongRoPE rereads all tokens; None if it never does."""
     name = "prepare_inputs_for_generation"
     has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # Phi-3 has, Llama has not
     for rope in rope_settings(backbone.config) if has_own_way else ():

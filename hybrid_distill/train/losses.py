@@ -1,6 +1,6 @@
 """Losses between a student and its teacher: pure functions of tensors.
 
-Every loss is a sum over a denominator of its own. By default it is that of the tensors at hand: a mean over the tokens
+Every loss is a sum over its denominator. By default it is that of the tensors at hand: a mean over the tokens
 that the mask keeps, so neither the length of a row nor its padding changes it (`frobenius_loss`: over rows). Given the
 denominator of a larger batch, the losses of that batch's parts add up to its loss. Sums run in float32 (float64 for
 float64 inputs).
@@ -54,7 +54,7 @@ def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return the token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
 
-    Padding is a document of its own. The token after may be masked itself: nothing is predicted from it then.
+    Padding counts as another document. The next token may itself be masked; then nothing is predicted from it.
     """
     same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, :-1]
     return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
@@ -121,7 +121,7 @@ def l2_norm_loss(
 ) -> Tensor:
     """Mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
 
-    Inputs may have more dimensions (BLHP); those before the last count as tokens of their own. ``total`` is the number
+    Inputs may have more dimensions (BLHP); all but the last count as tokens. ``total`` is the number
     of tokens of a larger batch.
     """
     error_BL, mask_BL = _per_token(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)

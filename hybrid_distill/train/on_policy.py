@@ -36,7 +36,7 @@ class OnPolicy(EndToEnd):
     when it is given, however short the text. Likelihood on given text hides what goes wrong in generation; this stage
     trains on it.
 
-    Each row draws from a seed of its own: however the step is cut, the same rows are written, and the same text but for
+    Each row has its own seed: however the step is cut, the same rows are written, and the same text but for
     rounding. In bfloat16 the logits depend on how many rows are computed together, enough to change a token.
     """
 
@@ -103,7 +103,7 @@ class OnPolicy(EndToEnd):
         ends = torch.isin(own, torch.as_tensor(-1 if eos is None else eos, device=own.device))
         valid = ends.cumsum(1) - ends.long() == 0  # up to and with the first end
         is_text = torch.cat([prompt_mask, valid], dim=1)
-        # What is not text is a document of its own, before or after.
+        # Everything but text counts as other documents, before or after.
         after = torch.cat([torch.zeros_like(prompt_mask), ~valid], dim=1)
         predicts = torch.zeros_like(is_text)
         predicts[:, n_prompt - 1 : -1] = valid & batch["mask"][:, n_prompt - 1 : n_prompt]

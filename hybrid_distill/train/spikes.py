@@ -37,7 +37,7 @@ class SpikeDetector:
         """Bad steps in a row."""
 
     def reason(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """Return what is wrong with a step, None for a good one, whose loss is remembered."""
+        """Return the reason why a step is bad; None for a good one, whose loss is remembered."""
         self.skipped += 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bad = [name for name, value in layers.items() if not math.isfinite(value)]

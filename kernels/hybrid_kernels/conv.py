@@ -317,7 +317,7 @@ def _through_silu(
     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr,
     HAS_STATE: tl.constexpr, PACKED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dy silu'(pre): a pass of its own, for a tile of the backward would need K x K taps."""
+    """dy silu'(pre), in a separate pass: a tile of the backward would need K x K taps."""
     row, token_tile, channel = _tile(L, C, BLOCK_L, BLOCK_C)
     first = token_tile * BLOCK_L
     t = first + tl.arange(0, BLOCK_L)

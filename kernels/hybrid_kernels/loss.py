@@ -379,7 +379,7 @@ def _real_vocabulary(head_VD: Tensor, teacher: TeacherHead | TeacherTopK, vocab_
 
 
 def _check_numbers(problem: _Problem) -> None:
-    """On a CPU only, for a GPU would have to be waited for; there, NaN or a device-side assertion tells."""
+    """Check on a CPU only: a GPU would have to be waited for, and shows NaN or a device-side assertion."""
     tokens = problem.tokens
     if tokens.kept_M.device.type != "cpu":
         return

@@ -48,7 +48,7 @@ def _has_onednn() -> bool:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Keep what tensors release, for the process's life: to get cleared pages anew takes up to half of a step."""
+    """Keep freed memory for the process's life: getting cleared pages again takes up to half of a step."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # not glibc

@@ -95,7 +95,7 @@ def _log_decay(a, valid, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def _add_within(sum_0, begins_0, sum_1, begins_1):
-    """For `tl.associative_scan`: a sum that starts anew wherever a document begins."""
+    """For `tl.associative_scan`: a sum that restarts wherever a document begins."""
     return tl.where(begins_1 != 0, sum_1, sum_0 + sum_1), begins_0 | begins_1
 
 

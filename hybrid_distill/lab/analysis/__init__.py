@@ -1,1 +1,1 @@
-"""Looking inside a decoder: what its heads mix, and what is left without some of its layers or heads."""
+"""Looking inside a decoder: what its heads mix, and what it can do without some of its layers or heads."""

@@ -212,7 +212,7 @@ def masked_logprobs(
 ) -> list[float]:
     """Return the log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
 
-    Every beginning of a choice is read in a forward of its own: masks do not fit a cache.
+    Reads every beginning of a choice in a separate forward: masks do not fit a cache.
     """
     after: dict[Tokens, Tensor] = {}
     for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:

@@ -169,7 +169,7 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
 
 
 def zeroed_section(names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame) -> Section:
-    """Show what is left of the figures of models, rows of ``names``, when all recurrent heads are zeroed.
+    """Show what remains of the models' figures, rows of ``names``, with all recurrent heads zeroed.
 
     Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few examples; ``recurrence_unused`` is 1 for a student
     whose figures do not change. Empty where that was not measured.

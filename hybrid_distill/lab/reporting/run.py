@@ -75,7 +75,7 @@ class RunRecord:
     missing: list[str] = field(default_factory=list)
 
     def read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
-        """Load a file; note what is missing where that cannot be."""
+        """Load a file, or note that it is missing."""
         try:
             return load(path)
         except ValueError as error:
@@ -155,7 +155,7 @@ def _comparison(directory: Path) -> Record:
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
-    """Return the figures of an evaluation, and what is left of them without the recurrent heads (`zeroed_section`)."""
+    """Return an evaluation's figures, and what remains of them without the recurrent heads (`zeroed_section`)."""
     figures = result.figures()
     if left := result.recurrent_heads_zeroed:
         for name, measured in left["figures"].items():

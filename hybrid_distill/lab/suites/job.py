@@ -58,7 +58,7 @@ class SuiteJob:
     allow_bin: bool = False
     """Accept weights that are a pickle (``*.bin``)."""
     again: bool = False
-    """Measure anew, replacing earlier results."""
+    """Measure again and replace earlier results."""
     out: Path | None = None
     """Folder of results.json and results.md; by default one in runs/evaluation, named after the model."""
 

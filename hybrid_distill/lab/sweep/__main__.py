@@ -1,4 +1,4 @@
-"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in a process of its own or in several."""
+"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in one process or several."""
 
 import logging
 import signal

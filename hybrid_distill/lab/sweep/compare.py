@@ -53,7 +53,7 @@ def variants(
 
 
 def compare(base: RunConfig, students: Sequence[Variant]) -> Path:
-    """Run every student in a folder of its own below ``base.out`` and write the report; finished work is kept.
+    """Run every student in its own folder below ``base.out`` and write the report; finished work is kept.
 
     Raises what `pipeline.run` raises.
     """

@@ -67,7 +67,7 @@ class SweepJob:
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
-    """Run the sweep that a job describes, or what is left of it, and print how it stands.
+    """Run a job's sweep, or resume it, and print its state.
 
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for what cannot be asked for, before anything runs;
     SweepFailed when cells have failed, at the end; Interrupted when stopped.
@@ -121,7 +121,7 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
-            f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start anew."
+            f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
         )
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 

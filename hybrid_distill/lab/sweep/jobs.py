@@ -1,6 +1,6 @@
 """Carry out the tasks of a sweep: in this process, or as jobs of submitit, on this machine or on SLURM.
 
-Imports nothing heavy: each job of submitit loads a `Command` from here, and starts a process of its own.
+Imports nothing heavy: each job of submitit loads a `Command` from here and starts a process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Here:
 
 @dataclass
 class Jobs:
-    """Jobs of submitit, each a process of its own; those on this machine share its threads and GPUs.
+    """Jobs of submitit, one process each; those on this machine share its threads and GPUs.
 
     ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
     """
@@ -78,7 +78,7 @@ class Command:
 
     def __call__(self) -> int:
         environment = {**os.environ, **self.environment}
-        with self.log.open("a") as log:  # in a session of its own: Ctrl-C must not reach it too
+        with self.log.open("a") as log:  # in a new session: Ctrl-C must not reach it too
             process = subprocess.Popen(
                 self.argv, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -108,7 +108,7 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
         import submitit
     except ImportError as error:
         raise ValueError(
-            "jobs of their own need submitit; run `pip install 'hybrid-distill[sweep]'`, or pass --jobs 1."
+            "separate jobs need submitit; run `pip install 'hybrid-distill[sweep]'`, or pass --jobs 1."
         ) from error
     try:
         found = submitit.AutoExecutor(folder=folder, cluster=cluster)

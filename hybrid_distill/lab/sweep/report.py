@@ -175,7 +175,7 @@ def _memory(results: SweepResults) -> list[Block]:
 
 
 def _made(results: SweepResults) -> list[Block]:
-    """Describe the grid, the training and the versions, as far as sweep.json tells."""
+    """Describe the grid, the training and the versions, as far as sweep.json has them."""
     record, made = results.record, []
     if "grid" in record:
         grid = {name.replace("_", "-"): ",".join(map(str, values)) for name, values in record["grid"].items()}

@@ -25,7 +25,7 @@ BEHIND = ("n_examples", "n_knowledge", "knowledge_chance", "n_text_tokens")
 
 
 def write_results(sweep: Sweep) -> Path:
-    """Write the table anew, whole or not at all: the teacher for each seed, then every cell, finished or not."""
+    """Rewrite the table atomically: the teacher for each seed, then every cell, finished or not."""
     rows = []
     for task in sweep.tasks.values():
         folder = {"dir": task.folder.relative_to(sweep.out).as_posix()}
