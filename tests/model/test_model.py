@@ -306,7 +306,7 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
             torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
     heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()
