@@ -134,13 +134,15 @@ def _writes(
     batch, length, n_heads, head_dim = x.shape
     cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
     x, k, write = (to_chunks(t, chunk_size) for t in (x, k, write.unsqueeze(-1)))  # [B, H, M, Q, .]
-    overlap = write * (k @ k.mT) * decay_matrix(cum_BHMQ, unseen)
-    right = write * torch.cat([x, k * from_start.unsqueeze(-1)], dim=-1)
+    k = k.contiguous()  # once, or every product would copy it
+    written = k * write
+    overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
+    right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
     own, read = solve_triangular(overlap, right, upper=False, unitriangular=True).split([head_dim, k.shape[-1]], -1)
 
     to_state = (k * to_end.unsqueeze(-1)).mT
-    added, kept = to_state @ own, torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1]))
-    kept = kept - to_state @ read
+    added, forgets = to_state @ own, to_state @ read
+    kept = torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1])) - forgets
     before, state = [], state.mT
     for kept_BHNN, added_BHNP in zip(kept.unbind(2), added.unbind(2)):
         before.append(state)
