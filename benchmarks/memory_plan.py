@@ -84,10 +84,12 @@ class Case(NamedTuple):
     d_state: int = 16
     rows: int = 4
     length: int = 256
+    recurrence: str = "discrete"
 
     def named(self) -> str:
         config = self.config
         words = [self.model, config.name, getattr(config, "target", ""), config.precision]
+        words += [self.recurrence] if self.recurrence != "discrete" else []
         if (train := getattr(config, "train", "")) and train != type(config)().train:
             words.append(f"train {train}")
         words += ["" if getattr(config, "fused", True) else "unfused"]
@@ -111,7 +113,7 @@ def cases(device: str) -> list[Case]:
         replace(DISTILL, fused=False),
     ):
         found.append(Case("mid", config))
-    found.append(Case("mid", MATRIX, kept=0))
+    found += [Case("mid", MATRIX, kept=0), Case("mid", ALIGN, recurrence="gdn"), Case("mid", DISTILL, recurrence="gdn")]
     for config in (replace(base, gradient_checkpointing=again) for base in (ALIGN, DISTILL) for again in (False, True)):
         half = replace(config, precision="bf16")
         found.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
@@ -140,7 +142,7 @@ def make_real_stage(case: Case, device: str) -> Stage:
     torch.manual_seed(0)
     teacher = make_teacher(case, device)
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    student, _ = build_student(teacher, plan, d_state=case.d_state, init="random")
+    student, _ = build_student(teacher, plan, d_state=case.d_state, recurrence=case.recurrence, init="random")
     stage = make_stage(case.config, student, teacher)
     stage.place(torch.device(device))
     stage.bf16 = case.config.precision == "bf16"
@@ -151,7 +153,7 @@ def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
     """From the meta device; by default for one process."""
     teacher = make_teacher(case, "meta")
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    shape = StageShape(case.config, empty_student(teacher, plan, case.d_state, 4), teacher)
+    shape = StageShape(case.config, empty_student(teacher, plan, case.d_state, 4, case.recurrence), teacher)
     settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
     return memory_plan(shape, **{**settings, **options})
 

@@ -60,9 +60,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles)
 
 
-def mixed_student(teacher: PreTrainedModel) -> HybridForCausalLM:
+def mixed_student(teacher: PreTrainedModel, recurrence: str = "discrete") -> HybridForCausalLM:
     """Layers that keep three heads (which share KV heads unevenly), none, and all but one."""
-    return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
+    return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE), recurrence=recurrence)
 
 
 def tokens(*shape: int) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,13 @@ from transformers import PretrainedConfig
 
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
+from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
 from .layout import CACHE_NAMES, Part, find_layout, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
 ALIGNED = 16  # elements a row starts at a multiple of, and x, B and C in it: kernels then read 16 bytes at a time
+RAW_WRITE = 3.0  # write gates of 0.95
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
 
@@ -100,6 +102,41 @@ def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.
     return shortest * (longest / shortest) ** places
 
 
+def _ssd_matrix(raw_BLR: Tensor, b_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
+    return mixing_matrix(log_decay(raw_BLR), b_BLRN, c_BLRN, seq_idx_BL)
+
+
+def _delta_matrix(raw_BLRG: Tensor, k_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
+    return delta_mixing_matrix(*gates(raw_BLRG), k_BLRN, c_BLRN, seq_idx_BL)
+
+
+class Recurrence(NamedTuple):
+    """One of the `RECURRENCES`: all in which recurrent heads differ.
+
+    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] where there are several), and B as
+    ``keys`` makes it from B and the raw gates.
+    """
+
+    scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
+    step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
+    matrix: Callable[..., Tensor] = _ssd_matrix
+    keys: Callable[[Tensor, Tensor], Tensor] = lambda b, raw: b
+    n_gates: int = 1
+    """Rows of ``a_proj`` for each head: the raw decay, and what else the recurrence has a gate for."""
+    has_silu: bool = False
+    """Biases of x, B and C stand behind the convolution, and a SiLU follows."""
+    steps_in_place: bool = False
+    """A decoding step may run in one kernel."""
+
+
+FORMS = {
+    "discrete": Recurrence(steps_in_place=True),
+    "mamba2": Recurrence(keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True),
+    "gdn": Recurrence(gated_delta_scan, gated_delta_step, _delta_matrix, lambda b, raw: unit_keys(b), n_gates=2),
+}
+"""Forms of the recurrent heads by the names of `RECURRENCES`."""
+
+
 class SSMHeads(nn.Module):
     """Recurrent heads of one layer (discrete Mamba-2), in the order of the mixer's ``recurrent``.
 
@@ -112,6 +149,10 @@ class SSMHeads(nn.Module):
     This is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
     other programs know: the biases of x, B and C stand behind the convolution, a SiLU follows, and the input of the
     state is scaled by the step, dt_t = -log a_t = softplus(a_proj u).
+
+    With ``gdn`` the state follows the gated delta rule (`gated_delta`): x is the value, B over its length the key, C the
+    query, and ``a_proj`` has a second row for each head, behind its decay's: the write gate. All else is as in
+    ``discrete``, so that these rows are all that it has more.
 
     ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
     segment, so that memory grows with the segment and not with the row.
@@ -128,21 +169,26 @@ class SSMHeads(nn.Module):
         recurrence: str = "discrete",
     ) -> None:
         super().__init__()
-        self.is_mamba2 = recurrence == "mamba2"
+        self.recurrence = recurrence
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
-        linear = _LateBias if self.is_mamba2 else nn.Linear
+        linear = _LateBias if self.form.has_silu else nn.Linear
         self.x_proj = linear(hidden_size, n_heads * head_dim)
         self.b_proj = linear(hidden_size, n_heads * d_state)
         self.c_proj = linear(hidden_size, n_heads * d_state)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
-        self.a_proj = _DecayProjection(hidden_size, n_heads)
+        self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_gates)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
         n_channels = sum(self.sizes)
         self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
         self.conv_bias = nn.Parameter(torch.empty(n_channels)) if conv_bias else None
         self.D = nn.Parameter(torch.empty(n_heads))
+
+    @property
+    def form(self) -> Recurrence:
+        """The functions of this recurrence; not an attribute, which would have to be pickled."""
+        return FORMS[self.recurrence]
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -157,7 +203,8 @@ class SSMHeads(nn.Module):
         if self.conv_bias is not None:
             self.conv_bias.zero_()
         self.D.fill_(1.0)
-        self.a_proj.bias.copy_(raw_decay(spread_half_lives(self.n_heads)))
+        self.a_proj.bias.fill_(RAW_WRITE)
+        self.a_proj.bias.view(self.n_heads, -1)[:, 0] = raw_decay(spread_half_lives(self.n_heads))
 
     def forward(
         self,
@@ -193,7 +240,7 @@ class SSMHeads(nn.Module):
         xbc_BLC, raw = self._projections(hidden_BLD)
         x, b, c, raw, conv_state_BCK = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK)
         options: dict[str, Any] = {"state_BHPN": state_BRPN, "seq_idx_BL": seq_idx_BL, "impl": self.impl}
-        y_BLRP, state_BRPN = gated_ssd_scan(x, raw, b, c, self.D, self._gate(hidden_BLD), **options)
+        y_BLRP, state_BRPN = self.form.scan(x, raw, b, c, self.D, self._gate(hidden_BLD), **options)
         return y_BLRP, conv_state_BCK, state_BRPN
 
     def _run_in_segments(
@@ -216,23 +263,23 @@ class SSMHeads(nn.Module):
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """Return T_BRLS, with D on the diagonal and without the gate: y = T x."""
-        x, log_a, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
-        mixing = mixing_matrix(log_a, b, c, seq_idx_BL)
+        x, raw, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
+        mixing = self.form.matrix(raw, b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
     def scan_inputs(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return x_BLRP, log a [B, L, R], B_BLRN, C_BLRN as the scan reads them, and its output gate silu(z)_BLRP."""
+        """Return x_BLRP, raw gates, B_BLRN, C_BLRN as the scan reads them, and its output gate silu(z)_BLRP."""
         x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
-        return x, log_decay(raw), b, c, F.silu(self._gate(hidden_BLD))
+        return x, raw, b, c, F.silu(self._gate(hidden_BLD))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw decay, [B, L, R]."""
+        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw gates, [B, L, R G]."""
         projections = self.x_proj, self.b_proj, self.c_proj
         batch, length, width = hidden_BLD.shape
         on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
         if on_kernels and length > 1 and batch * length >= width and all(map(_is_plain, projections)):
             # The weights are fewer than the activations: join those. Padding makes the rows longer than `sizes`.
-            bias = None if self.is_mamba2 else _join([projection.bias for projection in projections])
+            bias = None if self.form.has_silu else _join([projection.bias for projection in projections])
             xbc_BLC = F.linear(hidden_BLD, _join([projection.weight for projection in projections]), bias)
         else:
             xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
@@ -255,19 +302,19 @@ class SSMHeads(nn.Module):
             conv_state,
             ssm_state,
             token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
-            impl="torch" if self.is_mamba2 or self.conv_bias is not None else self.impl,  # the kernel has neither
+            impl=self.impl if self.form.steps_in_place and self.conv_bias is None else "torch",
         )
         if y_BRP is None:
             *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
             x, b, c, raw = (t[:, 0] for t in parts)
-            y_BRP, ssm_state = gated_ssd_step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
+            y_BRP, ssm_state = self.form.step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BRP.unsqueeze(1)
 
     def _convolved(
         self, xbc_BLC: Tensor, raw_BLR: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, raw decay [B, L, R], and the convolution's state.
+        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, the raw gates, and the convolution's state.
 
         Padding, which stands behind the tokens of its row, adds and decays nothing.
         """
@@ -293,15 +340,14 @@ class SSMHeads(nn.Module):
             conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
         if self.conv_bias is not None:
             xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
-        if self.is_mamba2:
+        if self.form.has_silu:
             bias_C = in_row(torch.cat([self.x_proj.bias, self.b_proj.bias, self.c_proj.bias]))
             xbc_BLC = F.silu(xbc_BLC + bias_C.to(xbc_BLC.dtype))
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in _Parts.apply(xbc_BLC, self.sizes))
-        if self.is_mamba2:
-            b = b * -log_decay(raw_BLR).unsqueeze(-1).to(b.dtype)
+        raw = raw_BLR if self.form.n_gates == 1 else raw_BLR.unflatten(-1, (self.n_heads, -1))
         if token_BL1 is not None:
             x = x * token_BL1.unsqueeze(-1)
-        return x, b, c, raw_BLR, conv_state_BCK
+        return x, self.form.keys(b, raw), c, raw, conv_state_BCK
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -40,7 +40,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}  # of MODULES, once they are importe
 log = logging.getLogger(__name__)
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache a function's results; torch.compile calls it at once and takes the result as a constant."""
     cached = cache(function)
     return torch.compiler.assume_constant_result(wraps(function)(lambda *arguments: cached(*arguments)))
@@ -48,7 +48,7 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def log_decay(raw: Tensor) -> Tensor:
     """Compute the decay, in fp32 at least: log a = -softplus(raw), for every code path."""
-    return -F.softplus(raw.to(_state_dtype(raw)))
+    return -F.softplus(raw.to(state_dtype(raw)))
 
 
 def raw_decay(half_life: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def ssd_scan(
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
-        dtype = _state_dtype(x_BLHP)
+        dtype = state_dtype(x_BLHP)
         if state_BHPN is None:
             state = x_BLHP.new_zeros(batch, n_heads, head_dim, b_BLHN.shape[-1], dtype=dtype)
         else:
@@ -125,7 +125,7 @@ def gated_ssd_scan(
             return KERNELS["ssd"](*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     log_a_BLH = log_decay(raw_BLH)
     y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
-    return _skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
+    return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
 def gated_ssd_step(
@@ -133,7 +133,7 @@ def gated_ssd_step(
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of `gated_ssd_scan`: y_BHP and the new state."""
     y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
-    return _skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
+    return skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
 
 def step_in_place(
@@ -163,7 +163,7 @@ def step_in_place(
     return KERNELS["ssd_step"](*inputs, *states, token_mask_B=token_mask_B)
 
 
-def _skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
+def skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
     return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1)) * F.silu(z)
 
 
@@ -171,7 +171,7 @@ def ssd_step(
     x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute one token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
-    dtype = _state_dtype(x_BHP, state_BHPN)
+    dtype = state_dtype(x_BHP, state_BHPN)
     x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
     state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
     return (state * c.unsqueeze(-2)).sum(-1).to(x_BHP.dtype), state
@@ -183,10 +183,10 @@ def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL:
     The counterpart of an attention map; quadratic in the length. fp32 (fp64 for fp64 inputs).
     """
     with torch.autocast(b_BLHN.device.type, enabled=False):
-        dtype = _state_dtype(b_BLHN)
+        dtype = state_dtype(b_BLHN)
         log_a_BHL, b_BHLN, c_BHLN = (t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN))
         unseen_BLL = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN)
-        return (c_BHLN @ b_BHLN.mT) * _decay_matrix(_sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1))
+        return (c_BHLN @ b_BHLN.mT) * decay_matrix(_sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1))
 
 
 def causal_conv(
@@ -255,7 +255,7 @@ def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> 
     return _best_on_gpu(kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items()))
 
 
-@_once
+@once
 def _best_on_gpu(
     kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
 ) -> str:
@@ -272,7 +272,7 @@ def _best_on_gpu(
     return "torch"
 
 
-@_once
+@once
 def _unusable(impl: str) -> str | None:
     """Return why ``impl`` cannot run here, in one line; else fill KERNELS. A broken package raises when imported.
 
@@ -315,7 +315,7 @@ def _scan_mamba_ssm(
     return y, state
 
 
-def _state_dtype(*tensors: Tensor) -> torch.dtype:
+def state_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -332,7 +332,7 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
     else:
         later = later.unsqueeze(0)
-    return torch.zeros(later.shape, dtype=_state_dtype(like), device=like.device).masked_fill_(later, -math.inf)
+    return torch.zeros(later.shape, dtype=state_dtype(like), device=like.device).masked_fill_(later, -math.inf)
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
     return log_a.to(wide) @ (unseen == 0).to(wide).mT
 
 
-def _decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
+def decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
     """Return exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing overflows."""
     return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
 
@@ -371,22 +371,34 @@ def _scan_chunked(
     1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
     """
     batch, length, n_heads, head_dim = x.shape
-    log_a_BHMQ = _to_chunks(log_a.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
-    x, b, c = (_to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
+    x, b, c = (to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
     x = x.contiguous()  # once, or every product would copy it
     bt, ct = b.mT.contiguous(), c.mT.contiguous()  # a product is fast when its last dimension is not the small N
-    seq_BMQ = None if seq_idx is None else _documents_by_chunk(seq_idx, chunk_size)
-    of_incoming = None if seq_BMQ is None else (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1)
-    unseen = _unseen(seq_BMQ, chunk_size, x)
-    cum_BHMQ = _sums(log_a_BHMQ.transpose(1, 2), unseen).transpose(1, 2)
-    unseen = unseen.unsqueeze(1)
-    to_end = ((cum_BHMQ[..., -1:] - cum_BHMQ[..., :-1]).to(x.dtype) + unseen[..., -1, :-1]).exp()
-    to_end = F.pad(to_end, (0, 1), value=1.0)
+    cum_BHMQ, unseen, to_end, from_start, seq_BMQ = chunk_decays(log_a, seq_idx, chunk_size)
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
     before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
-    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, of_incoming)
+    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, from_start.detach())
     return y.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
+
+
+def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) -> tuple[Any, ...]:
+    """Return what decays do within each chunk, and its documents.
+
+    cum_BHMQ and the mask for `decay_matrix`; the decay from each token to its chunk's end and, of the state before the
+    chunk, to each token, [B, H, M, Q], which are 0 across documents; seq_BMQ.
+    """
+    log_a_BHMQ = to_chunks(log_a_BLH.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
+    dtype = log_a_BHMQ.dtype
+    seq_BMQ = None if seq_idx_BL is None else _documents_by_chunk(seq_idx_BL, chunk_size)
+    unseen = _unseen(seq_BMQ, chunk_size, log_a_BLH)
+    cum_BHMQ = _sums(log_a_BHMQ.transpose(1, 2), unseen).transpose(1, 2)
+    unseen = unseen.unsqueeze(1)
+    to_end = ((cum_BHMQ[..., -1:] - cum_BHMQ[..., :-1]).to(dtype) + unseen[..., -1, :-1]).exp()
+    from_start = cum_BHMQ.to(dtype).exp()
+    if seq_BMQ is not None:
+        from_start = from_start * (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1)
+    return cum_BHMQ, unseen, F.pad(to_end, (0, 1), value=1.0), from_start, seq_BMQ
 
 
 class _ChunkOutputs(torch.autograd.Function):
@@ -399,12 +411,9 @@ class _ChunkOutputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, bt, ct, cum, before, unseen, of_incoming) -> Tensor:
-        decay = _decay_matrix(cum, unseen)
+    def forward(ctx, x, bt, ct, cum, before, unseen, from_start) -> Tensor:
+        decay = decay_matrix(cum, unseen)
         decay.diagonal(dim1=-2, dim2=-1).zero_()
-        from_start = cum.to(x.dtype).exp()
-        if of_incoming is not None:
-            from_start = from_start * of_incoming
         earlier = (ct.mT @ bt).mul_(decay) @ x
         earlier += (ct * from_start.unsqueeze(-2)).mT @ before
         own = (ct * bt).sum(-2).unsqueeze(-1)
@@ -426,7 +435,7 @@ class _ChunkOutputs(torch.autograd.Function):
         return dx.addcmul_(own, dy), (ct @ dscores).addcmul_(d_own, ct), dct, dcum, dbefore, None, None
 
 
-def _to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
+def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
     """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros, which change no state (a = 1), fill a ragged end."""
     missing = -t_BLH.shape[1] % chunk_size
     if missing:
@@ -460,7 +469,7 @@ def _carry(
         segments = None if starts_BM is None else F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
         unseen = _unseen(segments, states.shape[2], states)
         cum = _sums(F.pad(log_decay_BHM[:, :, block], (1, 0)), unseen)
-        decay = _decay_matrix(cum, unseen.unsqueeze(1))
+        decay = decay_matrix(cum, unseen.unsqueeze(1))
         states = (decay @ states.flatten(-2)).view_as(states)
         before.append(states[:, :, :-1])
         state_BHNP = states[:, :, -1]

@@ -314,7 +314,7 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         if ours is None:
             continue
         missing = sorted(set(mixer.recurrent) - set(source.recurrent))
-        if missing or theirs is None or (theirs.d_state, theirs.is_mamba2) != (ours.d_state, ours.is_mamba2):
+        if missing or theirs is None or (theirs.d_state, theirs.recurrence) != (ours.d_state, ours.recurrence):
             raise ValueError(
                 f"layer {mixer.layer} of the donor cannot give recurrent heads {missing or 'of this form'}; "
                 "align a student that keeps no head, with the same d_state, conv_width and recurrence."

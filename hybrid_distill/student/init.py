@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..model import HybridConfig
 from ..model.layout import HEAD_NORMS, Part, head_norm, is_over_all_heads
-from ..model.mixer import OPEN_GATE, spread_half_lives
+from ..model.mixer import OPEN_GATE, RAW_WRITE, spread_half_lives
 from ..model.ssd import causal_conv, raw_decay, ssd_scan
 from ..teacher import AttentionSite
 
@@ -107,6 +107,8 @@ def init_ssm(
             chosen = _guess(len(heads), config.conv_width, x_weight.device)
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen)
     a_bias = raw_decay(chosen.half_life_R)
+    if config.recurrence == "gdn":
+        a_bias = torch.stack([a_bias, torch.full_like(a_bias, RAW_WRITE)], dim=1).flatten()
     if config.recurrence == "mamba2":
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
         x_weight, x_bias = _before_silu(x_weight, x_bias)
@@ -128,7 +130,7 @@ def init_ssm(
         "c_proj.bias": (c_bias, from_qk),
         "z_proj.weight": (torch.zeros_like(x_weight), ()),
         "z_proj.bias": (torch.full_like(x_bias, OPEN_GATE), ()),
-        "a_proj.weight": (x_weight.new_zeros(len(heads), x_weight.shape[1]), ()),
+        "a_proj.weight": (x_weight.new_zeros(len(a_bias), x_weight.shape[1]), ()),
         "a_proj.bias": (a_bias, ()),
         "conv_weight": (conv, ()),
         "D": (chosen.skip_R, ()),

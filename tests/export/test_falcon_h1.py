@@ -84,6 +84,7 @@ def test_kept_heads_of_one_group_share_keys_and_values_where_every_layer_lets_th
     ("family", "options", "reason"),
     [
         ("llama", {"recurrence": "discrete"}, "its recurrent heads are discrete"),
+        ("llama", {"recurrence": "gdn"}, "its recurrent heads are gdn"),
         ("qwen3", {}, "its backbone is qwen3"),
     ],
 )
@@ -110,9 +111,10 @@ def test_an_unknown_recurrence_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_mamba2_heads_give_one_result_however_they_are_run() -> None:
+@pytest.mark.parametrize("recurrence", ["mamba2", "gdn"])
+def test_heads_give_one_result_however_they_are_run(recurrence: str) -> None:
     """At once; in segments; from a cache, token by token; packed; as mixing matrices."""
-    student = student_keeping("llama", KEPT["uneven"])
+    student = student_keeping("llama", KEPT["uneven"], recurrence=recurrence)
     ids_BL = torch.randint(5, 300, (1, 23), generator=torch.Generator().manual_seed(1))
     expected = student(ids_BL).logits
     out = student(ids_BL[:, :9], use_cache=True)

@@ -54,7 +54,7 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
         torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
 @pytest.mark.parametrize(("d_state", "segment_len", "packed"), [(5, None, True), (5, 7, False), (16, None, False)])
 def test_one_input_projection_with_padded_rows(recurrence, d_state, segment_len, packed) -> None:
     """Rows of 3 heads of 5 states are padded; values, gradients and the cache are those of separate projections."""

@@ -70,9 +70,9 @@ def test_the_settings_that_families_differ_in(family: str, kind: HeadKind | None
     check_exact(model, all_heads(model, kind)[::3], kind)
 
 
-@pytest.mark.parametrize("family", ["olmo3", "phi3", "gpt_neox"])
-def test_a_students_kept_and_recurrent_heads_in_every_layout(family: str, family_model: Any) -> None:
-    student = mixed_student(family_model(family, initializer_range=0.2))
+@pytest.mark.parametrize(("family", "recurrence"), [("olmo3", "discrete"), ("phi3", "gdn"), ("gpt_neox", "mamba2")])
+def test_a_students_kept_and_recurrent_heads_in_every_layout(family: str, recurrence: str, family_model: Any) -> None:
+    student = mixed_student(family_model(family, initializer_range=0.2), recurrence)
     check_exact(student, [HeadId(0, 0), HeadId(0, 2), HeadId(2, 5), HeadId(2, 6)])
 
 

@@ -50,8 +50,8 @@ benchmark.SHAPES["small"] = dict(
 ALIGN, DISTILL, MATRIX = AlignConfig(), DistillConfig(), MatrixConfig()
 
 
-def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3) -> Any:
-    return benchmark.Case("small", config, dtype, kept=kept, d_state=8, rows=2, length=128)
+def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3, **fields: Any) -> Any:
+    return benchmark.Case("small", config, dtype, kept=kept, d_state=8, rows=2, length=128, **fields)
 
 
 BF16 = {"precision": "bf16"}
@@ -89,6 +89,12 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig) -> None:
     for name in ("trained", "frozen", "gradients", "teacher"):
         assert parts[name]["predicted"] == parts[name]["measured"], name
     assert parts["optimizer"]["predicted"] == pytest.approx(parts["optimizer"]["measured"], rel=0.01)
+
+
+@pytest.mark.parametrize("config", [ALIGN, HALF[1], MATRIX], ids=["align", "distill in bf16", "matrix"])
+def test_the_plan_knows_the_delta_rule(config: StageConfig) -> None:
+    case = small_case(config, kept=3 * (config is not MATRIX), recurrence="gdn")
+    assert not (record := benchmark.one_process(case, "cpu"))["misses"], benchmark.show(record)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])  # no gate, more norms, wider heads

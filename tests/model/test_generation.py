@@ -40,12 +40,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["qwen2", "olmo3", "gpt_neox", "tiny"])
+@pytest.fixture(params=["qwen2", "olmo3", "gpt_neox", "tiny", "gdn"])
 def student(request: pytest.FixtureRequest, family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
     """Biases and a short window in two layers of three; norms over all heads; the embedded teacher's student."""
     if request.param == "tiny":
         teacher, _ = load_teacher(TINY)
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
+    if request.param == "gdn":
+        return mixed_student(family_model("llama"), recurrence="gdn")
     return mixed_student(family_model(request.param, **WINDOWS.get(request.param, {})))
 
 

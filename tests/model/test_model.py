@@ -306,7 +306,7 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
             torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2"])
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
     heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()
@@ -374,7 +374,8 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
         # Same tensors at other addresses: a matrix product may round its last bit differently.
         close(logits(loaded, ids), logits(student, ids))
     code = {path.stem for path in tmp_path.glob("*.py")}
-    assert code == {"cache", "configuration_hybrid", "documents", "layout", "mixer", "modeling_hybrid", "ssd"}
+    parts = {"cache", "documents", "gated_delta", "layout", "mixer", "ssd"}
+    assert code == {"configuration_hybrid", "modeling_hybrid", *parts}
 
 
 @torch.no_grad()

@@ -27,10 +27,10 @@ ROWS = {"plain": (None, None), "padded": (TEXT, None), "inside": (TURNS, None), 
 ROWS |= {"both": (TEXT, PACKED), "all": (TURNS, PACKED)}
 
 
-def random_heads() -> SSMHeads:
+def random_heads(recurrence: str = "discrete") -> SSMHeads:
     """Float64, every weight random, memories of 1 to 20 tokens."""
     torch.manual_seed(1)
-    heads = SSMHeads(D, R, P, N, K).double()
+    heads = SSMHeads(D, R, P, N, K, recurrence=recurrence).double()
     heads.reset_parameters(std=0.5)
     with torch.no_grad():
         heads.conv_weight.normal_()
@@ -50,8 +50,9 @@ def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows
 
 @pytest.mark.parametrize("segment_len", [1, 4, 5, 8, 22])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_values_and_gradients_are_those_of_whole_rows(rows, segment_len):
-    heads, hidden = random_heads(), torch.randn(2, L, D, dtype=torch.float64)
+@pytest.mark.parametrize("recurrence", ["discrete", "gdn"])
+def test_values_and_gradients_are_those_of_whole_rows(recurrence, rows, segment_len):
+    heads, hidden = random_heads(recurrence), torch.randn(2, L, D, dtype=torch.float64)
     whole = outputs_and_gradients(heads, None, hidden, rows)
     for found, expected in zip(outputs_and_gradients(heads, segment_len, hidden, rows), whole):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -253,9 +253,19 @@ def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Te
     return output[1][0, own.index(head)].to(values_SP.dtype), values_SP.contiguous()
 
 
-def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Tensor, scale_LHP: Tensor) -> Scan:
+def _scan(
+    x_LHP: Tensor,
+    gates_LH: Tensor,
+    b_LHN: Tensor,
+    c_LHN: Tensor,
+    d_H: Tensor,
+    scale_LHP: Tensor,
+    matrix: Callable[..., Tensor] = mixing_matrix,
+) -> Scan:
+    """Return a function of a head's index; ``matrix`` makes its mixing matrix of its gates, B and C."""
+
     def head(h: int) -> tuple[Tensor, Tensor, Tensor]:
-        matrix_LS = mixing_matrix(*(part[None, :, h : h + 1] for part in (log_a_LH, b_LHN, c_LHN)))[0, 0]
+        matrix_LS = matrix(*(part[None, :, h : h + 1] for part in (gates_LH, b_LHN, c_LHN)))[0, 0]
         matrix_LS.diagonal().add_(d_H[h])
         return matrix_LS, x_LHP[:, h], scale_LHP[:, h]
 
@@ -263,8 +273,8 @@ def _scan(x_LHP: Tensor, log_a_LH: Tensor, b_LHN: Tensor, c_LHN: Tensor, d_H: Te
 
 
 def _of_student(mixer: Mixer, calls: Calls) -> Scan:
-    x_LHP, log_a_LH, b_LHN, c_LHN, gate_LHP = (_wide(part[0]) for part in mixer.ssm.scan_inputs(calls[mixer].given))
-    return _scan(x_LHP, log_a_LH, b_LHN, c_LHN, _wide(mixer.ssm.D), gate_LHP)
+    *parts, gate_LHP = (_wide(part[0]) for part in mixer.ssm.scan_inputs(calls[mixer].given))
+    return _scan(*parts, _wide(mixer.ssm.D), gate_LHP, mixer.ssm.form.matrix)
 
 
 def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:

@@ -33,6 +33,7 @@ NEVER = 2**62  # longer than any row
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default; the launch files leave it
 LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps as many elements gathered that it will soon use again: its default
 KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
+DELTA_CHUNK = 64  # flash-linear-attention's: it keeps the queries, keys, values and a row of each chunk's system
 KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # of a chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
 LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, of a chunk's size; in plain torch
 
@@ -84,6 +85,7 @@ class StageShape:
         self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width  # GPT-NeoX's has one projection
         self.vocabulary: int = backbone.vocab_size
         self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
+        self.delta_rule = student.config.recurrence == "gdn"
         self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())  # over a layer's whole width
         self.eager = backbone._attn_implementation == "eager"  # attention that holds its maps
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
@@ -198,10 +200,11 @@ def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bu
 def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: bool) -> float:
     """Kept for the backward by a layer with so many heads of each kind."""
     item = shape.itemsize
-    if shape.matrix:  # for every pair of tokens the scores, the decays and the error, in float32
+    if shape.matrix:  # for every pair of tokens the scores, the decays and the error; the system of the writes
+        of_pair = 9 if shape.delta_rule else 3
         channels = recurrent * (shape.head_dim + 2 * shape.d_state)
         convolution = channels * item * (1 if kernels else shape.conv_width)
-        return _inputs(shape, 3) + convolution + recurrent * FP32 * (2 * (shape.d_state + 1) + 3 * seq_len)
+        return _inputs(shape, 3) + convolution + recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
     in_segments = shape.segment_len < seq_len
     n_linears = (3 if kept and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
     total: float = _inputs(shape, n_linears)
@@ -243,10 +246,13 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     channels = x + 2 * bc
     if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
         # Into and out of the convolution, both factors of the gate, the raw decay, and the state before every chunk.
-        return 2 * channels * item + 2 * x * item + recurrent * FP32 + state * item / KERNEL_CHUNK[item]
+        own = (channels + recurrent * DELTA_CHUNK) * item if shape.delta_rule else state * item / KERNEL_CHUNK[item]
+        return 2 * channels * item + 2 * x * item + recurrent * FP32 + own
     chunk = min(CHUNK_SIZE, seq_len)
     filled = -(-seq_len // chunk) * chunk / seq_len  # to whole chunks
     scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
+    if shape.delta_rule:  # the writes: their systems, solved for both terms, and the states that these read
+        scan += FP32 * (2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk)
     return (shape.conv_width + 1) * channels * item + filled * scan + 3 * x * item + (x * FP32 if item != FP32 else 0)
 
 

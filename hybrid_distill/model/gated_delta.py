@@ -1,0 +1,206 @@
+"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key instead of adding to it.
+
+Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
+
+    S_t = a_t S_{t-1} (I - w_t k_t k_t^T) + w_t x_t k_t^T        y_t = S_t C_t
+
+It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T, where u_t = w_t (x_t - a_t S_{t-1} k_t)
+is the *write*, the part of x_t that the state does not hold yet. Each form below finds the writes, and `ssd` the rest.
+
+Shapes as in `ssd`; G gates, the raw decay and the raw write gate of each head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from .ssd import (
+    CHUNK_SIZE,
+    MIN_LOG_DECAY,
+    chunk_decays,
+    decay_matrix,
+    log_decay,
+    mixing_matrix,
+    once,
+    skip_and_gate,
+    ssd_scan,
+    ssd_step,
+    state_dtype,
+    to_chunks,
+)
+
+KERNEL = "fla.ops.gated_delta_rule"  # imported by a string: see `ssd`
+LARGEST_ERROR = 0.03  # of the kernel in 16 bits, relative
+
+log = logging.getLogger(__name__)
+
+
+def gates(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log a and the write gate w, in fp32 at least."""
+    raw_decay, raw_write = raw_BLHG.unbind(-1)
+    return log_decay(raw_decay), raw_write.to(state_dtype(raw_write)).sigmoid()
+
+
+def unit_keys(b_BLHN: Tensor) -> Tensor:
+    """Scale keys to length 1; those near zero stay short, so that their gradients stay finite."""
+    wide = b_BLHN.to(state_dtype(b_BLHN))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(b_BLHN.dtype)
+
+
+def delta_scan(
+    x_BLHP: Tensor,
+    log_a_BLH: Tensor,
+    write_BLH: Tensor,
+    k_BLHN: Tensor,
+    c_BLHN: Tensor,
+    *,
+    state_BHPN: Tensor | None = None,
+    seq_idx_BL: Tensor | None = None,
+    impl: str = "auto",
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over a whole sequence; arguments, results and errors are those of `ssd_scan`."""
+    dtype = state_dtype(x_BLHP)
+    on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
+    if on_kernel and _kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
+        return _on_kernel(x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN, state_BHPN, seq_idx_BL)
+    with torch.autocast(x_BLHP.device.type, enabled=False):
+        x, log_a, write, k, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN))
+        batch, length, n_heads, head_dim = x.shape
+        if state_BHPN is None:
+            state_BHPN = x.new_zeros(batch, n_heads, head_dim, k.shape[-1])
+        options: dict[str, Any] = {"state_BHPN": state_BHPN.to(dtype), "seq_idx_BL": seq_idx_BL}
+        u = _writes(x, log_a, write, k, *options.values(), min(chunk_size, length)) if length else x
+        y, state = ssd_scan(u, log_a, k, c, impl=impl, chunk_size=chunk_size, **options)
+    return y.to(x_BLHP.dtype), state
+
+
+def delta_step(
+    x_BHP: Tensor, log_a_BH: Tensor, write_BH: Tensor, k_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute one token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
+    dtype = state_dtype(x_BHP, state_BHPN)
+    x, log_a, write, k, state = (t.to(dtype) for t in (x_BHP, log_a_BH, write_BH, k_BHN, state_BHPN))
+    held = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
+    y, state = ssd_step(write.unsqueeze(-1) * (x - held), log_a, k, c_BHN, state)
+    return y.to(x_BHP.dtype), state
+
+
+def delta_mixing_matrix(
+    log_a_BLH: Tensor, write_BLH: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    """Return T_BHLS with y = T x: the matrix of `ssd` that turns writes into y, times the one that gives the writes.
+
+    (I + w (K K^T * decay)) u = w x, with the products of different tokens only.
+    """
+    of_writes = mixing_matrix(log_a_BLH, k_BLHN, c_BLHN, seq_idx_BL)
+    overlap = mixing_matrix(log_a_BLH, k_BLHN, k_BLHN, seq_idx_BL)
+    write_BHL = write_BLH.to(overlap.dtype).transpose(1, 2)
+    overlap = overlap * write_BHL.unsqueeze(-1)
+    return solve_triangular(overlap, of_writes, upper=False, left=False, unitriangular=True) * write_BHL.unsqueeze(-2)
+
+
+def gated_delta_scan(
+    x_BLHP: Tensor, raw_BLHG: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, D_H: Tensor, z_BLHP: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` are those of `gated_ssd_scan`."""
+    y_BLHP, state = delta_scan(x_BLHP, *gates(raw_BLHG), k_BLHN, c_BLHN, **options)
+    return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
+
+
+def gated_delta_step(
+    x_BHP: Tensor, raw_BHG: Tensor, k_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute one token of `gated_delta_scan`: y_BHP and the new state."""
+    y_BHP, state = delta_step(x_BHP, *gates(raw_BHG), k_BHN, c_BHN, state_BHPN)
+    return skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
+
+
+def _writes(
+    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+) -> Tensor:
+    """Return the writes u_BLHP, a chunk at a time (the WY representation).
+
+    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before the chunk. The system
+    is solved for both terms before S is known.  1. u = own - read S^T.  2. S after each chunk.  3. The writes.
+    """
+    batch, length, n_heads, head_dim = x.shape
+    cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
+    x, k, write = (to_chunks(t, chunk_size) for t in (x, k, write.unsqueeze(-1)))  # [B, H, M, Q, .]
+    k = k.contiguous()  # once, or every product would copy it
+    written = k * write
+    overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
+    right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
+    own, read = solve_triangular(overlap, right, upper=False, unitriangular=True).split([head_dim, k.shape[-1]], -1)
+
+    to_state = (k * to_end.unsqueeze(-1)).mT
+    added, forgets = to_state @ own, to_state @ read
+    kept = torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1])) - forgets
+    before, state = [], state.mT
+    for kept_BHNN, added_BHNP in zip(kept.unbind(2), added.unbind(2)):
+        before.append(state)
+        state = kept_BHNN @ state + added_BHNP
+    u = own - read @ torch.stack(before, dim=2)
+    return u.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length]
+
+
+def _on_kernel(
+    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, state: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scan with flash-linear-attention's kernel, whose states are [N, P]; a decay to nothing begins a document."""
+    if seq_idx is not None:
+        begins = torch.nn.functional.pad(seq_idx.diff(dim=1) != 0, (1, 0)).unsqueeze(-1)
+        log_a = log_a.masked_fill(begins, MIN_LOG_DECAY)
+    state = None if state is None else state.float().mT.contiguous()
+    y, last = importlib.import_module(KERNEL).chunk_gated_delta_rule(
+        q=c.to(x.dtype).contiguous(),
+        k=k.to(x.dtype).contiguous(),
+        v=x.contiguous(),
+        g=log_a.clamp_min(MIN_LOG_DECAY),
+        beta=write.to(x.dtype),
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+    )
+    return y, last.mT
+
+
+@once
+def _kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
+    """Check that the kernel is there, takes these tensors and computes on this device what torch does; log why not."""
+    if importlib.util.find_spec("fla") is None:
+        reason = "flash-linear-attention is not installed"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"it takes bfloat16 and float16, and this is {dtype}"
+    else:
+        reason = _mistake(device, dtype, head_dim, d_state)
+    if reason:
+        log.warning("the gated delta rule runs on torch, not on flash-linear-attention's kernel: %s", reason)
+    return reason is None
+
+
+@torch.no_grad()
+def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> str | None:
+    """Compare the kernel with torch on two documents behind a state; return what is wrong with it."""
+    generator = torch.Generator().manual_seed(0)
+    x, k, c, state = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((1, 70, 2, head_dim), (1, 70, 2, d_state), (1, 70, 2, d_state), (1, 2, head_dim, d_state))
+    )
+    log_a, write = gates(torch.randn(1, 70, 2, 2, generator=generator).to(device))
+    given = x, log_a, write, unit_keys(k), c
+    seq_idx = (torch.arange(70, device=device) > 40).long().unsqueeze(0)
+    try:
+        found = _on_kernel(*given, state, seq_idx)
+    except Exception as error:  # whatever another version of it raises
+        return f"it fails with {type(error).__name__}: {error}"
+    expected = delta_scan(*given, state_BHPN=state, seq_idx_BL=seq_idx, impl="torch")
+    error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected))
+    return None if error < LARGEST_ERROR else f"its result is off by {error:.1%}"

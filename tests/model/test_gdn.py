@@ -1,0 +1,153 @@
+"""The gated delta rule: its definition, its chunked form, its single step and its mixing matrix are one function."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from test_ssd import BATCH, HEAD_DIM, HEADS, LENGTHS, STATE, document_slices, documents, some_state
+from torch import Tensor
+
+from hybrid_distill.model import gated_delta
+from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, delta_step, gates, unit_keys
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, log a, the write gate, keys and C."""
+    x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
+    b, c = (torch.randn(BATCH, length, HEADS, STATE, dtype=dtype) for _ in range(2))
+    return [x, *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)), unit_keys(b), c]
+
+
+def step_by_step(
+    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    ys = []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t > 0:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
+        ys.append(y)
+    return torch.stack(ys, dim=1), state
+
+
+def test_a_step_is_the_rule_of_the_paper() -> None:
+    x, log_a, write, k, c = (t[0, 0, 0] for t in inputs(1))
+    state = some_state()[0, 0]
+    expected = log_a.exp() * state @ (torch.eye(STATE) - write * torch.outer(k, k)) + write * torch.outer(x, k)
+    y, found = delta_step(x, log_a, write, k, c, state)
+    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(y, expected @ c, **EXACT)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 32])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int) -> None:
+    """In values, final state and gradients; the state before belongs to the first document."""
+    leaves = [t.detach().requires_grad_() for t in (*inputs(length), some_state())]
+    seq_idx = documents(length) if packed else None
+    *args, start = leaves
+    found = []
+    options: dict[str, Any] = {"state_BHPN": start, "seq_idx_BL": seq_idx, "chunk_size": chunk_size}
+    for y, state in (delta_scan(*args, **options), step_by_step(*args, start, seq_idx)):
+        to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
+        found.append([y, state, *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_scan_is_the_mixing_matrix_times_the_values(packed: bool) -> None:
+    x, *others = inputs(45)
+    seq_idx = documents(45) if packed else None
+    mixing_BHLS = delta_mixing_matrix(*others, seq_idx)
+    assert torch.equal(mixing_BHLS, mixing_BHLS.tril())
+    y, _ = delta_scan(x, *others, seq_idx_BL=seq_idx)
+    torch.testing.assert_close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), y, **EXACT)
+
+
+def test_packed_documents_equal_the_same_documents_alone() -> None:
+    args, seq_idx = inputs(77), documents(77)
+    y, state = delta_scan(*args, seq_idx_BL=seq_idx)
+    for row in range(BATCH):
+        for document in document_slices(seq_idx[row]):
+            y_alone, state_alone = delta_scan(*(t[row : row + 1, document] for t in args))
+            torch.testing.assert_close(y[row : row + 1, document], y_alone, **EXACT)
+        torch.testing.assert_close(state[row : row + 1], state_alone, **EXACT)
+
+
+def test_gradients_are_those_of_differences() -> None:
+    args = [t[:1, :, :2].detach().requires_grad_() for t in inputs(7)]
+    state, seq_idx = some_state()[:1, :2].requires_grad_(), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    run = lambda *args: delta_scan(*args[:5], state_BHPN=args[5], seq_idx_BL=seq_idx, chunk_size=4)  # noqa: E731
+    assert torch.autograd.gradcheck(run, (*args, state))
+
+
+@pytest.mark.parametrize("write", [None, 1.0])
+@pytest.mark.parametrize("same_keys", [False, True])
+def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
+    """Whether keys repeat at every token or never, with whole writes and without any decay."""
+    x, log_a, writes, k, c = inputs(200, torch.float32)
+    if same_keys:
+        k = k[:, :1].expand_as(k)
+    if write is not None:
+        log_a, writes = torch.zeros_like(log_a), torch.full_like(writes, write)
+    args = [t.detach().requires_grad_() for t in (x, log_a, writes, k, c)]
+    wide = [t.detach().double().requires_grad_() for t in args]
+    found = []
+    for leaves in (args, wide):
+        y, state = delta_scan(*leaves)
+        found.append([y, state, *torch.autograd.grad(y.square().sum() + state.sum(), leaves)])
+    # Gradients that cancel out, as the decay's under repeated keys, are as exact as the others.
+    largest = [t.abs().max() for t in found[1]]
+    for place, (actual, expected) in enumerate(zip(*found, strict=True)):
+        assert (actual - expected).abs().max() < 1e-5 * (largest[place] if place < 2 else max(largest[2:]))
+
+
+def test_half_precision_and_autocast_keep_states_in_fp32() -> None:
+    args = [t.bfloat16() for t in inputs(45)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = delta_scan(*args)
+    expected_y, expected_state = delta_scan(*(t.float() for t in args))
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(y, expected_y.bfloat16()) and torch.equal(state, expected_state)
+
+
+def test_no_tokens_leave_the_state_alone() -> None:
+    start = some_state()
+    y, state = delta_scan(*inputs(0), state_BHPN=start)
+    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM) and torch.equal(state, start)
+
+
+def test_the_kernel_is_called_as_it_defines_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with flash-linear-attention's signature: states are [N, P], and nothing separates documents."""
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state):
+        assert output_final_state
+        y, state = delta_scan(v, g, beta, k, q * scale, state_BHPN=initial_state.mT, impl="torch")
+        return y, state.mT
+
+    kernel = types.ModuleType(gated_delta.KERNEL)
+    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", chunk_gated_delta_rule, raising=False)
+    monkeypatch.setitem(sys.modules, gated_delta.KERNEL, kernel)
+    assert gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE) is None
+    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", lambda **given: (given["v"], given["initial_state"]))
+    assert "off by" in str(gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE))
+    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", lambda q, k: None)
+    assert "fails with TypeError" in str(gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE))
+
+
+def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    if gated_delta.importlib.util.find_spec("fla"):
+        pytest.skip("flash-linear-attention is installed")
+    for _ in range(2):
+        assert not gated_delta._kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
+        "flash-linear-attention is not installed"
+    ]
