@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import lru_cache
 
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
@@ -16,7 +16,7 @@ SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.x"), "transformers"
 """Oldest versions, as in pyproject.toml, and newest ones (docs/versions.md has what was tried)."""
 
 
-@cache
+@lru_cache
 def check_supported() -> str | None:
     """Return a note about a Python, torch or transformers newer than those of `SUPPORTED`, if any is.
 

@@ -74,8 +74,10 @@ def make_family_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrain
     if name == "olmo3":  # every other layer has a window
         kinds = ("sliding_attention", "full_attention") * shape["num_hidden_layers"]
         shape = {"layer_types": list(kinds[: shape["num_hidden_layers"]]), **shape}
-    if not hasattr(transformers, f"{_CLASS_PREFIX[name]}Config"):
-        pytest.skip(f"transformers {transformers.__version__} does not have {name}")
+    from hybrid_distill.export.versions import oldest_transformers, release
+
+    if release(transformers.__version__) < release(oldest_transformers(name)):
+        pytest.skip(f"{name} needs transformers {oldest_transformers(name)}")
     config = getattr(transformers, f"{_CLASS_PREFIX[name]}Config")(**shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hybrid_distill.export import GateReport
 from hybrid_distill.export.check import run_checks
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+
+
+def since(version: str) -> pytest.MarkDecorator:
+    """Skip a test under older versions of transformers, which do this otherwise, or not."""
+    older = release(transformers.__version__) < release(version)
+    return pytest.mark.skipif(older, reason=f"transformers before {version} does this otherwise, or not")
+
 
 TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
 # Norm of the error over the norm of the logits: 0.018 to 0.027 measured over families and seeds (attention alone 0.01).
 BF16_RELATIVE_ERROR = 0.04
 # Of 8 heads in 4 KV groups: three of groups 0, 0, 1; all but one.
 THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
-FROM_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 does this otherwise, or not")
+FROM_5 = since("5.0")
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 
@@ -96,6 +105,7 @@ def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None
 
     monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.delitem(sys.modules, "transformers_modules", raising=False)  # transformers 5.0 would look in another's
 
 
 def only_error(stderr: str) -> str:

@@ -198,7 +198,7 @@ def write_tokens(
     characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
     read = made_by[1] if made_by else partial(document_batches, sources, text_column, characters)
     dtype, start = id_dtype(tokenizer), writer.header.tokens
-    with Phase(f"tokens of {folder.name}", max_tokens, done=start, unit="tokens") as phase:
+    with Phase("tokenizing", max_tokens, done=start, unit="tokens") as phase:
         for texts, place in read(writer.place):
             phase.update(writer.add(encode(texts, tokenizer, dtype, chat), place))
             if writer.full:

@@ -16,6 +16,7 @@ from students import (
     left_padded,
     logits,
     mixed_student,
+    since,
     student_of,
     tokens,
 )
@@ -61,7 +62,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [pytest.param("phi3", marks=FROM_5), "llama"])
+@pytest.mark.parametrize("family", [pytest.param("phi3", marks=since("5.14")), "llama"])
 def test_generation_over_the_longrope_switch(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     """Phi-3's keys in the cache were turned by the short factors: it reads all anew there, Llama goes on."""
     options = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
