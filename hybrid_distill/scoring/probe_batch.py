@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, PreTrainedModel
 
 from ..distributed import own_share
+from ..limits import first_line
 from ..probes import Example
 from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, common_prefix
 from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
@@ -224,7 +225,7 @@ class Rows:
                         f"one row of {batch.length} tokens does not fit into the memory of {self.model.device}; "
                         "load the model in bfloat16, ask shorter questions, or use a larger device."
                     ) from error
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
             # Outside of the handler, whose traceback holds the tensors of the batch that failed.
             while self.number(batch) >= n_rows:
                 self.halvings += 1

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..distributed import compute_everywhere, is_first_on_machine, own_share, rank_and_world
+from ..distributed import agree_on, compute_everywhere, is_first_on_machine, own_share, rank_and_world
 from ..io import Record, file_hash, save_tensors, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/3"
@@ -141,7 +141,7 @@ class Checkpoints:
         Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
         """
         problems: list[str] = []
-        for path in reversed(compute_everywhere(self.paths)[0]):
+        for path in reversed(agree_on(self.paths)):
             try:
                 snapshot = load(path)
             except CorruptCheckpoint as error:
