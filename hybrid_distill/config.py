@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -278,25 +278,6 @@ def current_flags(argv: Sequence[str]) -> list[str]:
 def to_json(config: RunConfig) -> Record:
     """Return a config as plain JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def differences(
-    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
-) -> list[str]:
-    """List the fields in which two configs, as `to_json` returns them, differ: ``align.steps (2 there, 3 here)``.
-
-    ``leave_out`` are names of the outermost level, ``within`` of the next.
-    """
-    found = []
-    for name, here in now.items():
-        there = before.get(name)
-        if name in leave_out or there == here:
-            continue
-        if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, within, prefix=f"{prefix}{name}.")
-        else:
-            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
-    return found
 
 
 def from_json(path: Path) -> RunConfig:

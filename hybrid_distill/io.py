@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -92,6 +92,25 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)  # Infinity: some families have it in their config.json
+
+
+def differences(
+    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
+) -> list[str]:
+    """List the fields in which two records of settings differ: ``align.steps (2 there, 3 here)``.
+
+    ``leave_out`` are names of the outermost level, ``within`` of the next.
+    """
+    found = []
+    for name, here in now.items():
+        there = before.get(name)
+        if name in leave_out or there == here:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += differences(there, here, within, prefix=f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
+    return found
 
 
 def file_hash(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..io import Record, write_text
+from ..io import Record, differences, write_text
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import MAY_CHANGE
@@ -67,10 +67,7 @@ def check_same_run(ours: Record, found: Record, place: Path) -> None:
             f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
         )
     changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-    for name, value in ours["config"].items():
-        if name not in MAY_CHANGE and found["config"].get(name) != value:
-            changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
-    if changed:
+    if changed := changed + differences(found["config"], ours["config"], MAY_CHANGE):
         raise ValueError(
             f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
             "--out, or begin again with --resume never."

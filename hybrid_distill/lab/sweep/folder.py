@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import RunConfig, StageName, differences, from_record, to_json
-from ...io import Record, read_json, write_json
+from ...config import RunConfig, StageName, from_record, to_json
+from ...io import Record, differences, read_json, write_json
 from ...locking import is_locked
 from ...pipeline import Run
 from ...pipeline.folder import MAY_CHANGE, has_result
