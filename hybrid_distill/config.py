@@ -217,7 +217,7 @@ class RunConfig:
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
     """Return the same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
-    small: dict[str, Any] = {}
+    small: dict[str, StageConfig] = {}
     for name in get_args(StageName):
         stage = getattr(config, name)
         small[name] = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))

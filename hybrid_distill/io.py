@@ -82,7 +82,7 @@ def parse_json(text: bytes, where: str) -> Record:
     return record
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Record:
+def _once(pairs: list[tuple[str, object]]) -> Record:
     if len(record := dict(pairs)) < len(pairs):
         raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
     return record

@@ -38,11 +38,10 @@ class ShardedTensors(Mapping[str, Tensor]):
     """Tensors whose rows lie in several safetensors files, in their order, each read when it is asked for."""
 
     def __init__(self, paths: Sequence[Path], prefix: str = "") -> None:
-        self._holders: dict[str, list[Any]] = {}
+        self._holders: dict[str, list[safe_open]] = {}
         for path in paths:
-            file: Any = safe_open(path, framework="pt")
-            names: list[str] = file.keys()
-            for name in names:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118
                 if name.startswith(prefix):
                     self._holders.setdefault(name.removeprefix(prefix), []).append(file)
         self._prefix = prefix

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 
@@ -39,9 +39,9 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
     """
     requested: float | None = None
-    before: dict[int, Any] = {}
+    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
-    def request(number: int, frame: Any) -> None:
+    def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         now = time.monotonic()
         if requested is None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -91,7 +90,7 @@ def compare_files(a: Path, b: Path) -> str:
     return note + compare_rankings(first, second).table()
 
 
-def load_ranking(path: Path, shape_of: Any) -> list[HeadId]:
+def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
     """List heads, most important first, of a model of this shape (a config, model, plan or scores).
 
     The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then the one that
