@@ -45,8 +45,8 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
             run, swap = _swapping(ours[layer], theirs[layer], restored)
-            hooks.callback(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True).remove)
-            hooks.callback(ours[layer].o_proj.register_forward_pre_hook(swap).remove)
+            hooks.enter_context(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True))
+            hooks.enter_context(ours[layer].o_proj.register_forward_pre_hook(swap))
         yield
 
 
@@ -60,11 +60,8 @@ def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if any(kwargs.get(name) is not None for name in CACHE_NAMES):
             raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
-        handle = teacher.o_proj.register_forward_pre_hook(note)
-        try:
+        with teacher.o_proj.register_forward_pre_hook(note):
             teacher.module(*args, **_known_to_teachers(kwargs))
-        finally:
-            handle.remove()
 
     def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
