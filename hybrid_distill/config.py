@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
-from .io import Record
+from .io import Record, refused
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .probes.forms import check_form
 from .student.init import Init
@@ -282,13 +282,11 @@ def to_json(config: RunConfig) -> Record:
 
 def from_json(path: Path) -> RunConfig:
     """Read a run's config.json. Raises ValueError for another file."""
-    try:
+    with refused(f"{path} is not a run's config", "name the directory of a run"):
         record = json.loads(path.read_text())
         if "teacher" not in record:  # it would silently be the embedded one
             raise ValueError("it does not name a teacher")
         return from_record(record)
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
 
 
 def from_record(record: Record) -> RunConfig:

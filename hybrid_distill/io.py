@@ -34,6 +34,15 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def refused(what: str, fix: str) -> Iterator[None]:
+    """Turn any error of reading a missing, damaged or foreign file into a ValueError: WHAT (the error); FIX."""
+    try:
+        yield
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{what} ({error}); {fix}.") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, whole or not at all."""
     with replacing(path) as temporary:

@@ -16,7 +16,7 @@ from string import ascii_uppercase
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..assets import facts_path
-from ..io import Record
+from ..io import Record, refused
 from ..limits import Limits
 from . import Example, SeededProbe, digest
 
@@ -61,16 +61,12 @@ def read_questions(path: str | Path | None, read: Callable[[Record], Item], expe
     Raises ValueError for a file that cannot be read, naming the first bad line and what is expected.
     """
     file, found = Path(path or facts_path()), []
-    try:
+    with refused(f"the questions {file} cannot be read", "pass a file of JSON lines"):
         lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also cuts inside JSON strings
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
     for number, line in enumerate(lines, start=1):
-        try:
+        with refused(f"line {number} of {file} is not a question", f"write {expected}"):
             if line.strip():
                 found.append(read(json.loads(line)))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} of {file} is not a question ({error}); write {expected}.") from error
     if not found:
         raise ValueError(f"{file} holds no questions; write one a line.")
     return found

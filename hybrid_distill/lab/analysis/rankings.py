@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from ...io import refused
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
 from ...scoring.uncertainty import statistic
@@ -97,7 +98,7 @@ def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
     fits the shape is meant. Raises ValueError for anything else.
     """
     shape = HeadPlan.none(shape_of)
-    try:
+    with refused(f"{path} does not hold a ranking of these heads", "pass [layer, head] lists or scores.json"):
         record = json.loads(path.read_text())
         entries = record if isinstance(record, dict) else {"ranking": record}
         fitting = [entry for entry in entries.get("rankings", {"": entries}).values() if _fits(entry, shape)]
@@ -105,11 +106,7 @@ def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
             raise ValueError(f"{len(fitting)} of its rankings are of a model of this shape")
         ranking = [HeadId(layer, head) for layer, head in fitting[0]["ranking"]]
         HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold a ranking of these heads ({error}); pass [layer, head] lists or scores.json."
-        ) from error
-    return ranking
+        return ranking
 
 
 def _fits(entry: Mapping[str, object], shape: HeadPlan) -> bool:
