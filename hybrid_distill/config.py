@@ -9,14 +9,14 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
-from .io import Record
+from .io import Record, refused
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .probes.forms import check_form
 from .student.init import Init
@@ -218,7 +218,7 @@ class RunConfig:
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
     """Return the same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
-    small: dict[str, Any] = {}
+    small: dict[str, StageConfig] = {}
     for name in get_args(StageName):
         stage = getattr(config, name)
         small[name] = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
@@ -281,34 +281,13 @@ def to_json(config: RunConfig) -> Record:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def differences(
-    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
-) -> list[str]:
-    """List the fields in which two configs, as `to_json` returns them, differ: ``align.steps (2 there, 3 here)``.
-
-    ``leave_out`` are names of the outermost level, ``within`` of the next.
-    """
-    found = []
-    for name, here in now.items():
-        there = before.get(name)
-        if name in leave_out or there == here:
-            continue
-        if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, within, prefix=f"{prefix}{name}.")
-        else:
-            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
-    return found
-
-
 def from_json(path: Path) -> RunConfig:
     """Read a run's config.json. Raises ValueError for another file."""
-    try:
+    with refused(f"{path} is not a run's config", "name the directory of a run"):
         record = json.loads(path.read_text())
         if "teacher" not in record:  # it would silently be the embedded one
             raise ValueError("it does not name a teacher")
         return from_record(record)
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a run's config ({error}); name the directory of a run.") from error
 
 
 def from_record(record: Record) -> RunConfig:

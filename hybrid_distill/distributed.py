@@ -214,6 +214,11 @@ def compute_everywhere(compute: Callable[[], T]) -> list[T]:
     return [result for results, _ in outcomes for result in results]
 
 
+def agree_on(compute: Callable[[], T]) -> T:
+    """Run ``compute`` on every process and return the main process's result on each, as `compute_everywhere` does."""
+    return compute_everywhere(compute)[0]
+
+
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> None:
     """Set how a process's ``rows`` of a step are cut into micro-batches.
 

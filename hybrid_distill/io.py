@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,6 +32,15 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def refused(what: str, fix: str) -> Iterator[None]:
+    """Turn any error of reading a missing, damaged or foreign file into a ValueError: WHAT (the error); FIX."""
+    try:
+        yield
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{what} ({error}); {fix}.") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,7 +91,7 @@ def parse_json(text: bytes, where: str) -> Record:
     return record
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Record:
+def _once(pairs: list[tuple[str, object]]) -> Record:
     if len(record := dict(pairs)) < len(pairs):
         raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
     return record
@@ -92,6 +101,25 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)  # Infinity: some families have it in their config.json
+
+
+def differences(
+    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
+) -> list[str]:
+    """List the fields in which two records of settings differ: ``align.steps (2 there, 3 here)``.
+
+    ``leave_out`` are names of the outermost level, ``within`` of the next.
+    """
+    found = []
+    for name, here in now.items():
+        there = before.get(name)
+        if name in leave_out or there == here:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += differences(there, here, within, prefix=f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
+    return found
 
 
 def file_hash(path: Path) -> str:

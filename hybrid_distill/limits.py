@@ -1,4 +1,4 @@
-"""Checks of what a user passes: ranges of numbers, and flags that hold several values (``0,10,all``). Pure Python."""
+"""Checks of what a user passes: ranges of numbers, flags that hold several values (``0,10,all``). Pure Python."""
 
 from __future__ import annotations
 
@@ -82,6 +82,11 @@ def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
     else:
         for inner in get_args(hint):
             yield from _rules(inner)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's name where that is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def words(text: str) -> list[str]:

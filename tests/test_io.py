@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +22,6 @@ from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
 from hybrid_distill.io import replacing, save_tensors, write_json
 from hybrid_distill.locking import LOCK
 from hybrid_distill.pipeline import run
-from hybrid_distill.plan import HeadPlan
-
-SHAPE = HeadPlan(60, 80, 40, ())
-PLANS = [HeadPlan.random(SHAPE, 2000, seed) for seed in range(2)]
-
-
-def test_killed_at_random_in_a_save(tmp_path: Path) -> None:
-    path, draw = tmp_path / "file", random.Random(0)
-    PLANS[0].save(path)
-    for _ in range(8):
-        if (child := os.fork()) == 0:
-            try:
-                for n in range(10**6):
-                    PLANS[n % 2].save(path)
-            finally:
-                os._exit(1)
-        time.sleep(draw.uniform(0.005, 0.05))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert HeadPlan.load(path) in PLANS
-    PLANS[1].save(path)
-    assert [left.name for left in tmp_path.iterdir()] == ["file"], "the next save clears away what a kill has left"
 
 
 def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:

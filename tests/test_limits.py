@@ -11,7 +11,7 @@ import pytest
 from training import small_run
 
 from hybrid_distill.cli.score import ScoreJob
-from hybrid_distill.limits import SHARE, Limits, numbers
+from hybrid_distill.limits import numbers
 
 OPTIONAL = {"min_accuracy": 0.5, "batch_size": 1, "stated_pairs": 4, "prefilter": 1, "segment_len": 1}
 
@@ -48,14 +48,3 @@ def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, name: st
 def test_a_list_holds_whole_numbers(text: str) -> None:
     with pytest.raises(ValueError, match=f"--pairs is '{text}'; pass whole numbers of at least 1, or all"):
         numbers("pairs", text, least=1, named={"all": 48})
-
-
-def test_limits_say_what_they_are() -> None:
-    SHARE.check("share", 0)
-    SHARE.check("share", 1.0)
-    with pytest.raises(ValueError, match=r"share is 1\.5; it must be a number from 0 to 1\."):
-        SHARE.check("share", 1.5)
-    with pytest.raises(ValueError, match=r"x is 0; it must be a number between 0 and 1\."):
-        Limits(0, 1, without_ends=True).check("x", 0)
-    with pytest.raises(ValueError, match=r"n is 1\.0; it must be a whole number of at least 1\."):
-        Limits(1, whole=True).check("n", 1.0)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..config import RunConfig, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from ..lab.reporting import text_table
+from ..limits import first_line
 from ..model import layer_windows
 from ..pipeline import Run
 from ..pipeline.folder import outdated
@@ -50,8 +51,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        missing = f"No parameter counts: --teacher.path {reason} (--teacher tiny is the embedded one.)"
+        missing = f"No parameter counts: --teacher.path {first_line(error)} (--teacher tiny is the embedded one.)"
         return "\n\n".join([*record, heading, missing])
     if found := list(_problems(config)):
         raise ValueError(f"the run would not start: {' '.join(found)}")

@@ -10,6 +10,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..io import file_hash, write_json
+from ..limits import first_line
 from ..locking import locked
 from ..provenance import now, versions
 from ..teacher.loading import DTYPES, IMPORTED
@@ -38,7 +39,7 @@ def command(file: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **name)
         read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **name)
     except Exception as error:  # each architecture and each version of transformers has errors of its own
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ValueError(
             f"transformers cannot read {file} ({reason}); pass a GGUF file of an architecture that it reads (Llama, "
             "Qwen2, Qwen3, Gemma, Mistral, Phi-3 and others), or the model's own Hugging Face folder."

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ..assets import tiny_teacher_path
 from ..data import write_tokens
 from ..data.folder import SHARD_TOKENS
-from ..limits import Count, check_options
+from ..limits import Count, check_options, first_line
 from ..locking import locked
 from ..teacher import TINY
 
@@ -70,10 +70,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(tiny_teacher_path() if name == TINY else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the tokenizer {name!r} cannot be loaded ({reason}); pass the teacher's folder with --tokenizer PATH, "
-            f"or the embedded one with --tokenizer {TINY}."
+            f"the tokenizer {name!r} cannot be loaded ({first_line(error)}); pass the teacher's folder with "
+            f"--tokenizer PATH, or the embedded one with --tokenizer {TINY}."
         ) from error
 
 

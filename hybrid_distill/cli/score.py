@@ -12,7 +12,7 @@ from typing import Literal
 import tyro
 
 from ..data import read_held_out
-from ..distributed import alone_in, compute_everywhere, connect, on_main_process
+from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..lab.reporting import can_draw
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes.checks import check_answerable
@@ -116,7 +116,7 @@ def run_score(job: ScoreJob) -> HeadScores:
         probe, form, found = make_probe(job.probe, **given, tokenizer=tokenizer), job.form, {}
         if form == AUTO:
             ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
-            form, found["prompt_forms"] = compute_everywhere(ask)[0]
+            form, found["prompt_forms"] = agree_on(ask)
         probe = in_form(probe, form, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
         check_answerable(probe.examples(job.examples), tokenizer, limit)

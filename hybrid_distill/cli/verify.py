@@ -8,6 +8,7 @@ from pathlib import Path
 import tyro
 
 from ..io import write_json
+from ..limits import first_line
 
 
 def command(
@@ -30,7 +31,7 @@ def command(
     try:
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"--device is {device!r}, which is not usable ({reason}); pass cpu or cuda.") from error
     report = verify_export(path, device=device, trust_remote_code=trust_remote_code)
     print(report.table())

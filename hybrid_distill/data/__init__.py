@@ -14,29 +14,3 @@ from .folder import TokenHeader, open_tokens, write_tokens
 from .logits import CachedLogitsDataset, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint
-
-__all__ = [
-    "Batch",
-    "CachedLogitsDataset",
-    "DataConfig",
-    "LogitHeader",
-    "PackedRows",
-    "Rows",
-    "TaughtBatch",
-    "TokenHeader",
-    "Tokens",
-    "check_same_vocabulary",
-    "check_sources",
-    "cu_seqlens",
-    "on_device",
-    "open_logits",
-    "open_rows",
-    "open_tokens",
-    "pick_rows",
-    "read_ahead",
-    "read_documents",
-    "read_held_out",
-    "tokenizer_fingerprint",
-    "write_logits",
-    "write_tokens",
-]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ..assets import corpus_documents
 from ..assets.dictionaries import write_probe_documents
 from ..io import Record
+from ..limits import first_line
 from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import conversation_of
@@ -273,8 +274,7 @@ def _reachable(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"cannot read {source} ({reason}); pass local files with --data.sources PATH, "
+            f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
             "or run on the embedded corpus with --data.sources tiny."
         ) from error

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from ..io import read_json, write_json
+from ..io import read_json, refused, write_json
 
 Header = TypeVar("Header", bound="FolderHeader")
 
@@ -38,13 +38,11 @@ class FolderHeader:
     @classmethod
     def load(cls: type[Header], path: Path) -> Header:
         """Read a header. Raises ValueError for a file that is not a header or has another format."""
-        try:
+        with refused(f"{path} is not the header of {cls.CONTENT}", cls.REMAKE):
             record = read_json(path)
             if (found := record.get("format")) != cls.FORMAT:
                 raise ValueError(f"its format is {found!r}, not {cls.FORMAT!r}")
             return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
-        except (OSError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not the header of {cls.CONTENT} ({error}); {cls.REMAKE}.") from error
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
-from ..io import Record, write_json
+from ..io import Record, refused, write_json
 from ..model import HybridConfig, layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..probes import Example
@@ -73,15 +73,13 @@ class EvalResult:
     @classmethod
     def from_dict(cls, record: Record) -> EvalResult:
         """Make a result of `to_dict`'s values. Raises ValueError for anything else."""
-        try:
+        with refused("this is not an evaluation", "write one with EvalResult.save"):
             fields = dict(record)
             if (found := fields.pop("format")) != FORMAT:
                 raise ValueError(f"its format is {found!r}, expected {FORMAT!r}")
             for name in BY_SIZE:
                 fields[name] = {int(key): value for key, value in fields[name].items()}
             return cls(**fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not an evaluation ({error}); write one with EvalResult.save.") from error
 
     def save(self, path: str | Path) -> None:
         """Write the result as JSON, whole or not at all."""

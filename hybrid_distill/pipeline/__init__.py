@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import Batch, open_rows
-from ..distributed import alone_in, compute_everywhere, connect, on_main_process
+from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
@@ -71,7 +71,7 @@ def run(config: RunConfig) -> Path:
 
 def is_there(path: Path) -> bool:
     """Ask the main process whether a result is there: it may be ahead of the others, which all do what it does."""
-    return compute_everywhere(path.exists)[0]
+    return agree_on(path.exists)
 
 
 class Run(RunInputs):

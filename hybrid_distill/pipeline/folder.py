@@ -6,8 +6,8 @@ import json
 import logging
 from pathlib import Path
 
-from ..config import RunConfig, differences, to_json
-from ..io import Record
+from ..config import RunConfig, to_json
+from ..io import Record, differences
 from ..train.checkpoint import MANIFEST
 from ..train.config import MAY_CHANGE as STAGE_MAY_CHANGE
 from ..train.tracking import PROJECT

@@ -22,7 +22,8 @@ from ..data import (
     open_rows,
     read_held_out,
 )
-from ..distributed import check_trackers, compute_everywhere, connect
+from ..distributed import agree_on, check_trackers, connect
+from ..limits import first_line
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -123,7 +124,7 @@ class RunInputs:
         least = options.min_accuracy if is_scored else 0.0
         nn.Module.to(self.teacher, connect().device)
         ask = partial(best_form, self.teacher, self.tokenizer, self._plain_probe, least=least)
-        return compute_everywhere(ask)[0][0]
+        return agree_on(ask)[0]
 
     def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
         """Make the plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a
@@ -215,8 +216,9 @@ def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
     except Exception as error:  # each version of transformers has errors of its own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"the teacher {options.path!r} cannot be made ({reason}); name another model.") from error
+        raise ValueError(
+            f"the teacher {options.path!r} cannot be made ({first_line(error)}); name another model."
+        ) from error
 
 
 def make_plan(

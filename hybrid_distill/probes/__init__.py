@@ -91,7 +91,7 @@ def check_counts(**counts: int) -> None:
         COUNT.check(name, value)
 
 
-def checked_words(name: str, words: Any, at_least: int = 1) -> tuple[Any, ...]:
+def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
     """Return entries as a tuple. Raises ValueError unless there are ``at_least`` different ones, each one word."""
     counted = Counter(map(str, words := as_tuple(name, words)))
     if repeated := [word for word, count in counted.items() if count > 1]:
@@ -103,7 +103,7 @@ def checked_words(name: str, words: Any, at_least: int = 1) -> tuple[Any, ...]:
     return words
 
 
-def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """Return a sequence as a tuple; one number or word counts as a sequence of one. Raises ValueError if empty."""
     if isinstance(value, str | int | float):
         return (value,)

@@ -305,7 +305,7 @@ def forward(
     Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where
     the model can do so.
     """
-    extras: dict[str, Any] = {}
+    extras: dict[str, object] = {}
     if accepts(model, "position_ids"):
         extras["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BT.shape[1] :]
     if accepts(model, "logits_to_keep"):

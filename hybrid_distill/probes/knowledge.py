@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..assets import facts_path
+from ..io import Record, refused
 from ..limits import Limits
 from . import Example, SeededProbe, digest
 
@@ -43,7 +44,7 @@ class Knowledge:
     def examples(self, n: int | None = None) -> list[Example]:
         """Return the first ``n`` questions in the file's order; all of them by default."""
 
-        def read(record: dict[str, Any]) -> Example:
+        def read(record: Record) -> Example:
             return Example(record["prompt"], record["answer"], tuple(record["choices"]))
 
         return read_questions(self.path, read, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
@@ -54,22 +55,18 @@ class Knowledge:
         return {"name": "knowledge", "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
 
 
-def read_questions(path: str | Path | None, read: Callable[[dict[str, Any]], Item], expected: str) -> list[Item]:
+def read_questions(path: str | Path | None, read: Callable[[Record], Item], expected: str) -> list[Item]:
     """Read the questions of a file, one a line; without a path the embedded teacher's.
 
     Raises ValueError for a file that cannot be read, naming the first bad line and what is expected.
     """
     file, found = Path(path or facts_path()), []
-    try:
+    with refused(f"the questions {file} cannot be read", "pass a file of JSON lines"):
         lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also cuts inside JSON strings
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the questions {file} cannot be read ({error}); pass a file of JSON lines.") from error
     for number, line in enumerate(lines, start=1):
-        try:
+        with refused(f"line {number} of {file} is not a question", f"write {expected}"):
             if line.strip():
                 found.append(read(json.loads(line)))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} of {file} is not a question ({error}); write {expected}.") from error
     if not found:
         raise ValueError(f"{file} holds no questions; write one a line.")
     return found
@@ -165,7 +162,7 @@ class LetterChoice(SeededProbe):
         }
 
 
-def _read_fact(record: dict[str, Any]) -> Fact:
+def _read_fact(record: Record) -> Fact:
     """Make a fact of a line's entries, without spaces around them. Raises ValueError for an empty one."""
     answer, kind = record["answer"].strip(), record.get("kind", "").strip()
     choices = [choice.strip() for choice in record.get("choices", ())]

@@ -30,7 +30,7 @@ from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
 from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured, Steps
-from .probe_batch import Question, Rows, Text, shared_start
+from .probe_batch import Question, Rows, Text
 from .racing import Race
 
 CONTROL_TOKENS = 256
@@ -101,7 +101,7 @@ def score_heads(
             measured = Measured(model, questions, controls, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
                 rows = Rows(model, batch_size)
-                forwards = fastest_exact(model, sites, rows, measured.samples(), shared_start(questions))
+                forwards = fastest_exact(model, sites, rows, measured.samples())
                 measured.baseline(forwards)
             _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
             measured.ablate(forwards, Steps(resume_path, provenance), progress)

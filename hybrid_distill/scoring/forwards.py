@@ -5,7 +5,6 @@ Without a head of layer l
 - the layers below l compute what they always do: they run once, for all heads;
 - the attention of layer l does too, but for one slice of the input of its output projection: it also runs once, several
   heads are taken out in one batch, and each costs the output projection and the layers above;
-- tokens that all prompts begin with see no others: they run once for each head, and leave their keys and values;
 - of the last layer only the positions that are read attend and pass the MLP: keys and values suffice for all others.
 
 All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
@@ -21,15 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..model.layout import CACHE_NAMES
 from ..plan import HeadId
-from ..probes.answering import accepts, forward
+from ..probes.answering import forward
 from ..teacher import (
     HeadKind,
     HeadSite,
@@ -42,7 +40,7 @@ from ..teacher import (
     replay_blocks,
     text_config,
 )
-from .probe_batch import ProbeBatch, Question, Row, Rows
+from .probe_batch import ProbeBatch, Row, Rows
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +95,10 @@ class FromLayer(Forwards):
     """Forwards that begin at the ablated layer, with several heads ablated in one batch.
 
     Keeps the output of the layers below for each batch. ``answers_only`` runs the last layer on the positions that are
-    read, ``n_shared`` counts the tokens that all questions begin with.
+    read.
     """
 
     answers_only: bool = True
-    n_shared: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,16 +110,13 @@ class FromLayer(Forwards):
         self.as_mixed: Callable[[Tensor], object]
 
     def __str__(self) -> str:
-        common = f", the {self.n_shared} tokens that all prompts begin with once" if self.n_shared else ""
-        return f"forwards from the ablated layer up{common}"
+        return "forwards from the ablated layer up"
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
         self.reached: dict[ProbeBatch, tuple[int, Tensor]] = {}
-        self.starts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def work(self, rows: Sequence[Row], layers: Sequence[int]) -> int:
-        tokens = sum(len(row.tokens) - self.n_shared * isinstance(row, Question) for row in rows)
-        return tokens * sum(len(self.blocks) - layer for layer in layers)
+        return sum(len(row.tokens) for row in rows) * sum(len(self.blocks) - layer for layer in layers)
 
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
         found = []
@@ -137,7 +131,6 @@ class FromLayer(Forwards):
         for place, part in batch.parts(n_rows):
             below_BLD, heads_BLHP, above_BLD = self._record(part, start, None if below is None else below[place], layer)
             above.append(above_BLD)
-            self._run_starts(part, layer, heads, below_BLD, heads_BLHP)
             at_once = max(1, n_rows // len(part))
             groups = [heads[i : i + at_once] for i in range(0, len(heads), at_once)]
             found.append(torch.cat([self._ablate(part, layer, group, below_BLD, heads_BLHP) for group in groups]))
@@ -184,35 +177,12 @@ class FromLayer(Forwards):
         self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
     ) -> Tensor:
         """Return read_GQ of one forward from this layer up, its rows once for each head."""
-        before, start = None, 0
-        if self.n_shared and part.kind is Question:
-            before, start = DynamicCache(), self.n_shared
-            for above, key_and_value in enumerate(zip(*(self.starts[layer, head] for head in heads)), start=layer + 1):
-                keys, values = (torch.cat(each).repeat_interleave(len(part), 0) for each in zip(*key_and_value))
-                before.update(keys, values, above)
-        begin = part.length - part.n_read if layer == self.last and self.answers_only else start
+        begin = part.length - part.n_read if layer == self.last and self.answers_only else 0
         with ExitStack() as patches:
             if layer < self.last:
                 patches.enter_context(self._short_last_layer(part))
             patches.enter_context(self._ablated(layer, heads, below_BLD[:, begin:], heads_BLHP[:, begin:]))
-            return part.read(part.logits(self.model, len(heads), start, before))
-
-    def _run_starts(
-        self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
-    ) -> None:
-        """Keep, for each of the heads, keys and values of the tokens that all questions begin with."""
-        self.starts = {at: kept for at, kept in self.starts.items() if at[0] == layer}
-        missing = [head for head in heads if (layer, head) not in self.starts]
-        if not (self.n_shared and part.kind is Question and missing):
-            return
-        n, cache = self.n_shared, DynamicCache()
-        extras = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
-        with self._ablated(layer, missing, below_BLD[:1, :n], heads_BLHP[:1, :n]):
-            ids_GL = part.rows[0].ids_L[:n].expand(len(missing), -1)
-            self.model(input_ids=ids_GL, past_key_values=cache, use_cache=True, **extras)
-        kept = [(keys, values) for keys, values, *_ in cache if keys is not None and values is not None]
-        for index, head in enumerate(missing):
-            self.starts[layer, head] = [(keys[index, None], values[index, None]) for keys, values in kept]
+            return part.read(part.logits(self.model, len(heads)))
 
     @contextmanager
     def _ablated(self, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor) -> Iterator[None]:
@@ -240,13 +210,11 @@ class _Enough(Exception):
 class _KeysAndValues:
     """Stands in for a layer's cache: takes the keys and values of all positions, then returns them."""
 
-    def __init__(self, before: Cache | None) -> None:
-        self.before = before
-        self.found: tuple[Tensor, Tensor] | None = None
+    found: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         if self.found is None:
-            self.found = (key, value) if self.before is None else self.before.update(key, value, layer)
+            self.found = key, value
             raise _Enough
         return self.found
 
@@ -258,10 +226,10 @@ def _reading_only(forward: Callable[..., object], n_read: int, model: PreTrained
     of all positions; a second one runs on the positions that are read, as if the others had come before.
     """
 
-    def short(hidden_RLD: Tensor, *args: object, **kwargs: Any) -> object:
+    def short(hidden_RLD: Tensor, *args: object, **kwargs: object) -> object:
         length = hidden_RLD.shape[1]
         cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
-        kwargs[cache] = _KeysAndValues(kwargs.get(cache))
+        kwargs[cache] = _KeysAndValues()
         try:
             forward(hidden_RLD, *args, **kwargs)
         except _Enough:
@@ -298,11 +266,7 @@ def _filled_like(output: object) -> Callable[[Tensor], object]:
 
 
 def fastest_exact(
-    model: PreTrainedModel,
-    sites: Sequence[HeadSite],
-    rows: Rows,
-    samples: Sequence[Sequence[Row]],
-    n_shared: int = 0,
+    model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, samples: Sequence[Sequence[Row]]
 ) -> Forwards:
     """Choose the fastest way of running this model that agrees with its own full forwards on samples of rows.
 
@@ -312,12 +276,12 @@ def fastest_exact(
     reason: str | None = "its layers share modules"
     if not any(site.shared for site in sites):
         plain = cache(partial(_plainly, in_full))
-        for answers_only, n in dict.fromkeys([(True, n_shared), (True, 0), (False, 0)]):
-            short = FromLayer(model, sites, rows, answers_only, n)
+        for answers_only in (True, False):
+            short = FromLayer(model, sites, rows, answers_only)
             reason = next((r for sample in samples if (r := _differs(short, tuple(sample), plain))), None)
             if reason is None:
                 return short
-            log.debug("answers_only=%s with %d common tokens cannot be used: %s", answers_only, n, reason)
+            log.debug("answers_only=%s cannot be used: %s", answers_only, reason)
     log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
     return in_full
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..io import Record, write_json
+from ..io import Record, refused, write_json
 from ..plan import HeadId
 from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
@@ -171,7 +171,7 @@ class HeadScores:
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
         """Read scores written by `save`, now or by an earlier version. Raises ValueError for any other file."""
-        try:
+        with refused(f"{path} does not hold head scores", "write them with hybrid-distill score"):
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
                 raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
@@ -187,10 +187,6 @@ class HeadScores:
             if not isinstance(record["provenance"], dict):
                 raise ValueError("its provenance is not an object")
             return cls(**others, **tables, agreement=record.get("agreement"))
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} does not hold head scores ({error}); write them with hybrid-distill score."
-            ) from error
 
 
 def spread(model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..distributed import compute_everywhere, rank_and_world
+from ..distributed import agree_on, compute_everywhere, rank_and_world
 from ..io import Record, write_json
 from ..plan import HeadId
 from ..progress import Phase
@@ -192,7 +192,7 @@ class Steps:
         self.path = None if path is None else Path(path)
         self.task = json.loads(json.dumps({name: value for name, value in provenance.items() if name != "date"}))
         # All processes use what the first one reads: not all machines may see the file.
-        self.measured: list[Record] = compute_everywhere(self._read)[0]
+        self.measured: list[Record] = agree_on(self._read)
         self.n_used = 0
 
     def next(self, measure: Callable[[], Record]) -> Record:

@@ -13,22 +13,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..distributed import own_share
+from ..limits import first_line
 from ..probes import Example
-from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, common_prefix
+from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts
 from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
 from ..teacher import text_config
 
-# Fewer common tokens are not worth a mask and another forward.
-LEAST_SHARED, LEAST_SHARE = 16, 1 / 6
 # More tokens in a batch make it no faster: on a CPU they leave its caches, a GPU is busy with these.
 CPU_TOKENS, GPU_TOKENS = 2**11, 2**17
 
@@ -158,26 +157,21 @@ class ProbeBatch:
             place = slice(start, start + n_rows)
             yield place, ProbeBatch(self.rows[place])
 
-    def logits(self, model: PreTrainedModel, groups: int = 1, start: int = 0, before: Cache | None = None) -> Tensor:
-        """Compute logits_GBSV of ``groups`` copies of the rows, one behind the other.
-
-        ``before`` holds the first ``start`` tokens of each.
-        """
-        extras: dict[str, Any] = {"logits_to_keep": self.n_read} if accepts(model, "logits_to_keep") else {}
+    def logits(self, model: PreTrainedModel, groups: int = 1) -> Tensor:
+        """Compute logits_GBSV of ``groups`` copies of the rows, one behind the other."""
+        extras: dict[str, object] = {"logits_to_keep": self.n_read} if accepts(model, "logits_to_keep") else {}
         questions = [row for row in self.rows if isinstance(row, Question)]
-        if start or any(row.node for row in questions):
-            mask_B1LL = torch.stack([row.sees_LL[start:] for row in questions])[:, None]
+        if any(row.node for row in questions):
+            mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
             if model.config._attn_implementation != "sdpa":  # only sdpa takes a Boolean mask
                 unseen = torch.finfo(model.dtype).min
                 mask_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill(~mask_B1LL, unseen)
-            position_BL = torch.stack([row.position_L[start:] for row in questions])
+            position_BL = torch.stack([row.position_L for row in questions])
             extras |= {
                 "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
                 "position_ids": position_BL.repeat(groups, 1),
             }
-        if before is not None:
-            extras["past_key_values"] = before
-        output = model(input_ids=self.ids_BL[:, start:].repeat(groups, 1), use_cache=False, **extras)
+        output = model(input_ids=self.ids_BL.repeat(groups, 1), use_cache=False, **extras)
         return output.logits[:, -self.n_read :].unflatten(0, (groups, len(self)))
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
@@ -224,7 +218,7 @@ class Rows:
                         f"one row of {batch.length} tokens does not fit into the memory of {self.model.device}; "
                         "load the model in bfloat16, ask shorter questions, or use a larger device."
                     ) from error
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
             # Outside of the handler, whose traceback holds the tensors of the batch that failed.
             while self.number(batch) >= n_rows:
                 self.halvings += 1
@@ -243,12 +237,3 @@ def batches_of(rows: Iterable[Row]) -> list[ProbeBatch]:
 def own_batches(rows: Iterable[Row]) -> list[ProbeBatch]:
     """Batch this process's share of rows of one kind, longest first."""
     return batches_of(own_share(sorted(rows, key=lambda row: (-len(row.tokens), row.number))))
-
-
-def shared_start(questions: Sequence[Question]) -> int:
-    """Return how many tokens all prompts begin with, if it pays to compute them once for all; else 0."""
-    prompts = [row.encoded.prompt for row in questions]
-    shortest = min(map(len, prompts)) - 1
-    n_shared = min(shortest, common_prefix(prompts))
-    pays = len(questions) > 1 and n_shared >= max(LEAST_SHARED, LEAST_SHARE * shortest)
-    return n_shared if pays else 0

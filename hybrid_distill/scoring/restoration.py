@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.cache import HybridCache
 from ..model.layout import CACHE_NAMES
 from ..model.mixer import ROW_ARGUMENTS
 from ..model.modeling_hybrid import HybridForCausalLM
@@ -44,26 +45,23 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
             run, swap = _swapping(ours[layer], theirs[layer], restored)
-            hooks.callback(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True).remove)
-            hooks.callback(ours[layer].o_proj.register_forward_pre_hook(swap).remove)
+            hooks.enter_context(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True))
+            hooks.enter_context(ours[layer].o_proj.register_forward_pre_hook(swap))
         yield
 
 
-def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., Any], ...]:
+def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., object], ...]:
     """Return hooks: run the teacher's attention before the student's mixer, and swap heads in before its `o_proj`."""
     found: list[Tensor] = []
 
     def note(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
         found[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
-    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if any(kwargs.get(name) is not None for name in CACHE_NAMES):
             raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
-        handle = teacher.o_proj.register_forward_pre_hook(note)
-        try:
+        with teacher.o_proj.register_forward_pre_hook(note):
             teacher.module(*args, **_known_to_teachers(kwargs))
-        finally:
-            handle.remove()
 
     def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
@@ -82,10 +80,11 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
     mixers, theirs = student.mixers(), attention_sites(teacher)
 
     def attention(site: AttentionSite) -> Callable[..., object]:
-        def forward(hidden_states: Tensor, *args: object, **kwargs: Any) -> object:
+        def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
             output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
             cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
             if cache is not None:
+                assert isinstance(cache, HybridCache)
                 cache.layer(site.layer).advance(hidden_states.shape[1])
             return output
 
@@ -99,7 +98,7 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
         yield
 
 
-def _known_to_teachers(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _known_to_teachers(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
 

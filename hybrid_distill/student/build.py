@@ -179,7 +179,7 @@ def _trace(
     packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
-    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx) for call in calls]
+    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx) for call in calls.values()]
 
 
 def _tensors(

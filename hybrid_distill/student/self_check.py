@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,7 +84,7 @@ def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
         ) from error
 
 
-def _backbone(model: PreTrainedModel) -> Any:
+def _backbone(model: PreTrainedModel) -> object:
     return model.model if isinstance(model, HybridForCausalLM) else model
 
 
@@ -109,7 +108,7 @@ def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
     cache, logits = None, []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output: Any = model(input_ids=piece_1L, past_key_values=cache, use_cache=True)
+        output = model(input_ids=piece_1L, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logits.append(output.logits[0].float())
     return torch.cat(logits)

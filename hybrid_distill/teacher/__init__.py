@@ -1,6 +1,7 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
 from .hooks import (
+    MixerCall,
     ablate_heads,
     ablate_heads_by_row,
     eager_attention,
@@ -9,6 +10,7 @@ from .hooks import (
     replaced_forward,
     replay_blocks,
     trace_mixers,
+    watch_calls,
 )
 from .loading import (
     DTYPES,

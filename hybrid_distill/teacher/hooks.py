@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,13 +104,13 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
         yield
 
 
-class MixerCall:
-    """Latest forward of one layer's mixer: its arguments, its heads before ``o_proj``, its output."""
+class MixerCall(NamedTuple):
+    """One call of a layer's mixer, or of a module around it: arguments, output, and the heads before ``o_proj``."""
 
     args: tuple[Any, ...]
     kwargs: Record
+    output: tuple[Any, ...]
     heads_BLHP: Tensor
-    out_BLD: Tensor
 
     @property
     def hidden_BLD(self) -> Tensor:
@@ -118,25 +118,33 @@ class MixerCall:
 
 
 @contextmanager
-def trace_mixers(model: nn.Module) -> Iterator[list[MixerCall]]:
-    """Yield one `MixerCall` per layer; every forward inside the context fills them anew.
+def watch_calls(site: HeadSite, watched: nn.Module, visit: Callable[[MixerCall], object]) -> Iterator[None]:
+    """Pass every call of ``watched``, a layer's mixer or a module around it, to ``visit`` when it ends.
 
-    Tensors are the model's own, neither copied nor detached: for targets, forward under ``torch.no_grad``.
+    Tensors are the model's own, neither copied nor detached.
     """
+    heads: list[Tensor] = []
 
-    def before_projection(call: MixerCall, head_dim: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        call.heads_BLHP = args[0].unflatten(-1, (-1, head_dim))
+    def before_projection(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        heads[:] = [args[0].unflatten(-1, (-1, site.head_dim))]
 
-    def after(call: MixerCall, module: nn.Module, args: tuple[Any, ...], kwargs: Record, output: Any) -> None:
-        call.args, call.kwargs = args, kwargs
-        call.out_BLD = output[0] if isinstance(output, tuple) else output
+    def after(module: nn.Module, args: tuple[object, ...], kwargs: Record, output: object) -> None:
+        visit(MixerCall(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0]))
 
-    calls = []
+    with (
+        site.o_proj.register_forward_pre_hook(before_projection),
+        watched.register_forward_hook(after, with_kwargs=True),
+    ):
+        yield
+
+
+@contextmanager
+def trace_mixers(model: nn.Module) -> Iterator[dict[int, MixerCall]]:
+    """Yield the latest call of each layer's mixer, by layer. For targets, forward under ``torch.no_grad``."""
+    calls: dict[int, MixerCall] = {}
     with ExitStack() as hooks:
         for site in attention_sites(model):
-            calls.append(call := MixerCall())
-            hooks.enter_context(site.o_proj.register_forward_pre_hook(partial(before_projection, call, site.head_dim)))
-            hooks.enter_context(site.module.register_forward_hook(partial(after, call), with_kwargs=True))
+            hooks.enter_context(watch_calls(site, site.module, partial(calls.__setitem__, site.layer)))
         yield calls
 
 

@@ -26,6 +26,7 @@ from ..assets import tiny_teacher_path
 from ..distributed import own_device
 from ..guard import check_checkpoint, check_no_run
 from ..io import read_json
+from ..limits import first_line
 from ..model.configuration_hybrid import rope_settings
 from ..progress import Phase
 from .llamba import is_llamba, llamba_config, load_llamba
@@ -214,7 +215,7 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a damaged file leads to in transformers or the tokenizers library
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".;")
+        reason = first_line(error).rstrip(".;")
         if not isinstance(path := _folder_or_name(name_or_path), Path):
             reason = f"not a folder here; on the hub: {_offline(path) or reason}"
         demo = " (`make demo` runs it)" if flag == RECIPE_FLAG else ""

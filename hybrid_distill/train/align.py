@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..teacher import AttentionSite
+from ..teacher import AttentionSite, MixerCall
 from .config import AlignConfig
 from .losses import l2_norm_loss, normalized_mse, power
-from .stage import Call, TeacherForced, Totals, mixer_parameters, pick_heads
+from .stage import TeacherForced, Totals, mixer_parameters, pick_heads
 
 
 class LayerAlignment(TeacherForced[AlignConfig]):
@@ -44,16 +44,16 @@ class LayerAlignment(TeacherForced[AlignConfig]):
                 totals |= self.run_teacher(batch, lambda *of_layer: power(self._target(*of_layer), batch["mask"]))
         return totals
 
-    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
         output, target = self._output(layer, call, batch["seq_idx"]), self._target(layer, call)
         if self.config.loss == "nmse":
             return normalized_mse(output, target, batch["mask"], totals.get(f"layer.{layer}"))
         return l2_norm_loss(output, target, batch["mask"], totals.get("tokens"))
 
-    def _target(self, layer: int, call: Call) -> Tensor:
+    def _target(self, layer: int, call: MixerCall) -> Tensor:
         return self._recurrent(layer, call.heads_BLHP) if self.config.target == "head" else call.output[0]
 
-    def _output(self, layer: int, call: Call, seq_idx_BL: Tensor) -> Tensor:
+    def _output(self, layer: int, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
         mixer, arguments = self.student.mixers()[layer], {**call.kwargs, "seq_idx": seq_idx_BL}
         if self.config.target == "layer":
             output = self.student.model.layers[layer](*call.args, **arguments)

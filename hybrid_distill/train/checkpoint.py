@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..distributed import compute_everywhere, is_first_on_machine, own_share, rank_and_world
+from ..distributed import agree_on, compute_everywhere, is_first_on_machine, own_share, rank_and_world
 from ..io import Record, file_hash, save_tensors, sync, write_json
 
 FORMAT = "hybrid-distill/checkpoint/3"
@@ -38,11 +38,10 @@ class ShardedTensors(Mapping[str, Tensor]):
     """Tensors whose rows lie in several safetensors files, in their order, each read when it is asked for."""
 
     def __init__(self, paths: Sequence[Path], prefix: str = "") -> None:
-        self._holders: dict[str, list[Any]] = {}
+        self._holders: dict[str, list[safe_open]] = {}
         for path in paths:
-            file: Any = safe_open(path, framework="pt")
-            names: list[str] = file.keys()
-            for name in names:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118
                 if name.startswith(prefix):
                     self._holders.setdefault(name.removeprefix(prefix), []).append(file)
         self._prefix = prefix
@@ -141,7 +140,7 @@ class Checkpoints:
         Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
         """
         problems: list[str] = []
-        for path in reversed(compute_everywhere(self.paths)[0]):
+        for path in reversed(agree_on(self.paths)):
             try:
                 snapshot = load(path)
             except CorruptCheckpoint as error:

@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..teacher import AttentionSite
+from ..teacher import AttentionSite, MixerCall
 from .config import MatrixConfig
 from .losses import frobenius_loss
-from .stage import Call, TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
+from .stage import TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
 
 UNUSED = ("x_proj", "z_proj")
 """Parameters of recurrent heads that no mixing matrix is made of."""
@@ -44,7 +44,7 @@ class MatrixAlignment(TeacherForced[MatrixConfig]):
         """As `Stage.totals`, and the number of rows."""
         return super().totals(batch) | {"rows": n_rows(batch["mask"])}
 
-    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
         maps_BRLS = pick_heads(call.output[1], mixer.recurrent, dim=1)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 
-from ..io import Record, write_text
+from ..io import Record, differences, write_text
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import MAY_CHANGE
@@ -39,9 +39,9 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
     """
     requested: float | None = None
-    before: dict[int, Any] = {}
+    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
-    def request(number: int, frame: Any) -> None:
+    def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         now = time.monotonic()
         if requested is None:
@@ -67,10 +67,7 @@ def check_same_run(ours: Record, found: Record, place: Path) -> None:
             f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
         )
     changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-    for name, value in ours["config"].items():
-        if name not in MAY_CHANGE and found["config"].get(name) != value:
-            changed.append(f"{name} ({found['config'].get(name)!r} there, {value!r} here)")
-    if changed:
+    if changed := changed + differences(found["config"], ours["config"], MAY_CHANGE):
         raise ValueError(
             f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
             "--out, or begin again with --resume never."

@@ -12,8 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..student.build import share_frozen_weights
-from ..teacher import AttentionSite, attention_sites
+from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
 
 Totals = Mapping[str, Tensor]
@@ -145,14 +146,14 @@ class TeacherForced(Stage[Config]):
         """Return the teacher's module whose call is repeated with the student's weights."""
 
     @abstractmethod
-    def layer_loss(self, layer: int, call: Call, batch: Batch, totals: Totals) -> Tensor:
+    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
         """Compare the student with one call of the watched module."""
 
     def parts(self) -> list[nn.Module]:
         return list(self.mixers)
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
-        def compare(layer: int, call: Call) -> Tensor:
+        def compare(layer: int, call: MixerCall) -> Tensor:
             with torch.enable_grad():
                 if self.config.gradient_checkpointing:
                     return checkpoint(self.layer_loss, layer, call, batch, totals, use_reentrant=False)
@@ -162,43 +163,18 @@ class TeacherForced(Stage[Config]):
         per_layer = {name: loss.detach() for name, loss in losses.items()}
         return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
 
-    def run_teacher(self, batch: Batch, visit: Callable[[int, Call], Tensor]) -> dict[str, Tensor]:
+    def run_teacher(self, batch: Batch, visit: Callable[[int, MixerCall], Tensor]) -> dict[str, Tensor]:
         """Run the teacher on a batch; returns what ``visit`` makes of each watched call, by the layer's name."""
         found: dict[str, Tensor] = {}
+
+        def note(layer: int, call: MixerCall) -> None:
+            found[f"layer.{layer}"] = visit(layer, call)
+
         with torch.no_grad(), ExitStack() as hooks:
             for site in self._sites:
-                self._watch(site, visit, found, hooks)
+                hooks.enter_context(watch_calls(site, self.watched(site), partial(note, site.layer)))
             teacher_hidden(self.teacher, batch)
         return found
-
-    def _watch(
-        self, site: AttentionSite, visit: Callable[[int, Call], Tensor], found: dict[str, Tensor], hooks: ExitStack
-    ) -> None:
-        heads: list[Tensor] = []
-
-        def before_o_proj(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            heads[:] = [args[0].unflatten(-1, (site.n_heads, site.head_dim))]
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = Call(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0])
-            found[f"layer.{site.layer}"] = visit(site.layer, call)
-
-        hooks.enter_context(site.o_proj.register_forward_pre_hook(before_o_proj))
-        hooks.enter_context(self.watched(site).register_forward_hook(after, with_kwargs=True))
-
-
-class Call(NamedTuple):
-    """One call of a watched module of the teacher."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: tuple[Any, ...]
-    heads_BLHP: Tensor
-    """Input of the output projection of this layer's attention."""
-
-    @property
-    def hidden_BLD(self) -> Tensor:
-        return self.args[0] if self.args else self.kwargs["hidden_states"]
 
 
 @torch.no_grad()

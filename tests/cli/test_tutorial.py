@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from students import gate_in_this_process
 
 from hybrid_distill.cli import main
 
@@ -29,6 +30,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     page = (ROOT / "docs/tutorial.md").read_text()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
     shown = re.findall(r"```\n\$ hybrid-distill (.*?[^\\])\n(.*?)```", page, re.DOTALL)
     assert [command.split()[0] for command, _ in shown] == ["score", "memory", "run", "run", "run", "verify"]
     for command, printed in shown:

@@ -57,9 +57,3 @@ def test_the_commands_are_ones_that_the_command_line_knows(script: Any, monkeypa
     for command in commands.values():
         main(shlex.split(command))
     assert len(ran) == len(commands)
-
-
-def test_a_model_of_ones_own_is_in_every_command_and_no_student_is_asked_for(script: Any) -> None:
-    commands = commands_of(script, model="some/model", out=Path("here"))
-    assert commands and all(" --model some/model " in c and c.endswith(" --out here") for c in commands.values())
-    assert "--student" not in " ".join(commands.values()) and "--beside" not in " ".join(commands.values())

@@ -75,7 +75,7 @@ def test_kept_heads_do_what_they_did(teacher: PreTrainedModel, kept: tuple[int, 
     with trace_mixers(teacher) as calls:
         teacher(tokens(2, 19), use_cache=False)
     assert len(calls) == 3
-    for call, mixer in zip(calls, student.mixers()):
+    for call, mixer in zip(calls.values(), student.mixers()):
         kwargs = {name: value for name, value in call.kwargs.items() if name != "hidden_states"}
         heads_BLHP = mixer.heads(call.hidden_BLD, *call.args[1:], **kwargs)
         assert heads_BLHP.shape == call.heads_BLHP.shape

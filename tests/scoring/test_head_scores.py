@@ -83,17 +83,6 @@ def test_a_file_that_is_not_scores_is_refused(tmp_path: Path, change: dict[str, 
         HeadScores.load(path)
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """A thousand heads are a thousand experiments of 100 examples with a known mean."""
-    generator = torch.Generator().manual_seed(1)
-    difference_HE = 3 + torch.randn(1000, 100, generator=generator, dtype=torch.float64)
-    for confidence, z in ((0.95, 1.960), (0.8, 1.282)):
-        low_H, high_H = bootstrap_interval(difference_HE, confidence=confidence).T
-        three_errors = 3 * math.sqrt(confidence * (1 - confidence) / 1000)
-        assert ((low_H < 3) & (high_H > 3)).double().mean() == pytest.approx(confidence, abs=three_errors)
-        assert (high_H - low_H).mean() == pytest.approx(2 * z / 10, rel=0.03)
-
-
 def test_intervals_follow_from_the_seed_and_are_paired() -> None:
     difference_HE = torch.randn(700, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     difference_HE[650] = difference_HE[3] + 5

@@ -5,7 +5,6 @@ import math
 from functools import partial
 from typing import Any
 
-import planted_two_hop
 import pytest
 import torch
 import transformers
@@ -18,7 +17,6 @@ from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.words import TwoHop
 from hybrid_distill.scoring import HeadScores, exact, score_heads
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
@@ -53,15 +51,6 @@ def test_exactly_the_planted_heads_come_first(seed: int) -> None:
         assert (scores.accuracy_drop_LH[head] > 0.5) if head in PLANTED else (scores.accuracy_drop_LH[head] < 0.15)
     assert set(HeadPlan.top_k(scores, 3).kept) == PLANTED
     assert HeadPlan.top_k(scores, 3).teacher == fingerprint(model)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_four_heads_of_a_two_hop_circuit_come_first(seed: int) -> None:
-    model, tokenizer = planted_two_hop.two_hop_teacher(QUIET, seed)
-    scores = score(model, tokenizer, TwoHop(8, seed, keys=KEYS), n_examples=16)
-    assert scores.baseline["accuracy"] > 0.9
-    assert set(scores.ranking()[:4]) == planted_two_hop.PLANTED
-    assert scores.accuracy_drop_LH[scores.ranking()[3]] > 0.3 > 0.15 > scores.accuracy_drop_LH[scores.ranking()[4]]
 
 
 def test_scores_are_those_of_ablating_each_head_by_hand(teacher, scores) -> None:

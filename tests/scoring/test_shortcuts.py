@@ -1,17 +1,15 @@
 """Shortcuts are taken where they agree with plain forwards as well as those agree with one another, and only there."""
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_family_model
 from planted import KEYS
-from test_scoring import DIGITS, WORDS, assert_same, one_by_one, random_model
+from test_scoring import DIGITS, WORDS
 
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes import Example
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import score_heads
 
@@ -65,27 +63,3 @@ def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dty
     assert "run in full" in caplog.text
     for hook in hooks:
         hook.remove()
-
-
-@dataclass(frozen=True)
-class Introduced:
-    """Dictionaries that all begin with the same words, as in a chat."""
-
-    chance: float = 1 / 6
-
-    def examples(self, n: int) -> list[Example]:
-        words = " ".join(KEYS[i % 16] for i in range(24))
-        return [Example(f"{words} {e.prompt}", e.answer, e.choices) for e in PROBE.examples(n)]
-
-    def describe(self) -> dict[str, object]:
-        return {"name": "introduced"}
-
-
-@pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
-@pytest.mark.parametrize("family", ["llama", "llama, eager", "llama, one layer", "olmo2", "gpt_neox"])
-def test_what_all_prompts_begin_with_runs_once(family: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = random_model(family)
-    with caplog.at_level(logging.DEBUG, logger="hybrid_distill"):
-        scores = score_heads(model, tokenizer, Introduced(), n_examples=7, min_accuracy=0.0, progress=False)
-    assert "tokens that all prompts begin with once" in caplog.text and "cannot be" not in caplog.text
-    assert_same(scores, *one_by_one(model, tokenizer, Introduced(), 7))

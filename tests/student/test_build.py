@@ -142,7 +142,7 @@ def head_errors(student: HybridForCausalLM, teacher: PreTrainedModel, batch: dic
         teacher(batch["input_ids"], use_cache=False, **packed)
     pairs = [
         (mixer.heads(call.hidden_BLD, seq_idx=batch["seq_idx"]), call.heads_BLHP)
-        for mixer, call in zip(student.mixers(), calls)
+        for mixer, call in zip(student.mixers(), calls.values())
     ]
     error = sum((ours - theirs).square().sum() for ours, theirs in pairs)
     return float(error / sum(theirs.square().sum() for _, theirs in pairs))

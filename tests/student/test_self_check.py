@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from students import close, keep, left_padded, logits, mixed_student, tokens
+from students import close, left_padded, logits, mixed_student, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,8 +16,6 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student import self_check
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.self_check import check_rows
-from hybrid_distill.train.config import AlignConfig
-from hybrid_distill.train.stages import make_stage
 
 FamilyModel = Callable[..., PreTrainedModel]
 
@@ -157,28 +155,3 @@ def test_gradient_checkpointing_changes_nothing(family: str, family_model: Famil
     student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for actual, expected in zip(gradients(), plain):
         close(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("target", "family"), [("mixer", "nemotron"), ("layer", "gemma3"), ("head", "llama4"), ("mixer", "llama")]
-)
-def test_alignment_of_packed_rows_is_that_of_documents(target: Any, family: str, family_model: FamilyModel) -> None:
-    """A row of two documents has the losses and the gradients of two rows."""
-    settings = {"gemma3": {"sliding_window": 4, "sliding_window_pattern": 2}, "llama4": {"attention_chunk_size": 4}}
-    teacher = family_model(family, **settings.get(family, {}))
-    student, _ = build_student(teacher, keep(teacher, (0, 1, 5), (), (2,)), d_state=4)
-    stage = make_stage(AlignConfig(target=target), student, teacher)
-    ids = tokens(2, 9)
-
-    def run(ids: Tensor, seq_idx: Tensor) -> list[Tensor]:
-        stage.zero_grad()
-        batch = {"input_ids": ids, "seq_idx": seq_idx, "mask": torch.ones_like(ids, dtype=torch.bool)}
-        loss = stage(batch)
-        loss.total.backward()
-        parameters = [p for p in stage.parameters() if p.requires_grad]
-        return [*loss.per_layer.values(), *(p.grad.clone() for p in parameters)]
-
-    packed = run(ids.reshape(1, -1), torch.arange(2).repeat_interleave(9).unsqueeze(0))
-    for actual, expected in zip(packed, run(ids, torch.zeros_like(ids)), strict=True):
-        scale = max(1.0, expected.abs().max().item())
-        close(actual / scale, expected / scale)

@@ -32,12 +32,6 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("stage", "value"), [("align", "0"), ("on_policy", "-1e-4"), ("long", "nan"), ("post", "inf")])
-def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str], stage: str, value: str) -> None:
-    said = refusal(capsys, small_run(), f"--{stage.replace('_', '-')}.learning-rate", value)
-    assert f"{stage}.learning_rate is {float(value)}" in said and "above" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -83,9 +77,3 @@ def test_a_config_file_without_a_teacher(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as exit_:
         main(["evaluate", str(tmp_path)])
     assert exit_.value.code == 2 and "does not name a teacher" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("field", "value"), [("seq-len", "1"), ("segment-len", "0")])
-def test_a_length_that_is_none(capsys: pytest.CaptureFixture[str], field: str, value: str) -> None:
-    said = " ".join(refusal(capsys, small_run(), f"--long.{field}", value).split())
-    assert f"long.{field.replace('-', '_')} is {value}" in said and "at least" in said

@@ -37,7 +37,7 @@ def one_document(batch, row: int, number: int) -> Tensor:
 def traced(teacher: nn.Module, batch) -> list:
     with trace_mixers(teacher) as calls:
         teacher(input_ids=batch["input_ids"], use_cache=False, **packed_inputs(batch["seq_idx"]))
-    return calls
+    return list(calls.values())
 
 
 @SOME_FAMILIES
@@ -60,11 +60,11 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
             if target == "head":
                 error = (heads - call.heads_BLHP)[:, :, recurrent]
             elif target == "mixer":
-                error = mixer.o_proj(heads.flatten(-2)) - call.out_BLD
+                error = mixer.o_proj(heads.flatten(-2)) - call.output[0]
             else:
                 residual, site = teacher_states[layer], attention_sites(teacher)[layer]
                 outputs = []
-                for out_BLD in (mixer.o_proj(heads.flatten(-2)), call.out_BLD):
+                for out_BLD in (mixer.o_proj(heads.flatten(-2)), call.output[0]):
                     with replaced_forward(site.module, lambda *_, out_BLD=out_BLD, **__: (out_BLD, None)):
                         outputs.append(block(residual))
                 error = outputs[0] - outputs[1]

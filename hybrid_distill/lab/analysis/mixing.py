@@ -155,8 +155,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
 
     def enter(*_: object) -> None:
         for module in site.module.modules():
-            hook = module.register_forward_hook(record, with_kwargs=True, prepend=True)
-            inner.callback(hook.remove)
+            inner.enter_context(module.register_forward_hook(record, with_kwargs=True, prepend=True))
 
     def behind(*_: object) -> object:
         return act(site, _mixes(site, heads, calls), calls) if calls else None  # else it runs for another layer

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
+from ...io import refused
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
 from ...scoring.uncertainty import statistic
@@ -91,14 +91,14 @@ def compare_files(a: Path, b: Path) -> str:
     return note + compare_rankings(first, second).table()
 
 
-def load_ranking(path: Path, shape_of: Any) -> list[HeadId]:
+def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
     """List heads, most important first, of a model of this shape (a config, model, plan or scores).
 
     The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then the one that
     fits the shape is meant. Raises ValueError for anything else.
     """
     shape = HeadPlan.none(shape_of)
-    try:
+    with refused(f"{path} does not hold a ranking of these heads", "pass [layer, head] lists or scores.json"):
         record = json.loads(path.read_text())
         entries = record if isinstance(record, dict) else {"ranking": record}
         fitting = [entry for entry in entries.get("rankings", {"": entries}).values() if _fits(entry, shape)]
@@ -106,11 +106,7 @@ def load_ranking(path: Path, shape_of: Any) -> list[HeadId]:
             raise ValueError(f"{len(fitting)} of its rankings are of a model of this shape")
         ranking = [HeadId(layer, head) for layer, head in fitting[0]["ranking"]]
         HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold a ranking of these heads ({error}); pass [layer, head] lists or scores.json."
-        ) from error
-    return ranking
+        return ranking
 
 
 def _fits(entry: Mapping[str, object], shape: HeadPlan) -> bool:

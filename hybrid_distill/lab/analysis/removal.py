@@ -278,7 +278,7 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
     blocks = decoder_blocks(model)
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(blocks[layer][1].register_forward_hook(_hand_on, with_kwargs=True).remove)
+            hooks.enter_context(blocks[layer][1].register_forward_hook(_hand_on, with_kwargs=True))
         yield
 
 

@@ -58,8 +58,8 @@ class StageShape:
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable
 
-        backbone: Any = text_config(student.model)  # a stage of its own may have a larger teacher
-        blocks: Any = student.model.layers
+        backbone = text_config(student.model)  # a stage of its own may have a larger teacher
+        blocks = student.model.layers
         mixers = student.mixers()
         # The loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does).
         self.fused = getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher))))

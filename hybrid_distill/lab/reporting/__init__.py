@@ -18,8 +18,3 @@ from .document import (
     with_error,
 )
 from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure, look
-
-__all__ = [
-    "ABSENT", "BLUE", "GREEN", "GREY", "LOOKS", "ORANGE", "PALE", "VERMILION", "Figure", "Section", "can_draw",
-    "figure", "html_table", "look", "markdown_table", "percent_change", "render", "signed", "text_table", "with_error",
-]  # fmt: skip

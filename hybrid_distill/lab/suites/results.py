@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from ...io import Record, write_json
+from ...io import Record, refused, write_json
 from ..reporting import markdown_table, percent_change, with_error
 from .job import TASKS
 
@@ -72,16 +72,12 @@ class SuiteResult:
     def load(cls, path: Path) -> SuiteResult:
         """Read a file that `save` wrote, or the folder it is in. Raises ValueError for anything else."""
         path = path / FILE if path.is_dir() else path
-        try:
+        with refused(f"{path} cannot be read as a suite's results", "pass what evaluate-suite has written"):
             record = json.loads(path.read_text())
             if (found := record.pop("format", None)) != FORMAT:
                 raise ValueError(f"its format is {found!r}, expected {FORMAT!r}")
             record["tasks"] = {name: TaskScore(**score) for name, score in record["tasks"].items()}
             return cls(**record)
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} cannot be read as a suite's results ({error}); pass what evaluate-suite has written."
-            ) from error
 
 
 @dataclass(frozen=True)

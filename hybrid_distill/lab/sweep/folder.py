@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import RunConfig, StageName, differences, from_record, to_json
-from ...io import Record, read_json, write_json
+from ...config import RunConfig, StageName, from_record, to_json
+from ...io import Record, differences, read_json, refused, write_json
 from ...locking import is_locked
 from ...pipeline import Run
 from ...pipeline.folder import MAY_CHANGE, has_result
@@ -82,7 +82,7 @@ class Sweep:
         self.out, path = out, out / FILE
         if not path.is_file():
             raise ValueError(f"{out} is not the folder of a sweep: it has no {FILE}. Pass the --out of a sweep.")
-        try:
+        with refused(f"{path} cannot be read", "pass the --out of a sweep"):
             self.record = read_json(path)
             if self.record["format"] != FORMAT:
                 raise ValueError(f"its format is {self.record['format']!r}, expected {FORMAT!r}")
@@ -90,8 +90,6 @@ class Sweep:
             self.share: bool = self.record["share_alignment"]
             fields = ("selection", "heads", "d_state", "seed")
             self.cells = [Cell(*(cell[name] for name in fields)) for cell in self.record["cells"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read ({error}). Pass the --out of a sweep.") from error
 
     @classmethod
     def open(cls, base: RunConfig, grid: Grid, cells: Sequence[Cell], *, share: bool, command: str = "") -> Sweep:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ...io import Record, read_json
+from ...io import Record, read_json, refused
 from ...limits import Count, check_options
 from ..reporting.document import Column, pairs_of, sizes, text_table, with_error
 from .folder import FILE as SWEEP
@@ -55,14 +55,12 @@ class SweepResults:
         table, record = Path(out) / FILE, Path(out) / SWEEP
         if not table.is_file():
             raise ValueError(f"{out} is not the folder of a sweep: it has no {FILE}. Pass the --out of a sweep.")
-        try:
+        with refused(f"{table} is not a table of a sweep", "docs/sweeps.md has its columns"):
             # "none" is a selection, not a missing value.
             rows = pd.read_csv(table, keep_default_na=False, na_values=[""]).replace([np.inf, -np.inf], np.nan)
             rows[["heads", "d_state"]] = rows[["heads", "d_state"]].fillna(0).astype(int)
             rows = rows.sort_values("selection", key=lambda names: names != TEACHER, kind="stable")
             is_done = rows["state"] == "done"
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{table} is not a table of a sweep ({error}); docs/sweeps.md has its columns.") from error
         held = _bytes(rows, context) if is_done.any() else math.nan
         found = read_json(record) if record.exists() else {}
         return cls(Path(out).resolve().name, rows.assign(bytes=held), context, found)

@@ -91,7 +91,7 @@ def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
 
 def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
     """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters over the same storage."""
-    known: dict[int, Any] = {}
+    known: dict[int, object] = {}
     for module in left_alone:
         known |= {id(part): part for part in module.modules()}
         known |= {id(p): p for p in module.parameters()}

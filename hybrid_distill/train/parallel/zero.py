@@ -124,7 +124,7 @@ def _link_states(optimizer: Any) -> None:
         lazy_init_hp_params_optimizer_state(parameters, flat, engine.optimizer.state)
 
 
-def _set_part(parameter: Any, value: Tensor, key: str) -> None:
+def _set_part(parameter: Tensor, value: Tensor, key: str) -> None:
     """Set a moment under ZeRO-3, which cuts a flattened parameter into equal parts, the last one padded."""
     from deepspeed.utils import safe_get_local_optimizer_state
 
