@@ -62,10 +62,10 @@ def build_student(
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
 
     ``init`` is how recurrent heads start; those of `CALIBRATED` need ``calibration``, a batch of ordinary text:
-    ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`), ``seed`` covers
-    everything drawn. The teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does
-    that). Raises ValueError for a plan made for another teacher, a bad option, attention that is not understood, and
-    where `check_rows` fails.
+    ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`),
+    ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the student
+    (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad option, attention
+    that is not understood, and where `check_rows` fails.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)

@@ -53,7 +53,6 @@ def test_a_learning_rate_that_trains_nothing(capsys: pytest.CaptureFixture[str],
             "--teacher {0}/model --data.sources {0}/words {0}/chat",
             ["mixes tokens of another tokenizer", "with words", "with chat"],
         ),
-        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "pass --data.chat."]),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             ["pass --data.hub-tokens N", "prepare-data --sources hf:somebody/chat"],
