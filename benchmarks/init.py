@@ -24,8 +24,8 @@ from provenance import about, write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.data import Batch, DataConfig, PackedRows, open_rows
-from hybrid_distill.evaluation.evaluate import evaluate
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.probes.answering import answer_generation
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
@@ -95,11 +95,10 @@ def try_init(
     student, _ = build_student(teacher, plan, d_state=options.d_state)
     graft_recurrent_heads(student, aligned)
 
+    examples = KVRetrieval(N_PAIRS, PROBE_SEED).examples(options.questions)
+
     def retrieval() -> float:
-        student.eval()
-        found = evaluate(student, tokenizer, n_pairs=(N_PAIRS,), n_examples=options.questions, seed=PROBE_SEED)
-        student.train()
-        return found.kv_generation[N_PAIRS]
+        return answer_generation(student, tokenizer, examples).double().mean().item()
 
     done = trained(EndToEnd(student, teacher, DistillConfig()), rows, options.distill_steps, options, options.rate)
     answered = curve(done, options.distill_steps, options.distill_every, retrieval)
@@ -110,7 +109,7 @@ def try_init(
 
 def main() -> None:
     """Try every start with every seed, print and write what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--teacher", default="tiny")
     parser.add_argument("--inits", nargs="+", default=list(INITS), choices=list(INITS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
@@ -133,7 +132,7 @@ def main() -> None:
     if options.scores:
         scores = HeadScores.load(options.scores)
     else:
-        scores = score_heads(teacher, tokenizer, KVRetrieval(16, 0), n_examples=128)
+        scores = score_heads(teacher, tokenizer, KVRetrieval(16, 0), n_examples=options.questions)
     plan = HeadPlan.top_k(scores, options.kept)
     tries = [(init, seed) for seed in options.seeds for init in options.inits]
     results = [try_init(teacher, tokenizer, plan, init, seed, options) for init, seed in tries]

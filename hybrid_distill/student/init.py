@@ -55,7 +55,7 @@ class LayerTrace:
     heads_BLHP: Tensor
     seq_idx_BL: Tensor | None
     distance_H: Tensor | None = None
-    """Mean distance of the attended tokens, in tokens; for ``statistics``, as `entropy_H`."""
+    """Mean distance of the attended tokens, in tokens, fp32; for ``statistics``, as `entropy_H`."""
     entropy_H: Tensor | None = None
     """Mean entropy of the attention, in nats."""
 
@@ -156,16 +156,27 @@ def _guess(n_heads: int, conv_width: int, device: torch.device) -> _Coefficients
 def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace) -> _Coefficients:
     """Give each head the decay of its attention's mean distance, and as much content as its entropy lacks.
 
-    Weights (1 - a) a^d have a mean distance of a / (1 - a), and the most entropy of all with that mean. Scores with a
-    standard deviation of s take about s^2 / 2 nats from it.
+    Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s take about s^2 / 2
+    nats from the entropy that these weights have over the tokens of a document.
     """
+    hidden, seq_idx = trace.hidden_BLD, trace.seq_idx_BL
     assert trace.distance_H is not None and trace.entropy_H is not None
-    distance_R, entropy_R = (t[list(heads)].float().clamp_min(1e-2) for t in (trace.distance_H, trace.entropy_H))
-    most_R = (1 + distance_R) * distance_R.log1p() - distance_R * distance_R.log()
-    return _guess(len(heads), conv_width, distance_R.device)._replace(
-        half_life_R=math.log(2) / (1 / distance_R).log1p(),
-        content_R=(2 * (most_R - entropy_R)).clamp_min(0).sqrt(),
+    distance_R, entropy_R = trace.distance_H[list(heads)].clamp_min(1e-2), trace.entropy_H[list(heads)]
+    decay_R1 = (1 / distance_R).log1p().unsqueeze(1)
+    back_L = torch.arange(hidden.shape[1], device=hidden.device)
+    weight_RL = (-decay_R1 * back_L).exp()
+    total_RL = weight_RL.cumsum(1)
+    decayed_RL = total_RL.log() + decay_R1 * (weight_RL * back_L).cumsum(1) / total_RL
+    places_BL = back_L.expand(len(hidden), -1) if seq_idx is None else _places(seq_idx)
+    lacking_R = decayed_RL[:, places_BL.flatten()].mean(1) - entropy_R
+    return _guess(len(heads), conv_width, hidden.device)._replace(
+        half_life_R=math.log(2) / decay_R1.squeeze(1), content_R=(2 * lacking_R).clamp_min(0).sqrt()
     )
+
+
+def _places(seq_idx_BL: Tensor) -> Tensor:
+    """Return each token's place in its document, from 0."""
+    return (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)).tril().sum(2) - 1
 
 
 def _projections(factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:

@@ -165,8 +165,8 @@ def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel) -> 
     for init in ("fitted", "statistics", "teacher", "random"):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8, init=init, calibration=calibration())
         errors[init] = head_errors(student, teacher, calibration())
-    assert errors["fitted"] < min(0.9, errors["statistics"])
-    assert errors["statistics"] < errors["teacher"] < errors["random"]
+    assert errors["fitted"] < min(0.9, errors["statistics"], errors["teacher"], errors["random"]), errors
+    assert errors["statistics"] < 0, errors
 
 
 @torch.no_grad()
@@ -219,9 +219,10 @@ def test_decays_follow_from_how_far_each_head_looks_back(family_model: FamilyMod
 def test_a_head_gets_the_content_that_its_entropy_lacks(family_model: FamilyModel) -> None:
     teacher = family_model("llama")
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
-    distance = torch.full((8,), 10.0)
-    most = 11 * math.log(11) - 10 * math.log(10)  # of all attention with a mean distance of 10
-    entropy = most - torch.linspace(0, 0.7, 8)
+    distance, a = torch.full((8,), 10.0), 10 / 11
+    rows = [a ** torch.arange(n + 1.0) for n in range(96)]
+    most = torch.stack([torch.special.entr(row / row.sum()).sum() for row in rows]).mean()
+    entropy = most - torch.linspace(-1e-6, 0.7, 8)
     trace = LayerTrace(torch.randn(2, 96, 64), torch.randn(2, 96, 8, 8), None, distance, entropy)
     started = init_ssm(
         "statistics", attention_sites(teacher)[0], tuple(range(8)), student.config, torch.Generator(), trace
