@@ -303,4 +303,6 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if get_origin(kind) is tuple:
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
+    if isinstance(value, list):  # of a tuple that may be left out
+        return tuple(value)
     return Path(value) if value is not None and Path in (kind, *get_args(kind)) else value

@@ -132,7 +132,7 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     if name == "align":
         settings |= {"loss": "nmse"}
     if name == "distill":
-        settings |= {"hard_weight": 0.3}
+        settings |= {"hard_weight": 0.3, "lr_scale": (0.8, 1.2, 1.0)}
     if name == "on_policy":
         settings |= {"prompt_tokens": 8, "new_tokens": 6}
     if name == "long":

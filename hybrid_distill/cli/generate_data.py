@@ -32,7 +32,7 @@ class GenerateJob:
     """Token folder to write. Left alone when it holds these tokens already, resumed when it is not finished."""
     form: Literal["auto", "text", "chat"] = "auto"
     """Documents, or conversations with the loss on the answers; ``auto``: conversations if the tokenizer has a chat
-    template. Train on conversations with --data.chat."""
+    template. Train on conversations with --data.chat, or mix them into text without it."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     top_k_logits: Count | None = None
     """Store this many of the teacher's likeliest next tokens too, in OUT/logits, as cache-logits does."""

@@ -34,7 +34,8 @@ class DataConfig:
     """Column of the records that holds their text."""
     chat: bool = False
     """Sources hold conversations, in a column ``messages`` or in ``prompt`` and ``completion``. The chat template
-    renders them, and the loss is on the assistant's tokens."""
+    renders them, and the loss is on the assistant's tokens. Without it, token folders of conversations may stand
+    beside plain text: the loss on their rows is on the assistant's tokens too."""
     seq_len: TokensOfARow = 256
     """Tokens of a row."""
     seed: CountOrZero = 0
@@ -52,7 +53,7 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     """Raise ValueError for what would stop `open_rows`, as far as names and headers tell, without reading text.
 
     Refused are missing sources, hub sources without a limit, token folders of another tokenizer, text where
-    conversations are expected or the other way round, and conversations without a chat template.
+    conversations are expected, and conversations without a chat template.
     """
     headers: dict[Path, TokenHeader] = {}
     for source in config.sources:
@@ -70,10 +71,8 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
             if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):
                 raise no_conversations(source)
     check_tokenizer(headers, tokenizer)
-    for folder, header in headers.items():
-        if header.chat != config.chat:
-            held, flag = ("conversations", "--data.chat") if header.chat else ("plain text", "--data.no-chat")
-            raise ValueError(f"the token folder {folder} holds {held} and data.chat is {config.chat}; pass {flag}.")
+    if config.chat and (text := [folder for folder, header in headers.items() if not header.chat]):
+        raise ValueError(f"the token folder {text[0]} holds plain text and data.chat is on; pass --data.no-chat.")
     if config.chat and not all(map(is_token_folder, config.sources)):
         check_template(tokenizer)
 

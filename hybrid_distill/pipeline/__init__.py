@@ -35,7 +35,7 @@ from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
 from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
-from ..student.init import DEFAULT_INIT, Init
+from ..student.init import CALIBRATED, DEFAULT_INIT, Init
 from ..student.self_check import check_rows
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
@@ -191,7 +191,7 @@ class Run(RunInputs):
         """Build the student before its first stage. build.json lists where every tensor comes from."""
         options, data, calibration = self.config.student, self.config.data, None
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
-        if aligned is None and options.init == "fitted":  # to the run's first rows of text
+        if aligned is None and options.init in CALIBRATED:  # on the run's first rows of text
             calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
             student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)

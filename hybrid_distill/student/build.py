@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,8 @@ from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
 from ..plan import HeadPlan
-from ..teacher import AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
-from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
+from ..teacher import AttentionSite, attention_sites, eager_attention, eval_mode, fingerprint, trace_mixers
+from .init import CALIBRATED, DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 from .self_check import check_rows
 
 Action = Literal["copied", "sliced", "initialized", "dropped"]
@@ -59,11 +61,11 @@ def build_student(
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
 
-    ``init`` is how recurrent heads start; ``fitted`` needs ``calibration``, a batch of ordinary text: ``input_ids`` and
-    perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`), ``seed`` covers
-    everything drawn. The teacher is left as it is and shares no tensor with the student (`share_frozen_weights` does
-    that). Raises ValueError for a plan made for another teacher, a bad option, attention that is not understood, and
-    where `check_rows` fails.
+    ``init`` is how recurrent heads start; those of `CALIBRATED` need ``calibration``, a batch of ordinary text:
+    ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`),
+    ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the student
+    (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad option, attention
+    that is not understood, and where `check_rows` fails.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
@@ -167,8 +169,8 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
 def _trace(
     teacher: PreTrainedModel, calibration: Mapping[str, object] | None, init: Init
 ) -> Sequence[LayerTrace | None]:
-    """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` is fitted."""
-    if init != "fitted":
+    """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` needs them."""
+    if init not in CALIBRATED:
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
@@ -176,10 +178,26 @@ def _trace(
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
     seq_idx = (seq_idx if isinstance(seq_idx, Tensor) else torch.zeros_like(input_ids)).to(teacher.device)
-    packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
-    with eval_mode(teacher), trace_mixers(teacher) as calls:
+    statistics: list[Sequence[Tensor]] = []
+    with eval_mode(teacher), trace_mixers(teacher) as calls, ExitStack() as hooks:
+        if init == "statistics":
+            hooks.enter_context(eager_attention(teacher))
+            for site in attention_sites(teacher):
+                hooks.enter_context(site.module.register_forward_hook(partial(_measure_attention, statistics)))
+        packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
-    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx) for call in calls.values()]
+    measured = statistics or [()] * len(calls)
+    traced = zip(calls.values(), measured, strict=True)
+    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx, *found) for call, found in traced]
+
+
+def _measure_attention(found: list[Sequence[Tensor]], module: nn.Module, args: object, output: Any) -> None:
+    """Append the mean distance and the mean entropy of a layer's attention maps, [H] each (a forward hook)."""
+    if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
+        raise ValueError(f"{type(module).__name__} returns no attention maps; use --student.init teacher or fitted.")
+    maps_BHLS = output[1].float()
+    places = torch.arange(maps_BHLS.shape[-1], device=maps_BHLS.device, dtype=torch.float)
+    found.append(((places - maps_BHLS @ places).mean((0, 2)), torch.special.entr(maps_BHLS).sum(-1).mean((0, 2))))
 
 
 def _tensors(

@@ -38,8 +38,10 @@ HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # toke
 RIDGE = 1e-4  # relative; the fit's features may be nearly the same
 
 
-Init = Literal["fitted", "teacher", "random"]
+Init = Literal["fitted", "statistics", "teacher", "random"]
 INITS: tuple[Init, ...] = get_args(Init)
+CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
+"""Inits that need text."""
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
@@ -52,6 +54,10 @@ class LayerTrace:
     hidden_BLD: Tensor
     heads_BLHP: Tensor
     seq_idx_BL: Tensor | None
+    distance_H: Tensor | None = None
+    """Mean distance of the attended tokens, in tokens, fp32; for ``statistics``, as `entropy_H`."""
+    entropy_H: Tensor | None = None
+    """Mean entropy of the attention, in nats."""
 
 
 class _Coefficients(NamedTuple):
@@ -83,7 +89,7 @@ def init_ssm(
 ) -> Started:
     """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
-    A fitted init needs a ``trace``, the others ignore it.
+    The inits of `CALIBRATED` need a ``trace``, the others ignore it.
     """
     if init == "random":
         width = _projection(site, "value").in_features
@@ -97,12 +103,15 @@ def init_ssm(
         group_size = site.n_heads // site.n_kv_heads
         per_head = [_rows(site, "value", head // group_size) for head in heads]
         x_weight, x_bias = (torch.cat(column) for column in zip(*per_head))
-        inputs = _input_statistics(site, trace if init == "fitted" else None)
+        inputs = _input_statistics(site, trace if init in CALIBRATED else None)
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
         if init == "fitted":
             assert trace is not None
             chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+        elif init == "statistics":
+            assert trace is not None
+            chosen = _from_statistics(heads, config.conv_width, trace)
         else:
             chosen = _guess(len(heads), config.conv_width, x_weight.device)
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen)
@@ -144,6 +153,32 @@ def _guess(n_heads: int, conv_width: int, device: torch.device) -> _Coefficients
     ones = torch.ones(n_heads, device=device)
     half_lives = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
     return _Coefficients(half_lives, ones, CONTENT * ones, torch.zeros_like(ones), taps)
+
+
+def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace) -> _Coefficients:
+    """Give each head the decay of its attention's mean distance, and as much content as its entropy lacks.
+
+    Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s take about s^2 / 2
+    nats from the entropy that these weights have over the tokens of a document.
+    """
+    hidden, seq_idx = trace.hidden_BLD, trace.seq_idx_BL
+    assert trace.distance_H is not None and trace.entropy_H is not None
+    distance_R, entropy_R = trace.distance_H[list(heads)].clamp_min(1e-2), trace.entropy_H[list(heads)]
+    decay_R1 = (1 / distance_R).log1p().unsqueeze(1)
+    back_L = torch.arange(hidden.shape[1], device=hidden.device)
+    weight_RL = (-decay_R1 * back_L).exp()
+    total_RL = weight_RL.cumsum(1)
+    decayed_RL = total_RL.log() + decay_R1 * (weight_RL * back_L).cumsum(1) / total_RL
+    places_BL = back_L.expand(len(hidden), -1) if seq_idx is None else _places(seq_idx)
+    lacking_R = decayed_RL[:, places_BL.flatten()].mean(1) - entropy_R
+    return _guess(len(heads), conv_width, hidden.device)._replace(
+        half_life_R=math.log(2) / decay_R1.squeeze(1), content_R=(2 * lacking_R).clamp_min(0).sqrt()
+    )
+
+
+def _places(seq_idx_BL: Tensor) -> Tensor:
+    """Return each token's place in its document, from 0."""
+    return (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)).tril().sum(2) - 1
 
 
 def _projections(factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:

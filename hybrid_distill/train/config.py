@@ -19,6 +19,7 @@ from ..teacher import TINY
 T = TypeVar("T")
 Fixed = Annotated[T, tyro.conf.Suppress]
 """A field that a command line neither lists nor needs."""
+Factor = Annotated[float, Limits(0)]
 
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
@@ -172,6 +173,9 @@ class DistillConfig(StageConfig):
     """Share of cross-entropy to the text itself."""
     train: Literal["all", "mixer", "ssm"] = "all"
     """``all`` parameters; ``mixer``: kept and recurrent heads, output projection; ``ssm``: recurrent heads alone."""
+    lr_scale: tuple[Factor, Factor, Factor] | None = None
+    """Factors of the learning rate for kept attention, recurrent heads and all other weights (output projections, MLPs,
+    norms, embeddings): ``1 1 0.1`` lets attention learn ten times as fast as the MLPs. By default 1 1 1."""
     fused: bool = True
     """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""
     teacher_logits: Path | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+
+from ..model.mixer import HybridMixer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, beside its ``step``."""
@@ -27,17 +29,31 @@ def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
     return min(1.0, (step + 1) / max(rising, 1), (steps - step) / max(falling, 1))
 
 
-def make_adamw(module: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> AdamW:
-    """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+def make_adamw(
+    module: nn.Module,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    lr_scale: Sequence[float] | None = None,
+) -> AdamW:
+    """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection.
+
+    ``lr_scale`` are factors of the learning rate for kept attention, recurrent heads and the rest.
+    """
+    attention, recurrent, rest = lr_scale or (1.0, 1.0, 1.0)
+    mixers = [part for part in module.modules() if isinstance(part, HybridMixer)]
+    scales = {p: attention for mixer in mixers if mixer.attention for p in mixer.attention.parameters()}
+    scales |= {p: recurrent for mixer in mixers if mixer.ssm for p in mixer.ssm.parameters()}
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in trainable(module).items():
-        groups[parameter.ndim >= 2 and not any(part in name for part in NO_DECAY)].append(parameter)
+        decays = parameter.ndim >= 2 and not any(part in name for part in NO_DECAY)
+        groups.setdefault((decays, scales.get(parameter, rest)), []).append(parameter)
     fused = all(p.device.type in ("cpu", "cuda") for p in module.parameters())
     return AdamW(
         [
-            {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-            for decays, parameters in groups.items()
-            if parameters
+            {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_scale": scale}
+            for (decays, scale), parameters in sorted(groups.items(), key=lambda group: group[0], reverse=True)
         ],
         lr=learning_rate,
         betas=betas,
@@ -47,7 +63,7 @@ def make_adamw(module: nn.Module, *, learning_rate: float, betas: tuple[float, f
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["lr_scale"]
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -47,7 +47,6 @@ def inputs(tmp_path: Path) -> Path:
             "--teacher {0}/model --data.sources {0}/words {0}/chat",
             ["mixes tokens of another tokenizer", "with words", "with chat"],
         ),
-        ("--teacher {0}/model --data.sources {0}/chat", ["holds conversations", "pass --data.chat."]),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             ["pass --data.hub-tokens N", "prepare-data --sources hf:somebody/chat"],

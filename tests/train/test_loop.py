@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_family_model
 from hybrid_kernels import products
 from torch.utils.flop_counter import FlopCounterMode
 from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
 from hybrid_distill.train import checkpoint, loop, resume
 from hybrid_distill.train.checkpoint import StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
@@ -323,6 +326,24 @@ def test_weight_decay_is_for_matrices_only():
         assert any(part in name for name in free) and not any(part in name for name in decayed)
     for part in ("x_proj.weight", "q_proj.weight", "o_proj.weight", "up_proj.weight"):
         assert any(part in name for name in decayed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # gpt_neox calls every mixer `attention`
+def test_attention_recurrent_heads_and_the_rest_have_learning_rates_of_their_own(tmp_path, family):
+    trained = {}
+    for scale in (None, (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0)):
+        teacher = make_family_model(family, num_hidden_layers=2)
+        student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=4)
+        start = {name: p.clone() for name, p in student.named_parameters()}
+        stage = make_stage(small_config("distill", steps=2, lr_scale=scale), student, teacher, vocab_size=99)
+        train_stage(stage, small_rows(), tmp_path / str(scale), progress=False)
+        trained[scale] = {name: p.detach() for name, p in stage.student.named_parameters()}
+        if scale not in (None, (1.0, 1.0, 1.0)):
+            parts = [".attention.attention." if family == "gpt_neox" else ".self_attn.attention.", ".ssm."]
+            number = {name: next((n for n, part in enumerate(parts) if part in name), 2) for name in start}
+            still = {name for name, p in trained[scale].items() if torch.equal(p, start[name])}
+            assert still == {name for name in start if scale[number[name]] == 0}
+    assert all(torch.equal(p, trained[1.0, 1.0, 1.0][name]) for name, p in trained[None].items())
 
 
 def test_the_schedule_rises_stays_and_falls():

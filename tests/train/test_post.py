@@ -118,10 +118,29 @@ def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_
     base = chat_tokenizer(None)
     base.eos_token = "<end>"
     check_sources(DataConfig((str(tmp_path / "tokens"),), chat=True), base)
-    with pytest.raises(ValueError, match=r"pass --data\.chat\."):
-        check_sources(DataConfig((str(tmp_path / "tokens"),)), base)
+    write_tokens(tmp_path / "text", [str(write_jsonl(tmp_path / "text.jsonl", [{"text": "w1"}]))], base)
+    with pytest.raises(ValueError, match=r"/text holds plain text .*pass --data\.no-chat\."):
+        check_sources(DataConfig((str(tmp_path / "tokens"), str(tmp_path / "text")), chat=True), base)
     with pytest.raises(ValueError, match="another tokenizer"):
         check_sources(DataConfig((str(tmp_path / "tokens"),), chat=True), word_tokenizer())
+
+
+def test_conversations_beside_text_have_their_share_of_the_rows_and_the_loss_on_their_answers_alone(tmp_path):
+    tokenizer, chat = chat_tokenizer(), tmp_path / "chat"
+    write_tokens(chat, [str(conversations(tmp_path / "chat.jsonl"))], tokenizer, text_column=None)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in word_texts(91)])
+    config = DataConfig((str(text), str(chat)), weights=(3, 1), seq_len=16)
+    rows = open_rows(config, tokenizer, cache_dir=tmp_path)
+    assert isinstance(rows, PackedRows)
+    whole = rows.batch(0, rows.rows_per_epoch)
+    is_chat = (whole["input_ids"] == tokenizer.convert_tokens_to_ids("<assistant>")).any(1)
+    assert abs(int(is_chat.sum()) - rows.rows_per_epoch / 4) <= 1
+    alone = open_rows(DataConfig((str(chat),), seq_len=16), tokenizer).batch(0, 1000)
+    known = {tuple(ids): mask for ids, mask in zip(alone["input_ids"].tolist(), alone["mask"].tolist())}
+    for ids, mask in zip(whole["input_ids"][is_chat].tolist(), whole["mask"][is_chat].tolist()):
+        assert mask == known[tuple(ids)] and not all(mask)
+    halves = [rows.batch(3, 8, rank, 2)["input_ids"] for rank in range(2)]
+    assert torch.equal(torch.cat(halves), open_rows(config, tokenizer, cache_dir=tmp_path).batch(3, 8)["input_ids"])
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -116,4 +116,10 @@ def row_bounds(n_rows: int) -> tuple[int, int]:
 def stage_adamw(stage: Stage) -> AdamW:
     """Make the optimizer of a stage's config, for the parameters as they are now."""
     config = stage.config
-    return make_adamw(stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+    return make_adamw(
+        stage,
+        learning_rate=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        lr_scale=getattr(config, "lr_scale", None),
+    )
