@@ -212,7 +212,9 @@ class HeadPlan:
         COUNT.check("kv_heads", kv_heads)
         parts = [_layer_choices(groups, kv_heads) for groups in _group_values(scores, by)]
         if (most := sum(max(len(heads) for _, _, heads in choices) for choices in parts)) < k:
-            raise ValueError(f"{kv_heads} KV heads in each layer serve {most} heads; take a smaller k, or more KV heads.")
+            raise ValueError(
+                f"{kv_heads} KV heads in each layer serve {most} heads; take a smaller k, or more KV heads."
+            )
         bonus = 1 + 2 * max(abs(value) for choices in parts for _, value, _ in choices)  # so that no place stays empty
         parts = [[(n, value + n * bonus, heads) for n, value, heads in choices] for choices in parts]
         return cls.from_pairs(scores, _best_heads(parts, k))
@@ -338,9 +340,9 @@ def cache_bytes(
 def container_bytes(
     plan: HeadPlan, *, length: int, head_dim: int, d_state: int, bytes_per_element: int = BF16_BYTES
 ) -> int:
-    """Count the bytes of the plan's cache in a Falcon-H1, whose layers all are as large as the fullest one of each kind.
+    """Count the bytes of the plan's cache in a Falcon-H1, in which every layer is as large as the fullest one.
 
-    As `cache_bytes`, without the convolution states; at least one head of each kind a layer.
+    As `cache_bytes`, without the convolution states. Each layer has at least one head of each kind.
     """
     layers = range(plan.n_layers)
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))

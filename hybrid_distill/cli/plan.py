@@ -70,7 +70,7 @@ def make_plan(path: Path, job: PlanJob) -> str:
     return f"{text_table(pd.DataFrame(rows))}\nCache of {job.length:,} tokens, state {job.d_state}. plan: {job.to}"
 
 
-def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[PlanJob] = PlanJob()) -> None:  # noqa: B008
+def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[PlanJob] = PlanJob()) -> None:
     """Choose the heads to keep, from scores; writes plan.json.
 
     Args:
