@@ -260,7 +260,6 @@ def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -
 def test_the_command_writes_the_plan_with_the_smallest_cache_or_the_best_within_a_limit(
     scores: Path, tmp_path: Path
 ) -> None:
-    """Of the embedded teacher's 4 KV heads: three of the first four heads in three layers, and L5H5."""
     job = PlanJob(k=6, container_friendly=True, to=tmp_path / "plan.json")
     table = make_plan(scores, replace(job, model="tiny"))
     plan = HeadPlan.load(job.to)
@@ -269,5 +268,5 @@ def test_the_command_writes_the_plan_with_the_smallest_cache_or_the_best_within_
     assert f"{6 * (2 * 16 * 4096 * 2 + max(len(plan.recurrent_in(n)) for n in range(6)) * 1024) / 1e6:.3f}" in table
     make_plan(scores, replace(job, model="tiny", max_mb=3.3))
     assert max(kv_counts(HeadPlan.load(job.to))) <= 2
-    with pytest.raises(ValueError, match="no plan fits into --max-mb 0.1: the smallest needs 1.6"):
+    with pytest.raises(ValueError, match=r"no plan fits into --max-mb 0\.1: the smallest needs 1\.6"):
         make_plan(scores, replace(job, model="tiny", max_mb=0.1))

@@ -87,8 +87,8 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
         check_unchanged(folder)
         if absent := absent_engine(form):
             raise ValueError(
-                f"{folder} is run by {absent}, which is not installed here: only its files were checked. "
-                f"Run pip install 'hybrid-distill[{form}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
+                f"{folder} is run by {absent}, which is not installed here: only its files were checked. Run "
+                f"pip install 'hybrid-distill[{form}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
         if other := foreign_code(folder):
