@@ -63,9 +63,9 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be a Falcon-H1."""
     config, backbone = student.config, student.model.config
     found = []
-    if config.recurrence != "mamba2" and any(mixer.ssm for mixer in student.mixers()):
+    if config.recurrence == "discrete" and any(mixer.ssm for mixer in student.mixers()):
         found.append(
-            f"its recurrent heads are {config.recurrence}: Falcon-H1 scales what enters a state by the step of "
+            "its recurrent heads are discrete: Falcon-H1 scales what enters a state by the step of "
             "which the decay is made, and cannot divide by it again"
         )
     if backbone.model_type not in BACKBONES:
