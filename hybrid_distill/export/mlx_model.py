@@ -8,13 +8,16 @@ Shapes: B batch, L length, H recurrent heads, P head dim, N state size, C conv c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs, create_attention_mask, create_ssm_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.llama import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 CHUNK = 64  # tokens that are mixed by matrix products at a time
@@ -66,9 +69,8 @@ class Attention(nn.Module):
             k, v = cache.update_and_fetch(k, v)
         if self._read is not None:
             k, v = mx.take(k, self._read, axis=1), mx.take(v, self._read, axis=1)
-        return scaled_dot_product_attention(q, k, v, cache=None, scale=self.head_dim**-0.5, mask=mask).transpose(
-            0, 2, 1, 3
-        )
+        y = scaled_dot_product_attention(q, k, v, cache=None, scale=self.head_dim**-0.5, mask=mask)
+        return y.transpose(0, 2, 1, 3)
 
 
 class Recurrent(nn.Module):
@@ -81,22 +83,22 @@ class Recurrent(nn.Module):
         self.head_dim = base.get("head_dim") or width // base["num_attention_heads"]
         self.n_heads, self.is_mamba2 = n_heads, args.recurrence != "discrete"
         self.sizes = [n_heads * size for size in (self.head_dim, n_state, n_state)]
-        self.x_proj, self.b_proj, self.c_proj = (nn.Linear(width, size) for size in self.sizes)
+        early = not self.is_mamba2
+        self.x_proj, self.b_proj, self.c_proj = (nn.Linear(width, size, bias=early) for size in self.sizes)
+        if self.is_mamba2:
+            self.x_bias, self.b_bias, self.c_bias = (mx.zeros((size,)) for size in self.sizes)
         self.z_proj = nn.Linear(width, self.sizes[0], bias=args.recurrence != "mamba2-stock")
-        self.a_proj = nn.Linear(width, n_heads)
+        self.a_proj = nn.Linear(width, n_heads, bias=False)
+        self.a_bias = mx.zeros((n_heads,))
         self.conv_weight = mx.zeros((sum(self.sizes), args.conv_width))
         self.D = mx.zeros((n_heads,))
 
     def __call__(self, u: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
-        parts = self.x_proj, self.b_proj, self.c_proj
-        late = mx.concatenate([part.bias for part in parts]) if self.is_mamba2 else None
-        xbc = mx.concatenate([part(u) - part.bias if self.is_mamba2 else part(u) for part in parts], axis=-1)
+        xbc = mx.concatenate([self.x_proj(u), self.b_proj(u), self.c_proj(u)], axis=-1)
         xbc = self._convolved(xbc, mask, cache)
-        if late is not None:
-            xbc = nn.silu(xbc + late)
-        bias = self.a_proj.bias.astype(mx.float32)
-        raw = (self.a_proj(u) - self.a_proj.bias).astype(mx.float32) + bias
-        log_a = -nn.softplus(raw)
+        if self.is_mamba2:
+            xbc = nn.silu(xbc + mx.concatenate([self.x_bias, self.b_bias, self.c_bias]))
+        log_a = -nn.softplus(self.a_proj(u).astype(mx.float32) + self.a_bias)
         first, second = self.sizes[0], self.sizes[0] + self.sizes[1]
         heads = *u.shape[:2], self.n_heads, -1
         x, b, c = (part.reshape(heads).astype(mx.float32) for part in mx.split(xbc, [first, second], axis=-1))
@@ -172,22 +174,11 @@ class Mixer(nn.Module):
         return self.o_proj(mx.take(mx.concatenate(heads, axis=2), self._order, axis=2).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, base: dict[str, Any]) -> None:
-        super().__init__()
-        sizes, bias = (base["hidden_size"], base["intermediate_size"]), base.get("mlp_bias", False)
-        self.gate_proj, self.up_proj = nn.Linear(*sizes, bias=bias), nn.Linear(*sizes, bias=bias)
-        self.down_proj = nn.Linear(*reversed(sizes), bias=bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Layer(nn.Module):
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
         base = args.backbone
-        self.self_attn, self.mlp = Mixer(args, kept), MLP(base)
+        self.self_attn, self.mlp = Mixer(args, kept), MLP(SimpleNamespace(**base))
         self.input_layernorm = nn.RMSNorm(base["hidden_size"], eps=base["rms_norm_eps"])
         self.post_attention_layernorm = nn.RMSNorm(base["hidden_size"], eps=base["rms_norm_eps"])
 
@@ -237,6 +228,12 @@ class Model(nn.Module):
             CacheList(*([KVCache()] if kept else []), *([ArraysCache(size=2)] if len(kept) < n_heads else []))
             for kept in self.args.kept
         ]
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Take biases that are added later out of their projections, which may be quantized."""
+        late = "a" if self.args.recurrence == "discrete" else "axbc"
+        ending = re.compile(rf"ssm\.([{late}])_proj\.bias$")
+        return {ending.sub(r"ssm.\1_bias", name): tensor for name, tensor in weights.items()}
 
     @property
     def layers(self) -> list[Layer]:
