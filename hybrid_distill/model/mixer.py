@@ -111,7 +111,8 @@ class SSMHeads(nn.Module):
 
     This is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
     other programs know: the biases of x, B and C stand behind the convolution, a SiLU follows, and the input of the
-    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u).
+    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u). With ``mamba2-stock`` the gate has no bias, as in
+    published models.
 
     ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
     segment, so that memory grows with the segment and not with the row.
@@ -128,7 +129,7 @@ class SSMHeads(nn.Module):
         recurrence: str = "discrete",
     ) -> None:
         super().__init__()
-        self.is_mamba2 = recurrence == "mamba2"
+        self.is_mamba2 = recurrence != "discrete"
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
@@ -136,7 +137,7 @@ class SSMHeads(nn.Module):
         self.x_proj = linear(hidden_size, n_heads * head_dim)
         self.b_proj = linear(hidden_size, n_heads * d_state)
         self.c_proj = linear(hidden_size, n_heads * d_state)
-        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
+        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=recurrence != "mamba2-stock")
         self.a_proj = _DecayProjection(hidden_size, n_heads)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
         n_channels = sum(self.sizes)
@@ -150,8 +151,11 @@ class SSMHeads(nn.Module):
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
             projection.bias.zero_()
-        self.z_proj.weight.zero_()
-        self.z_proj.bias.fill_(OPEN_GATE)
+        if self.z_proj.bias is None:
+            self.z_proj.weight.normal_(std=std)
+        else:
+            self.z_proj.weight.zero_()
+            self.z_proj.bias.fill_(OPEN_GATE)
         self.conv_weight.zero_()
         self.conv_weight[:, -1] = 1.0
         if self.conv_bias is not None:

@@ -314,12 +314,16 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         if ours is None:
             continue
         missing = sorted(set(mixer.recurrent) - set(source.recurrent))
-        if missing or theirs is None or (theirs.d_state, theirs.is_mamba2) != (ours.d_state, ours.is_mamba2):
+        if missing or theirs is None or _form(theirs) != _form(ours):
             raise ValueError(
                 f"layer {mixer.layer} of the donor cannot give recurrent heads {missing or 'of this form'}; "
                 "align a student that keeps no head, with the same d_state, conv_width and recurrence."
             )
         _copy_heads(ours, theirs, [source.recurrent.index(head) for head in mixer.recurrent])
+
+
+def _form(heads: SSMHeads) -> tuple[int, bool, bool]:
+    return heads.d_state, heads.is_mamba2, heads.z_proj.bias is None
 
 
 @torch.no_grad()
