@@ -94,37 +94,58 @@ class Onnx:
 
 
 class LlamaCpp:
+    """By llama.cpp's C functions, keys and values in 32 bit."""
+
     def __init__(self, folder: Path) -> None:
-        import llama_cpp
+        from llama_cpp_py_sync import _cffi_bindings as bindings
 
-        self.library = llama_cpp
-        keys = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "n_threads": 1}
-        self.engine = llama_cpp.Llama(
-            str(folder / "model.gguf"), n_ctx=CONTEXT + NEW_TOKENS, logits_all=True, verbose=False, **keys
-        )
+        self.lib, self.ffi = bindings.get_lib(), bindings.get_ffi()
+        self.lib.llama_backend_init()
+        file = str(folder / "model.gguf").encode()
+        self.model = self.lib.llama_model_load_from_file(file, self.lib.llama_model_default_params())
+        self.n_vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
+        self.context = None
 
-    def _read(self, prompt: list[int]) -> np.ndarray:
-        self.engine.reset()
-        self.engine.eval(prompt)
-        return self.engine.scores[len(prompt) - 1].copy()
+    def _read(self, rows: Tokens, starts: list[int]) -> np.ndarray:
+        """Logits [B, V] after the last token of each row; rows of a batch need no padding."""
+        lib, places = self.lib, [(n, t, at, row) for n, row in enumerate(rows) for at, t in enumerate(row)]
+        batch = lib.llama_batch_init(len(places), 0, 1)
+        batch.n_tokens = len(places)
+        for index, (n, token, at, row) in enumerate(places):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, starts[n] + at, 1
+            batch.seq_id[index][0], batch.logits[index] = n, at == len(row) - 1
+        assert lib.llama_decode(self.context, batch) == 0
+        lib.llama_batch_free(batch)
+        last = [index for index, (_, _, at, row) in enumerate(places) if at == len(row) - 1]
+        found = [lib.llama_get_logits_ith(self.context, index) for index in last]
+        return np.stack([np.frombuffer(self.ffi.buffer(row, 4 * self.n_vocab), np.float32).copy() for row in found])
+
+    def _begin(self, prompts: Tokens, new_tokens: int) -> np.ndarray:
+        if self.context is not None:
+            self.lib.llama_free(self.context)
+        options = self.lib.llama_context_default_params()
+        options.n_seq_max, options.n_threads, options.n_threads_batch = len(prompts), 1, 1
+        options.n_ctx = len(prompts) * (max(map(len, prompts)) + new_tokens)
+        options.n_batch, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0
+        self.context = self.lib.llama_init_from_model(self.model, options)
+        return self._read(prompts, [0] * len(prompts))
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """One after the other: its Python interface reads one sequence at a time."""
-        found = []
-        for prompt in prompts:
-            tokens = [int(self._read(prompt).argmax())]
-            while len(tokens) < new_tokens:
-                self.engine.eval(tokens[-1:])
-                tokens.append(int(self.engine.scores[len(prompt) + len(tokens) - 1].argmax()))
-            found.append(tokens)
+        best = self._begin(prompts, new_tokens).argmax(-1)
+        found = [[int(token)] for token in best]
+        while len(found[0]) < new_tokens:
+            starts = [len(prompt) + len(row) - 1 for prompt, row in zip(prompts, found)]
+            for row, token in zip(found, self._read([row[-1:] for row in found], starts).argmax(-1)):
+                row.append(int(token))
         return found
 
     def logits(self, prompt: list[int]) -> np.ndarray:
-        return self._read(prompt)
+        return self._begin([prompt], 0)[0]
 
     def cache_bytes(self, prompt: list[int]) -> int:
-        self._read(prompt)
-        return self.library.llama_state_seq_get_size(self.engine.ctx, 0)
+        """What llama.cpp writes to save the sequence, its own few numbers included."""
+        self._begin([prompt], 0)
+        return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
 class Mlx:
@@ -134,7 +155,7 @@ class Mlx:
         from mlx_lm.utils import load_model
 
         self.mx, self.make_cache = mx, make_prompt_cache
-        self.model, _ = load_model(folder)
+        self.model, _ = load_model(folder, trust_remote_code=True)
         self.model.set_dtype(mx.float32)
 
     def _read(self, prompt: list[int]) -> Any:
@@ -259,7 +280,7 @@ def said_bytes(engine: str, student: Any, plan: Any, *, native: bool) -> int:
     from hybrid_distill.plan import cache_bytes, container_bytes
 
     sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
-    if native or engine in ("transformers", "onnx"):
+    if native or engine in ("transformers", "onnx", "mlx"):
         said = cache_bytes(plan, **sizes, bytes_per_element=4, conv_width=student.config.conv_width)
         return said.total + said.conv
     config = configuration(student)

@@ -365,19 +365,41 @@ def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list
 
 
 def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    from llama_cpp import Llama
+    """Ask llama.cpp by its C functions: its Python classes show no logits of a prompt."""
+    import numpy as np
+    from llama_cpp_py_sync import _cffi_bindings as bindings
 
-    longest = max(map(len, ids)) + new_tokens
-    engine = Llama(str(folder / "model.gguf"), n_ctx=longest, logits_all=True, verbose=False)
+    lib, ffi = bindings.get_lib(), bindings.get_ffi()
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(folder / "model.gguf").encode(), lib.llama_model_default_params())
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    options = lib.llama_context_default_params()
+    options.n_ctx = options.n_batch = max(map(len, ids)) + new_tokens
+    options.type_k = options.type_v = 0  # keys and values in float32, as in the record
+
+    def logits(context: Any, tokens: Sequence[int], start: int) -> Any:
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, start + place, 1
+            batch.seq_id[place][0], batch.logits[place] = 0, 1
+        if status := lib.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode ended with status {status}")
+        rows = [lib.llama_get_logits_ith(context, place) for place in range(len(tokens))]
+        found = np.stack([np.frombuffer(ffi.buffer(row, 4 * n_vocab), np.float32) for row in rows])
+        lib.llama_batch_free(batch)
+        return found
+
     answers = []
     for prompt in ids:
-        engine.reset()
-        engine.eval(prompt)
-        logits_LV, tokens = torch.tensor(engine.scores[: len(prompt)]), list[int]()
-        for place in range(len(prompt), len(prompt) + new_tokens):
-            tokens.append(int(engine.scores[place - 1].argmax()))
-            engine.eval(tokens[-1:])
-        answers.append(Answer(logits_LV, tokens))
+        context = lib.llama_init_from_model(model, options)
+        latest_LV = first_LV = logits(context, prompt, 0)
+        tokens = [int(latest_LV[-1].argmax())]
+        while len(tokens) < new_tokens:
+            latest_LV = logits(context, tokens[-1:], len(prompt) + len(tokens) - 1)
+            tokens.append(int(latest_LV[-1].argmax()))
+        answers.append(Answer(first_LV, tokens))
+        lib.llama_free(context)
     return answers
 
 
@@ -387,7 +409,7 @@ def by_mlx(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(folder)
+    model, _ = load_model(folder, trust_remote_code=True)  # its model file, an own one (verify_export)
     model.set_dtype(mx.float32)
     answers = []
     for prompt in ids:
@@ -409,7 +431,7 @@ class Engine(NamedTuple):
 
 ENGINES = {
     "vllm": Engine("vllm", by_vllm),
-    "gguf": Engine("llama_cpp", by_llama_cpp),
+    "gguf": Engine("llama_cpp_py_sync", by_llama_cpp),
     "mlx": Engine("mlx_lm", by_mlx),
     "onnx": Engine("onnxruntime", by_onnxruntime),
 }

@@ -85,19 +85,26 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     form = read_json(folder / MARK).get("form")
     if form in program.ENGINES:
         check_unchanged(folder)
+        own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
+        other = [file.name for file in folder.glob("*.py") if file_hash(file) not in own]
+        _refuse_code(other, folder, trust_remote_code)
         if absent := absent_engine(form):
             raise ValueError(
                 f"{folder} is run by {absent}, which is not installed here: only its files were checked. Run "
                 f"pip install 'hybrid-distill[{form}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
-        if other := foreign_code(folder):
-            raise ValueError(
-                f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
-                "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
-            )
+        _refuse_code(foreign_code(folder), folder, trust_remote_code)
         check_checkpoint(folder)
     return run_gate(folder, device)
+
+
+def _refuse_code(other: list[str], folder: Path, trusted: bool) -> None:
+    if other and not trusted:
+        raise ValueError(
+            f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
+            "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
+        )
 
 
 def check_unchanged(folder: Path) -> None:
