@@ -1,10 +1,10 @@
 """A student as an ONNX graph, which ONNX Runtime runs on a CPU without any Python of ours.
 
-One graph reads a prompt and, from the states that it returns, one token after another. Most operators are standard
-(opset 24). Two are ONNX Runtime's own, because the standard ones of opset 27 have no kernel in it: ``LinearAttention``,
-whose gated rule with q = C, k = B, v = x and g = log a is the discrete head, and ``CausalConvWithState``. A layer
-stores what its own heads need: numbers of heads may differ from layer to layer. `obstacles` names what cannot be
-written.
+One graph reads a prompt and, from the states that it returns, one token after another. Operators are standard (opset
+24) but for three of ONNX Runtime's own: ``LinearAttention``, whose gated rule with q = C, k = B, v = x and g = log a is
+the discrete head, ``CausalConvWithState``, and ``LinearAttentionGate``, which makes log a. Opset 27 has the first two,
+but ONNX Runtime 1.32 has no kernels for those and runs them as loops over the tokens. Each layer stores what its own
+heads need. `obstacles` names what cannot be written.
 
 Shapes: B batch, L length, S tokens before and in the input, R recurrent heads, P head dim, N state size, C conv
 channels, K conv width, G stored KV heads.
@@ -104,8 +104,10 @@ class _Writer:
         hidden = op.Gather(embedding, ids_BL)
         for number, layer in enumerate(decoder.layers):
             self.builder.push_module(f"layers.{number}")
-            hidden = op.Add(hidden, self._mixer(self._norm("mixer_norm", hidden, layer.input_layernorm), layer.self_attn))
-            hidden = op.Add(hidden, self._mlp(self._norm("mlp_norm", hidden, layer.post_attention_layernorm), layer.mlp))
+            normed = self._norm("mixer_norm", hidden, layer.input_layernorm)
+            hidden = op.Add(hidden, self._mixer(normed, layer.self_attn))
+            normed = self._norm("mlp_norm", hidden, layer.post_attention_layernorm)
+            hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
         hidden = op.Slice(hidden, op.Neg(keep), [2**62], [1])  # all of them for 0, as in transformers
         hidden = self._norm("norm", hidden, decoder.norm)
@@ -132,8 +134,9 @@ class _Writer:
         position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [2**62], [1]), [-1])
         rope = self.student.model.rotary_emb
         angle = op.Mul(op.Cast(position_BL1, to=ir.DataType.FLOAT), self._weight("inv_freq", rope.inv_freq))
-        scale = float(rope.attention_scaling)
-        self.cos, self.sin = (op.Mul(turned, scale) if scale != 1.0 else turned for turned in (op.Cos(angle), op.Sin(angle)))
+        self.cos, self.sin = (
+            op.Mul(turned, float(rope.attention_scaling)) for turned in (op.Cos(angle), op.Sin(angle))
+        )
         place_1S = op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0])
         place_L1 = op.Transpose(op.Slice(place_1S, first, [2**62], [1]), perm=[1, 0])
         earlier_BLS = op.And(op.Less(place_1S, place_L1), op.Unsqueeze(op.Cast(mask_BS, to=ir.DataType.BOOL), [1]))

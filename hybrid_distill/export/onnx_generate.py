@@ -1,8 +1,6 @@
 """Greedy generation with a student in ONNX; needs onnxruntime and numpy, and for text the package tokenizers.
 
-    python generate.py "The capital of France is" --max-new-tokens 32
-
-Copy it, or import it: `Session` runs the graph, `generate` a batch of prompts of any lengths.
+python generate.py "The capital of France is" --max-new-tokens 32
 """
 
 from __future__ import annotations
@@ -75,13 +73,10 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    texts = generate(
-        Session(options.folder, options.threads), [tokenizer.encode(p).ids for p in options.prompts], options.max_new_tokens
-    )
-    for prompt, tokens in zip(options.prompts, texts):
+    folder = Path(__file__).parent
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids for prompt in options.prompts]
+    for prompt, tokens in zip(options.prompts, generate(Session(folder), prompts, options.max_new_tokens)):
         print(prompt + tokenizer.decode(tokens))

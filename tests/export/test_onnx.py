@@ -1,4 +1,4 @@
-"""A student in ONNX computes what the student does, from a prompt, from its states and beside padding, whatever it keeps."""
+"""A student in ONNX computes what the student does: whatever it keeps, from its states, beside padding."""
 
 from __future__ import annotations
 
