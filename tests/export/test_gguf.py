@@ -73,7 +73,7 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
 def test_students_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) -> None:
     student, tokenizer = student_of("mamba2")
     assert ["the gate" in reason and "mamba2-stock" in reason for reason in obstacles(student)] == [True]
-    with pytest.raises(ValueError, match="llama.cpp cannot run this student: the gate"):
+    with pytest.raises(ValueError, match="cannot run this student: the gate"):
         write(student, tokenizer, tmp_path)
     with pytest.raises(ValueError, match="the tokenizer is"):
         write(student_of("mamba2-stock")[0], byte_tokenizer(), tmp_path)
