@@ -1,12 +1,11 @@
 """A hybrid student for MLX: mlx-lm loads this file from the folder of an export (`model_file` in config.json).
 
 Each layer has its kept heads as attention and the others as recurrent heads, in the teacher's head order. Names of
-modules are those of the export's tensors. Imports mlx and mlx_lm alone.
+modules are those of the export's tensors. Imports mlx and mlx_lm alone; without ``from __future__ import annotations``,
+which a dataclass cannot bear in a module that no ``sys.modules`` knows.
 
 Shapes: B batch, L length, H recurrent heads, P head dim, N state size, C conv channels, Q tokens of a chunk.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass
