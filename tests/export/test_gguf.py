@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import byte_tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_distill.export.gguf import FILE, obstacles, write
@@ -75,13 +77,30 @@ def test_students_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) -> None:
     assert ["the gate" in reason and "mamba2-stock" in reason for reason in obstacles(student)] == [True]
     with pytest.raises(ValueError, match="cannot run this student: the gate"):
         write(student, tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="the tokenizer is"):
-        write(student_of("mamba2-stock")[0], byte_tokenizer(), tmp_path)
+    other = byte_tokenizer()
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(ValueError, match="the tokenizer is BPE behind"):
+        write(student_of("mamba2-stock")[0], other, tmp_path)
     assert not list(tmp_path.iterdir())
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     stretched = make_family_model("llama", vocab_size=300, rope_parameters=scaling)
     student, _ = build_student(stretched, HeadPlan.none(stretched), d_state=4, recurrence="mamba2-stock")
     assert ["RoPE is linear" in reason for reason in obstacles(student)] == [True]
+
+
+def test_the_embedded_tokenizer_gives_the_same_tokens_behind_the_coarser_cuts_of_bloom() -> None:
+    _, tokenizer = load_teacher("tiny")
+    coarse = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    cuts = pre_tokenizers.Split(Regex(r" ?[^(\s|.,!?…。，、।۔،)]+"), "isolated")
+    coarse.pre_tokenizer = pre_tokenizers.Sequence(
+        [cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    draw = random.Random(0)
+    mixed = "".join(
+        draw.choice(["a", "the ", " of", "'s", "12", " ", "\n", "(", ".", "é", "你", "?!"]) for _ in range(5000)
+    )
+    for text in (*TEXTS, mixed):
+        assert coarse.encode(text).ids == tokenizer(text).input_ids
 
 
 class Engine:
