@@ -1,12 +1,10 @@
 """A hybrid student for MLX: mlx-lm loads this file from the folder of an export (`model_file` in config.json).
 
-Each layer has its kept heads as attention and the others as recurrent heads, in the teacher's head order. Names of
-modules are those of the export's tensors. Imports mlx and mlx_lm alone.
+Names of modules are those of the export's tensors. Imports mlx and mlx_lm alone. Without ``from __future__ import
+annotations``: mlx-lm does not enter the file in ``sys.modules``, where a dataclass would look its annotations up.
 
-Shapes: B batch, L length, H recurrent heads, P head dim, N state size, C conv channels, Q tokens of a chunk.
+Shapes: B batch, L length, H recurrent heads, P head dim, N state size, Q tokens of a chunk.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass
@@ -26,6 +24,8 @@ MIN_LOG_DECAY = -30.0
 
 @dataclass
 class ModelArgs(BaseModelArgs):
+    """The fields of config.json that the model reads; ``backbone`` is the teacher's configuration."""
+
     model_type: str
     backbone: dict[str, Any]
     kept: list[list[int]]
@@ -34,34 +34,36 @@ class ModelArgs(BaseModelArgs):
     recurrence: str
     tie_word_embeddings: bool = False
 
+    def __post_init__(self) -> None:
+        base = self.base = SimpleNamespace(**self.backbone)
+        self.width, self.n_heads = base.hidden_size, base.num_attention_heads
+        self.head_dim = self.backbone.get("head_dim") or self.width // self.n_heads
+        self.has_bias = self.backbone.get("attention_bias", False)
+
 
 class Attention(nn.Module):
     """Kept heads of a layer, without output projection; each KV head that they read is stored once."""
 
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
-        base = args.backbone
-        width, n_heads = base["hidden_size"], base["num_attention_heads"]
-        self.head_dim = base.get("head_dim") or width // n_heads
-        group_size = n_heads // (base.get("num_key_value_heads") or n_heads)
+        base = args.base
+        group_size = args.n_heads // (args.backbone.get("num_key_value_heads") or args.n_heads)
         groups = sorted({head // group_size for head in kept})
-        self.n_kept, self.n_stored = len(kept), len(groups)
         read = [groups.index(head // group_size) for head in kept]
         even = [row for row in range(len(groups)) for _ in range(len(kept) // len(groups))]
         self._read = None if read == even else mx.array(read)
-        has_bias = base["model_type"] == "qwen2" or base.get("attention_bias", False)
-        self.q_proj = nn.Linear(width, len(kept) * self.head_dim, bias=has_bias)
-        self.k_proj = nn.Linear(width, len(groups) * self.head_dim, bias=has_bias)
-        self.v_proj = nn.Linear(width, len(groups) * self.head_dim, bias=has_bias)
-        scaling, length = base.get("rope_scaling"), base["max_position_embeddings"]
-        self.rope = initialize_rope(self.head_dim, base["rope_theta"], False, scaling, length)
+        self.head_dim, self.counts = args.head_dim, (len(kept), len(groups), len(groups))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(args.width, n * self.head_dim, bias=args.has_bias or base.model_type == "qwen2")
+            for n in self.counts
+        )
+        scaling = args.backbone.get("rope_scaling")
+        self.rope = initialize_rope(self.head_dim, base.rope_theta, False, scaling, base.max_position_embeddings)
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        batch, length, _ = x.shape
-        counts = self.n_kept, self.n_stored, self.n_stored
         q, k, v = (
-            projection(x).reshape(batch, length, n, self.head_dim).transpose(0, 2, 1, 3)
-            for projection, n in zip((self.q_proj, self.k_proj, self.v_proj), counts)
+            projection(x).reshape(*x.shape[:2], n, self.head_dim).swapaxes(1, 2)
+            for projection, n in zip((self.q_proj, self.k_proj, self.v_proj), self.counts)
         )
         offset = 0 if cache is None else cache.offset
         q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
@@ -70,7 +72,7 @@ class Attention(nn.Module):
         if self._read is not None:
             k, v = mx.take(k, self._read, axis=1), mx.take(v, self._read, axis=1)
         y = scaled_dot_product_attention(q, k, v, cache=None, scale=self.head_dim**-0.5, mask=mask)
-        return y.transpose(0, 2, 1, 3)
+        return y.swapaxes(1, 2)
 
 
 class Recurrent(nn.Module):
@@ -78,43 +80,38 @@ class Recurrent(nn.Module):
 
     def __init__(self, args: ModelArgs, n_heads: int) -> None:
         super().__init__()
-        base, n_state = args.backbone, args.d_state
-        width = base["hidden_size"]
-        self.head_dim = base.get("head_dim") or width // base["num_attention_heads"]
         self.n_heads, self.is_mamba2 = n_heads, args.recurrence != "discrete"
-        self.sizes = [n_heads * size for size in (self.head_dim, n_state, n_state)]
-        early = not self.is_mamba2
-        self.x_proj, self.b_proj, self.c_proj = (nn.Linear(width, size, bias=early) for size in self.sizes)
+        self.sizes = [n_heads * size for size in (args.head_dim, args.d_state, args.d_state)]
+        self.x_proj, self.b_proj, self.c_proj = (
+            nn.Linear(args.width, size, bias=not self.is_mamba2) for size in self.sizes
+        )
         if self.is_mamba2:
             self.x_bias, self.b_bias, self.c_bias = (mx.zeros((size,)) for size in self.sizes)
-        self.z_proj = nn.Linear(width, self.sizes[0], bias=args.recurrence != "mamba2-stock")
-        self.a_proj = nn.Linear(width, n_heads, bias=False)
-        self.a_bias = mx.zeros((n_heads,))
+        self.z_proj = nn.Linear(args.width, self.sizes[0], bias=args.recurrence != "mamba2-stock")
+        self.a_proj, self.a_bias = nn.Linear(args.width, n_heads, bias=False), mx.zeros((n_heads,))
         self.conv_weight = mx.zeros((sum(self.sizes), args.conv_width))
         self.D = mx.zeros((n_heads,))
 
-    def __call__(self, u: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+    def __call__(self, u: mx.array, mask: Any, cache: Any) -> mx.array:
         xbc = mx.concatenate([self.x_proj(u), self.b_proj(u), self.c_proj(u)], axis=-1)
         xbc = self._convolved(xbc, mask, cache)
         if self.is_mamba2:
             xbc = nn.silu(xbc + mx.concatenate([self.x_bias, self.b_bias, self.c_bias]))
         log_a = -nn.softplus(self.a_proj(u).astype(mx.float32) + self.a_bias)
-        first, second = self.sizes[0], self.sizes[0] + self.sizes[1]
-        heads = *u.shape[:2], self.n_heads, -1
-        x, b, c = (part.reshape(heads).astype(mx.float32) for part in mx.split(xbc, [first, second], axis=-1))
+        cuts, heads = [self.sizes[0], self.sizes[0] + self.sizes[1]], (*u.shape[:2], self.n_heads, -1)
+        x, b, c = (part.reshape(heads).astype(mx.float32) for part in mx.split(xbc, cuts, axis=-1))
         if self.is_mamba2:
             b = b * -log_a[..., None]
-        held = None if cache is None else cache[1]
         if mask is not None:
             b, log_a = mx.where(mask[..., None, None], b, 0), mx.where(mask[..., None], log_a, 0)
-        y, state = scan(x, mx.maximum(log_a, MIN_LOG_DECAY), b, c, held)
+        y, state = scan(x, mx.maximum(log_a, MIN_LOG_DECAY), b, c, None if cache is None else cache[1])
         if cache is not None:
             cache[1] = state
             cache.advance(u.shape[1])
         y = y + self.D.astype(mx.float32)[:, None] * x
         return y.astype(u.dtype) * nn.silu(self.z_proj(u)).reshape(heads)
 
-    def _convolved(self, xbc: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+    def _convolved(self, xbc: mx.array, mask: Any, cache: Any) -> mx.array:
         """Convolve causally after what the cache holds; keep the last inputs of each row there."""
         length, n_past = xbc.shape[1], self.conv_weight.shape[1] - 1
         if mask is not None:
@@ -136,36 +133,32 @@ def scan(x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, state: mx.array
     if state is None:
         state = mx.zeros((x.shape[0], x.shape[2], x.shape[3], b.shape[3]), mx.float32)
     for begin in range(0, x.shape[1], CHUNK):
-        xq, bq, cq = (t[:, begin : begin + CHUNK].transpose(0, 2, 1, 3) for t in (x, b, c))  # [B, H, Q, .]
-        cum = mx.cumsum(log_a[:, begin : begin + CHUNK].transpose(0, 2, 1), axis=-1)
+        xq, bq, cq = (t[:, begin : begin + CHUNK].swapaxes(1, 2) for t in (x, b, c))  # [B, H, Q, .]
+        cum = mx.cumsum(log_a[:, begin : begin + CHUNK].swapaxes(1, 2), axis=-1)
         seen = mx.tril(mx.ones((cum.shape[-1], cum.shape[-1]), mx.bool_))
         decay = mx.exp(mx.where(seen, cum[..., :, None] - cum[..., None, :], -mx.inf))
         before = mx.exp(cum)[..., None] * (cq @ state.swapaxes(-1, -2))
         ys.append(((cq @ bq.swapaxes(-1, -2)) * decay) @ xq + before)
         added = xq.swapaxes(-1, -2) @ (bq * mx.exp(cum[..., -1:] - cum)[..., None])
         state = mx.exp(cum[..., -1])[..., None, None] * state + added
-    return mx.concatenate(ys, axis=2).transpose(0, 2, 1, 3), state
+    return mx.concatenate(ys, axis=2).swapaxes(1, 2), state
 
 
 class Mixer(nn.Module):
-    """A layer's heads of both kinds, and the teacher's output projection over all of them."""
+    """A layer's heads of both kinds in the teacher's head order, and the output projection over all of them."""
 
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
-        base = args.backbone
-        n_heads, width = base["num_attention_heads"], base["hidden_size"]
-        recurrent = [head for head in range(n_heads) if head not in kept]
+        recurrent = [head for head in range(args.n_heads) if head not in kept]
         if kept:
             self.attention = Attention(args, kept)
         if recurrent:
             self.ssm = Recurrent(args, len(recurrent))
-        places = [*kept, *recurrent]
-        self._order = mx.array([places.index(head) for head in range(n_heads)])
-        head_dim = base.get("head_dim") or width // n_heads
-        has_bias = base["model_type"] == "llama" and base.get("attention_bias", False)
-        self.o_proj = nn.Linear(n_heads * head_dim, width, bias=has_bias)
+        self._order = mx.array([[*kept, *recurrent].index(head) for head in range(args.n_heads)])
+        has_bias = args.has_bias and args.base.model_type == "llama"
+        self.o_proj = nn.Linear(args.n_heads * args.head_dim, args.width, bias=has_bias)
 
-    def __call__(self, x: mx.array, masks: tuple[Any, Any], cache: list[Any]) -> mx.array:
+    def __call__(self, x: mx.array, masks: tuple[Any, Any], cache: Any) -> mx.array:
         heads = []
         if "attention" in self:
             heads.append(self.attention(x, masks[0], cache[0]))
@@ -177,12 +170,11 @@ class Mixer(nn.Module):
 class Layer(nn.Module):
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
-        base = args.backbone
-        self.self_attn, self.mlp = Mixer(args, kept), MLP(SimpleNamespace(**base))
-        self.input_layernorm = nn.RMSNorm(base["hidden_size"], eps=base["rms_norm_eps"])
-        self.post_attention_layernorm = nn.RMSNorm(base["hidden_size"], eps=base["rms_norm_eps"])
+        self.self_attn, self.mlp = Mixer(args, kept), MLP(args.base)
+        self.input_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
 
-    def __call__(self, h: mx.array, masks: tuple[Any, Any], cache: list[Any]) -> mx.array:
+    def __call__(self, h: mx.array, masks: tuple[Any, Any], cache: Any) -> mx.array:
         h = h + self.self_attn(self.input_layernorm(h), masks, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -190,32 +182,30 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        base = args.backbone
-        self.embed_tokens = nn.Embedding(base["vocab_size"], base["hidden_size"])
+        self.embed_tokens = nn.Embedding(args.base.vocab_size, args.width)
         self.layers = [Layer(args, kept) for kept in args.kept]
-        self.norm = nn.RMSNorm(base["hidden_size"], eps=base["rms_norm_eps"])
+        self.norm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
         h = self.embed_tokens(ids)
-        cache = [(None, None)] * len(self.layers) if cache is None else cache
-        held = [one for layer in cache for one in (layer if isinstance(layer, tuple) else layer.caches)]
+        layers = [(None,)] * len(self.layers) if cache is None else [one.caches for one in cache]
+        held = [one for layer in layers for one in layer if one is not None]
+        keys = next((one for one in held if not isinstance(one, ArraysCache)), None)
         states = next((one for one in held if isinstance(one, ArraysCache)), None)
-        keys = next((one for one in held if one is not None and not isinstance(one, ArraysCache)), None)
         masks = create_attention_mask(h, keys), create_ssm_mask(h, states)
-        for layer, one in zip(self.layers, cache):
-            h = layer(h, masks, one if isinstance(one, tuple) else one.caches)
+        for layer, one in zip(self.layers, layers):
+            h = layer(h, masks, one)
         return self.norm(h)
 
 
 class Model(nn.Module):
-    """What mlx-lm asks for: logits of ids, a cache, and the layers."""
+    """What mlx-lm asks for: logits, a cache, the layers, and weights by the names of its modules."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.args, self.model_type = args, args.model_type
-        self.model = Decoder(args)
+        self.args, self.model_type, self.model = args, args.model_type, Decoder(args)
         if not args.tie_word_embeddings:
-            self.lm_head = nn.Linear(args.backbone["hidden_size"], args.backbone["vocab_size"], bias=False)
+            self.lm_head = nn.Linear(args.width, args.base.vocab_size, bias=False)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         h = self.model(inputs, cache)
@@ -223,17 +213,15 @@ class Model(nn.Module):
 
     def make_cache(self) -> list[CacheList]:
         """Make a cache of keys and values where heads were kept, and of states where some are recurrent."""
-        n_heads = self.args.backbone["num_attention_heads"]
         return [
-            CacheList(*([KVCache()] if kept else []), *([ArraysCache(size=2)] if len(kept) < n_heads else []))
+            CacheList(*([KVCache()] if kept else []), *([ArraysCache(2)] if len(kept) < self.args.n_heads else []))
             for kept in self.args.kept
         ]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Take biases that are added later out of their projections, which may be quantized."""
-        late = "a" if self.args.recurrence == "discrete" else "axbc"
-        ending = re.compile(rf"ssm\.([{late}])_proj\.bias$")
-        return {ending.sub(r"ssm.\1_bias", name): tensor for name, tensor in weights.items()}
+        late = re.compile(rf"ssm\.([{'a' if self.args.recurrence == 'discrete' else 'axbc'}])_proj\.bias$")
+        return {late.sub(r"ssm.\1_bias", name): tensor for name, tensor in weights.items()}
 
     @property
     def layers(self) -> list[Layer]:
