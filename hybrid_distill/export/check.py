@@ -365,17 +365,16 @@ def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list
 
 
 def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    """Ask llama.cpp by its C functions: its Python classes show no logits of a prompt."""
+    """Ask llama.cpp by its C functions, which can keep keys and values in float32 as the record does."""
+    import llama_cpp as lib
     import numpy as np
-    from llama_cpp_py_sync import _cffi_bindings as bindings
 
-    lib, ffi = bindings.get_lib(), bindings.get_ffi()
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(folder / "model.gguf").encode(), lib.llama_model_default_params())
     n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     options = lib.llama_context_default_params()
     options.n_ctx = options.n_batch = max(map(len, ids)) + new_tokens
-    options.type_k = options.type_v = 0  # keys and values in float32, as in the record
+    options.type_k = options.type_v = 0  # float32
 
     def logits(context: Any, tokens: Sequence[int], start: int) -> Any:
         batch = lib.llama_batch_init(len(tokens), 0, 1)
@@ -386,7 +385,7 @@ def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) ->
         if status := lib.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode ended with status {status}")
         rows = [lib.llama_get_logits_ith(context, place) for place in range(len(tokens))]
-        found = np.stack([np.frombuffer(ffi.buffer(row, 4 * n_vocab), np.float32) for row in rows])
+        found = np.stack([np.ctypeslib.as_array(row, (n_vocab,)) for row in rows])
         lib.llama_batch_free(batch)
         return found
 
@@ -431,7 +430,7 @@ class Engine(NamedTuple):
 
 ENGINES = {
     "vllm": Engine("vllm", by_vllm),
-    "gguf": Engine("llama_cpp_py_sync", by_llama_cpp),
+    "gguf": Engine("llama_cpp", by_llama_cpp),
     "mlx": Engine("mlx_lm", by_mlx),
     "onnx": Engine("onnxruntime", by_onnxruntime),
 }
