@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs wheel matrix gpu-check oracle
+.PHONY: help demo test test-serving lint docs wheel matrix gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -23,6 +23,20 @@ demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the r
 
 test: $(VENV)/test.stamp ## run the tests, several at a time
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
+
+# Programs that run students ask for versions that do not go together.
+ENGINES := onnx gguf mlx vllm
+
+test-serving: $(ENGINES:%=build/serving/%.stamp) ## run exported students in ONNX Runtime, llama.cpp, MLX and vLLM
+	for engine in $(ENGINES); do \
+		build/serving/$$engine/bin/python -m pytest -rs tests/export/test_engines.py -k $$engine || exit 1; \
+	done
+
+build/serving/%.stamp: pyproject.toml
+	$(PYTHON) -m venv build/serving/$*
+	build/serving/$*/bin/python -m pip install --quiet $(TORCH)
+	build/serving/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest
+	@touch $@
 
 # Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.
 PROOFS := tests/kernels/test_emulated.py tests/kernels/test_compiled.py

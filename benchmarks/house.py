@@ -51,7 +51,7 @@ def lines_by_area() -> dict[str, int]:
 
 
 def step_files() -> list[str]:
-    """Return the files of one training step, as the section "How a batch travels" of docs/architecture.md lists them."""
+    """Return the files of one training step: the section "How a batch travels" of docs/architecture.md lists them."""
     section = (ROOT / "docs/architecture.md").read_text().split("## How a batch travels")[1].split("\n## ")[0]
     return list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", section)))
 

@@ -98,10 +98,11 @@ class StudentConfig:
     """State size N of each head."""
     conv_width: Count = 4
     """Tokens that the causal convolution before a head sees."""
-    recurrence: Literal["discrete", "mamba2", "gdn"] = "discrete"
+    recurrence: Literal["discrete", "mamba2", "mamba2-stock", "gdn"] = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
-    scaled by the step, which can be exported without remote code (docs/export.md). ``gdn``: the gated delta rule, which
-    replaces what the state holds under a key (docs/method.md)."""
+    scaled by the step, which can be exported without remote code (docs/export.md). ``mamba2-stock``: without a bias at
+    the gate, which llama.cpp has no place for. ``gdn``: the gated delta rule, which replaces what the state holds under
+    a key (docs/method.md)."""
     init: Init = "fitted"
     """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``teacher`` without a fit;
     ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the start and after 50 steps;

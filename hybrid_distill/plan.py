@@ -194,10 +194,30 @@ class HeadPlan:
 
         windows = windows or [None] * scores.n_layers
         weights = [[weight(n_kept, window) for n_kept in range(group_size + 1)] for window in windows]
-        value_LH, tie_break_LH = (
-            np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
-        )
-        return cls.from_pairs(scores, _best_heads(value_LH + TIE_BREAK * tie_break_LH, weights, capacity))
+        parts = [
+            [(cost, *choice) for cost, choice in zip(weights[layer], group)]
+            for layer, groups in enumerate(_group_values(scores, by))
+            for group in groups
+        ]
+        return cls.from_pairs(scores, _best_heads(parts, capacity))
+
+    @classmethod
+    def container_friendly(cls, scores: Scored, k: int, kv_heads: int, by: str = "retrieval") -> HeadPlan:
+        """Keep the ``k`` heads of greatest total score that need at most ``kv_heads`` KV heads in any layer.
+
+        Every layer of a Falcon-H1 has as many KV heads as the fullest one needs (`container_bytes`). Scores are those
+        of `under_budget`. Raises ValueError where so few KV heads cannot serve ``k`` heads.
+        """
+        cls.check_k(scores, k)
+        COUNT.check("kv_heads", kv_heads)
+        parts = [_layer_choices(groups, kv_heads) for groups in _group_values(scores, by)]
+        if (most := sum(max(len(heads) for _, _, heads in choices) for choices in parts)) < k:
+            raise ValueError(
+                f"{kv_heads} KV heads in each layer serve {most} heads; take a smaller k, or more KV heads."
+            )
+        bonus = 1 + 2 * max(abs(value) for choices in parts for _, value, _ in choices)  # so that no place stays empty
+        parts = [[(n, value + n * bonus, heads) for n, value, heads in choices] for choices in parts]
+        return cls.from_pairs(scores, _best_heads(parts, k))
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
@@ -317,6 +337,20 @@ def cache_bytes(
     )
 
 
+def container_bytes(
+    plan: HeadPlan, *, length: int, head_dim: int, d_state: int, bytes_per_element: int = BF16_BYTES
+) -> int:
+    """Count the bytes of the plan's cache in a Falcon-H1, in which every layer is as large as the fullest one.
+
+    As `cache_bytes`, without the convolution states. Each layer has at least one head of each kind.
+    """
+    layers = range(plan.n_layers)
+    n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))
+    n_ssm_heads = max(1, *(len(plan.recurrent_in(layer)) for layer in layers))
+    kv, ssm = 2 * n_kv_heads * head_dim * length * bytes_per_element, n_ssm_heads * head_dim * d_state * STATE_BYTES
+    return plan.n_layers * (kv + ssm)
+
+
 @cache
 def _warn_once(text: str) -> None:
     """Log a warning the first time: a run makes its plan twice, to check it and to follow it."""
@@ -326,30 +360,58 @@ def _warn_once(text: str) -> None:
 _cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that name
 
 
-def _best_heads(value_LH: np.ndarray, weights: Sequence[Sequence[int]], capacity: int) -> list[HeadId]:
-    """Find the heads of greatest total value; a KV group of a layer with n kept heads weighs ``weights[layer][n]``."""
-    n_heads = value_LH.shape[1]
-    groups = []  # of each, by the number of heads kept: weight and value; the heads, best first
-    for layer, weight_N in enumerate(weights):
-        for group_H in np.arange(n_heads).reshape(-1, len(weight_N) - 1):
-            heads = [HeadId(layer, int(head)) for head in group_H if not math.isnan(value_LH[layer, head])]
+Choice = tuple[int, float, tuple[HeadId, ...]]
+"""Heads that may be kept of one group or layer: what they weigh, what they are worth, which they are."""
+
+
+def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[HeadId, ...]]]]]:
+    """For each KV group of each layer, list the best 0, 1, 2 ... of its heads with their total value."""
+    value_LH, tie_break_LH = (
+        np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
+    )
+    value_LH, n_groups = value_LH + TIE_BREAK * tie_break_LH, scores.n_kv_heads
+    found = []
+    for layer, value_H in enumerate(value_LH):
+        found.append([])
+        for group_H in np.arange(len(value_H)).reshape(n_groups, -1):
+            heads = [HeadId(layer, int(head)) for head in group_H if not math.isnan(value_H[head])]
             heads.sort(key=lambda head: -value_LH[head])
-            values = np.cumsum([0.0, *(value_LH[head] for head in heads)])
-            groups.append((np.array(weight_N[: len(values)], dtype=np.int64), values, heads))
-    least = sum(int(weight_N.min()) for weight_N, _, _ in groups)
+            found[-1].append([(sum(value_LH[h] for h in heads[:n]), tuple(heads[:n])) for n in range(len(heads) + 1)])
+    return found
+
+
+def _layer_choices(groups: Sequence[Sequence[tuple[float, tuple[HeadId, ...]]]], kv_heads: int) -> list[Choice]:
+    """List the best 0, 1, 2 ... heads of a layer that no more than ``kv_heads`` of its groups hold."""
+    best: dict[tuple[int, int], tuple[float, tuple[HeadId, ...]]] = {(0, 0): (0.0, ())}  # by groups, heads
+    for group in groups:
+        for (used, n), (value, heads) in list(best.items()):
+            for more, of_group in group[1:] if used < kv_heads else ():
+                place = (used + 1, n + len(of_group))
+                if place not in best or best[place][0] < value + more:
+                    best[place] = (value + more, heads + of_group)
+    of_size: dict[int, Choice] = {}
+    for (_, n), (value, heads) in best.items():
+        of_size[n] = max(of_size.get(n, (n, -math.inf, ())), (n, value, heads), key=lambda choice: choice[1])
+    return list(of_size.values())
+
+
+def _best_heads(parts: Sequence[Sequence[Choice]], capacity: int) -> list[HeadId]:
+    """Find the heads of greatest total value that do not weigh more than ``capacity``: one choice of each part."""
+    least = sum(min(weight for weight, _, _ in choices) for choices in parts)
     if least > capacity:
         raise ValueError(f"no plan fits into {capacity:,}: the smallest needs {least:,}; raise the budget.")
     room, weight, value, steps = capacity - least, np.zeros(1, dtype=np.int64), np.zeros(1), []
-    for weight_N, value_N, _ in groups:
-        weight = np.add.outer(weight, weight_N - weight_N.min()).ravel()
-        value = np.add.outer(value, value_N).ravel()
+    for choices in parts:
+        weights, values = np.array([choice[0] for choice in choices]), np.array([choice[1] for choice in choices])
+        weight = np.add.outer(weight, weights - weights.min()).ravel()
+        value = np.add.outer(value, values).ravel()
         order = np.lexsort((-value, weight))
         best_lighter = np.maximum.accumulate(np.concatenate([[-np.inf], value[order]]))[:-1]
         chosen = order[(value[order] > best_lighter) & (weight[order] <= room)]
         weight, value = weight[chosen], value[chosen]
         steps.append(chosen)
-    place, kept = len(value) - 1, []
-    for chosen, (_, value_N, heads) in zip(reversed(steps), reversed(groups)):
-        place, n_kept = divmod(int(chosen[place]), len(value_N))
-        kept += heads[:n_kept]
+    place, kept = len(value) - 1, list[HeadId]()
+    for chosen, choices in zip(reversed(steps), reversed(parts)):
+        place, choice = divmod(int(chosen[place]), len(choices))
+        kept += choices[choice][2]
     return kept

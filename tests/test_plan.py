@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hybrid_distill.cli.plan import PlanJob, make_plan
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 LAYERS, HEADS, KV_HEADS = 3, 8, 4
@@ -223,6 +224,21 @@ def test_a_model_of_a_thousand_heads() -> None:
     assert 0.98 * budget < size(plan, 4096) <= budget
 
 
+@pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
+def test_no_plan_of_as_many_heads_under_the_cap_is_worth_more(scores: Any) -> None:
+    plans = every_plan(scores)
+    for cap in range(1, scores.n_kv_heads + 1):
+        for k in range(5):
+            allowed = [scores.worth(plan) for plan in plans if plan.k == k and max(kv_counts(plan)) <= cap]
+            if not allowed:
+                with pytest.raises(ValueError, match=f"{cap} KV heads in each layer serve"):
+                    HeadPlan.container_friendly(scores, k, cap)
+                continue
+            found = HeadPlan.container_friendly(scores, k, cap)
+            assert found.k == k and max(kv_counts(found)) <= cap and found.teacher == "abc"
+            assert scores.worth(found) == pytest.approx(max(allowed), abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -239,3 +255,18 @@ def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -
     scores: Any = Scores(2, 4, 2)
     with pytest.raises(ValueError, match=message):
         HeadPlan.under_budget(scores, **arguments)
+
+
+def test_the_command_writes_the_plan_with_the_smallest_cache_or_the_best_within_a_limit(
+    scores: Path, tmp_path: Path
+) -> None:
+    job = PlanJob(k=6, container_friendly=True, to=tmp_path / "plan.json")
+    table = make_plan(scores, replace(job, model="tiny"))
+    plan = HeadPlan.load(job.to)
+    assert plan.k == 6 and max(kv_counts(plan)) == 1 and {(2, 6), (0, 1), (5, 5), (1, 2)} <= set(plan.kept)
+    # 6 layers: a KV head of 16 channels over 4,096 tokens in 16 bit; 8 heads with a state of 16 x 16 in 32 bit
+    assert f"{6 * (2 * 16 * 4096 * 2 + max(len(plan.recurrent_in(n)) for n in range(6)) * 1024) / 1e6:.3f}" in table
+    make_plan(scores, replace(job, model="tiny", max_mb=3.3))
+    assert max(kv_counts(HeadPlan.load(job.to))) <= 2
+    with pytest.raises(ValueError, match=r"no plan fits into --max-mb 0\.1: the smallest needs 1\.6"):
+        make_plan(scores, replace(job, model="tiny", max_mb=0.1))

@@ -21,7 +21,7 @@ from ..scoring import HeadScores
 
 @dataclass(frozen=True)
 class ExportJob:
-    """Write a trained student so that others can load it, in one of three forms, and prove that it is the student."""
+    """Write a trained student so that others can load it, in one of several forms, and prove that it is the student."""
 
     model: Path
     """Folder of a finished run, or of an export of it (remote-code or safetensors)."""
@@ -29,7 +29,8 @@ class ExportJob:
     """New folder for the export, or an export to replace."""
     form: Form = "remote-code"
     """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
-    FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload."""
+    FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload. ``vllm``, ``gguf`` (llama.cpp),
+    ``mlx``, ``onnx``: for these programs (docs/serving.md)."""
     max_shard_size: str = "2GB"
     """Largest size of a file of weights; a large value merges them into one."""
 
@@ -69,7 +70,7 @@ def export_student(job: ExportJob) -> GateReport:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
-    """Write a student so that others can load it: remote code, a stock Falcon-H1, or safetensors (docs/export.md).
+    """Write a student so that others can load it: transformers, vLLM, llama.cpp, MLX, ONNX Runtime (docs/export.md).
 
     Another process loads what was written, and must compute what the student does.
     """

@@ -1,4 +1,5 @@
-"""Check an exported checkpoint where it lies. Needs torch and transformers; the form safetensors needs hybrid_distill.
+"""Check an exported checkpoint where it lies. Needs torch and transformers; the form safetensors needs hybrid_distill;
+the forms onnx, gguf, mlx and vllm need the program that runs them.
 
     python gate/check.py [FOLDER] [--device cpu]
 
@@ -11,6 +12,9 @@ Every export carries this program and a record of what the exported model comput
 - logits from a cache, and in a left-padded batch, are those of each prompt alone;
 - greedy tokens are those recorded, with cache, without, and in the batch.
 
+Of a form for another program: that every file is the one that was written, that the tokenizer gives the same ids, and
+that the program computes the recorded logits, where it shows them, and greedy tokens.
+
 Exit status: 0 if all hold, 1 if one does not, 2 if there is nothing to check, or nothing to load it with.
 """
 
@@ -21,8 +25,9 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,7 +50,7 @@ Record: TypeAlias = dict[str, Any]
 Model: TypeAlias = Any
 """A model of transformers, whose class may come with the checkpoint."""
 FORMAT = "hybrid-distill/export-gate/1"
-FORMS = ("remote-code", "falcon-h1", "safetensors")
+FORMS = ("remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx", "onnx")
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -100,18 +105,24 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
 
     record, prompts = read_record(gate), load_prompts(gate, device)
     yield _none("pickled files", [path.name for path in folder.rglob("*") if path.suffix in PICKLES])
-    if record["form"] != "remote-code":
-        named = json.loads((folder / "config.json").read_text()).get("auto_map", {})
-        code = sorted(path.name for path in folder.glob("*.py"))
-        yield _none("remote code", [*code, *(f"auto_map: {name}" for name in sorted(named))])
-    yield check_tensors_on_disk(folder, record)
+    if record["form"] in ENGINES:
+        yield check_files(folder, record)
+    else:
+        if record["form"] != "remote-code":
+            named = json.loads((folder / "config.json").read_text()).get("auto_map", {})
+            code = sorted(path.name for path in folder.glob("*.py"))
+            yield _none("remote code", [*code, *(f"auto_map: {name}" for name in sorted(named))])
+        yield check_tensors_on_disk(folder, record)
     # The model type of the form safetensors is not known to transformers; without trust, transformers 5 asks.
     trust: Record = {"trust_remote_code": True} if record["form"] == "remote-code" else {}
     if record["texts"]:
-        kind = PreTrainedTokenizerFast if record["form"] == "safetensors" else AutoTokenizer
+        kind = AutoTokenizer if record["form"] in ("remote-code", "falcon-h1") else PreTrainedTokenizerFast
         tokenizer = kind.from_pretrained(folder, **trust)
         wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
         yield _none("tokenizer: texts with other ids", wrong)
+    if record["form"] in ENGINES:
+        yield from check_engine(folder, record, prompts)
+        return
     model, loading = load_model(folder, record, device, trust)
     yield loading
     limits = dict(TOLERANCE[model.dtype])
@@ -173,6 +184,18 @@ def check_tensors_on_disk(folder: Path, record: Record) -> Check:
     return _none(f"{len(expected)} tensors on disk: wrong", wrong)
 
 
+def check_files(folder: Path, record: Record) -> Check:
+    """Compare the files of a form for another program with the record."""
+    wrong = []
+    for name, expected in record["files"].items():
+        if not (folder / name).is_file():
+            wrong.append(f"{name} is missing")
+        elif hashlib.sha256((folder / name).read_bytes()).hexdigest() != expected:
+            wrong.append(f"{name} has changed")
+    wrong += [f"{path.name} is unknown" for path in folder.glob("*.py") if path.name not in record["files"]]
+    return _none(f"{len(record['files'])} files on disk: wrong", wrong)
+
+
 def load_model(folder: Path, record: Record, device: str, trust: Record) -> tuple[Model, Check]:
     """Load the model as its form is loaded; check that every tensor is in its place and none newly initialized."""
     if record["form"] == "safetensors":
@@ -200,9 +223,7 @@ def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> I
     """Compare logits and greedy tokens: with the record, from a cache, and in a batch with each prompt alone."""
     length = len(prompts.generated[0])
 
-    def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> Check:
-        worst = torch.stack([(ours - theirs).abs().max() for ours, theirs in zip(found, expected, strict=True)]).max()
-        return Check(f"{name}, logits", float(worst) / prompts.scale, limit)  # NaN where there is one
+    compare = partial(check_logits, scale=prompts.scale)
 
     def full_forward(ids_L: Tensor) -> Tensor:
         return model(input_ids=ids_L[None], use_cache=False).logits[0].float()
@@ -222,14 +243,26 @@ def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> I
         "uncached": [out.tokens_BT[0] for out in uncached],
         "left-padded batch": greedy(model, *left_padded(prompts.ids), length).tokens_BT,
     }
-    rounding = 2 * max(limits.values()) * prompts.scale
     for way, generated in ways.items():
-        different = compared = 0
-        for tokens_T, expected_T, leads_T in zip(generated, prompts.generated, prompts.leads):
-            clear_T = (leads_T > rounding).cumprod(0).bool()  # up to the first token whose lead may be rounding
-            different += int((tokens_T != expected_T)[clear_T].sum())
-            compared += int(clear_T.sum())
-        yield Check(f"generated tokens, {way}: different of {compared}", different, 0)
+        yield check_tokens(way, generated, prompts, max(limits.values()))
+
+
+def check_tokens(way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, limit: float) -> Check:
+    """Compare greedy tokens with the record, up to the first one whose lead may be rounding."""
+    different = compared = 0
+    for tokens_T, expected_T, leads_T in zip(generated, prompts.generated, prompts.leads, strict=True):
+        clear_T = (leads_T > 2 * limit * prompts.scale).cumprod(0).bool()
+        different += int((tokens_T != expected_T)[clear_T].sum())
+        compared += int(clear_T.sum())
+    return Check(f"generated tokens, {way}: different of {compared}", different, 0)
+
+
+def check_logits(
+    name: str, found: Sequence[Tensor], expected: Sequence[Tensor], limit: float, *, scale: float
+) -> Check:
+    """Compare logits of several prompts, relative to the largest one."""
+    worst = torch.stack([(ours - theirs).abs().max() for ours, theirs in zip(found, expected, strict=True)]).max()
+    return Check(f"{name}, logits", float(worst) / scale, limit)  # NaN where there is one
 
 
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
@@ -281,6 +314,128 @@ def greedy(model: Model, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int
     return Greedy(out.sequences[:, ids_BL.shape[1] :], leads_BT, torch.stack(out.logits, dim=1).float())
 
 
+class Answer(NamedTuple):
+    """Logits [L, V] of a prompt, where a program shows them, and the greedy tokens that continue it."""
+
+    logits: Any
+    tokens: Sequence[int]
+
+
+def check_engine(folder: Path, record: Record, prompts: Prompts) -> Iterator[Check]:
+    """Compare what another program computes with the record."""
+    engine, limit = ENGINES[record["form"]], TOLERANCE[getattr(torch, record["computes"])]["order"]
+    found = engine.answers(folder, [ids_L.tolist() for ids_L in prompts.ids], len(prompts.generated[0]))
+    if found[0].logits is not None:
+        columns = [torch.as_tensor(answer.logits).float()[:, prompts.columns] for answer in found]
+        yield check_logits(f"{engine.package} = exported model", columns, prompts.logits, limit, scale=prompts.scale)
+    yield check_tokens(engine.package, [torch.tensor(answer.tokens) for answer in found], prompts, limit)
+
+
+def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+    import numpy as np
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    outputs, sizes = [put.name for put in session.get_outputs()], {"batch": 1, "past_length": 0}
+    states = {put.name: [sizes.get(size, size) for size in put.shape] for put in session.get_inputs()}
+    empty = {name: np.zeros(shape, np.float32) for name, shape in states.items() if name.startswith("past")}
+    answers = []
+    for prompt in ids:
+        past, given, logits_1LV, tokens = empty, [list(prompt)], None, list[int]()
+        for _ in range(new_tokens):
+            seen = np.ones((1, len(prompt) + len(tokens)), np.int64)
+            found = session.run(outputs, {"input_ids": np.array(given), "attention_mask": seen, **past})
+            present = dict(zip(outputs, found))
+            logits_1LV = present["logits"] if logits_1LV is None else logits_1LV
+            tokens.append(int(present["logits"][0, -1].argmax()))
+            past = {name: present[name.replace("past_key_values", "present")] for name in empty}
+            given = [tokens[-1:]]
+        answers.append(Answer(logits_1LV[0], tokens))
+    return answers
+
+
+def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+    from vllm import LLM, SamplingParams
+
+    longest = max(map(len, ids)) + new_tokens
+    engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=longest)
+    asked = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    found = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in ids], asked)
+    return [Answer(None, list(answer.outputs[0].token_ids)) for answer in found]
+
+
+def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+    """Ask llama.cpp by its C functions, which can keep keys and values in float32 as the record does."""
+    import llama_cpp as lib
+    import numpy as np
+
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(folder / "model.gguf").encode(), lib.llama_model_default_params())
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    options = lib.llama_context_default_params()
+    options.n_ctx = options.n_batch = max(map(len, ids)) + new_tokens
+    options.type_k = options.type_v = 0  # float32
+
+    def logits(context: Any, tokens: Sequence[int], start: int) -> Any:
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, start + place, 1
+            batch.seq_id[place][0], batch.logits[place] = 0, 1
+        if status := lib.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode ended with status {status}")
+        rows = [lib.llama_get_logits_ith(context, place) for place in range(len(tokens))]
+        found = np.stack([np.ctypeslib.as_array(row, (n_vocab,)) for row in rows])
+        lib.llama_batch_free(batch)
+        return found
+
+    answers = []
+    for prompt in ids:
+        context = lib.llama_init_from_model(model, options)
+        latest_LV = first_LV = logits(context, prompt, 0)
+        tokens = [int(latest_LV[-1].argmax())]
+        while len(tokens) < new_tokens:
+            latest_LV = logits(context, tokens[-1:], len(prompt) + len(tokens) - 1)
+            tokens.append(int(latest_LV[-1].argmax()))
+        answers.append(Answer(first_LV, tokens))
+        lib.llama_free(context)
+    return answers
+
+
+def by_mlx(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder, trust_remote_code=True)  # its model file, an own one (verify_export)
+    model.set_dtype(mx.float32)
+    answers = []
+    for prompt in ids:
+        cache, tokens = make_prompt_cache(model), list[int]()
+        first = latest = model(mx.array([prompt]), cache=cache)
+        for _ in range(new_tokens):
+            tokens.append(int(latest[0, -1].argmax()))
+            latest = model(mx.array([tokens[-1:]]), cache=cache)
+        answers.append(Answer(np.array(first[0]), tokens))
+    return answers
+
+
+class Engine(NamedTuple):
+    """The package of a program, and the function that asks it."""
+
+    package: str
+    answers: Callable[[Path, Sequence[Sequence[int]], int], list[Answer]]
+
+
+ENGINES = {
+    "vllm": Engine("vllm", by_vllm),
+    "gguf": Engine("llama_cpp", by_llama_cpp),
+    "mlx": Engine("mlx_lm", by_mlx),
+    "onnx": Engine("onnxruntime", by_onnxruntime),
+}
+
+
 def _none(name: str, found: Sequence[str], shown: int = 8) -> Check:
     """Make a check that nothing was found."""
     more = f"; and {len(found) - shown} more" if len(found) > shown else ""
@@ -311,6 +466,8 @@ def main() -> int:
         print(f"{options.folder} is not an export: {error}", file=sys.stderr)
         return 2
     needs = ["torchao"] if record["quantized"] else []
+    if record["form"] in ENGINES:
+        needs.append(ENGINES[record["form"]].package)
     if record["form"] == "safetensors":
         needs.append("hybrid_distill")
     else:  # as on a machine that does not have them: importing them fails

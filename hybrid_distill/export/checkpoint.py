@@ -1,12 +1,14 @@
 """Write an exported folder: weights, configuration, code, tokenizer, plan, scores, results, model card.
 
-Its form is one of three: ``remote-code``, the student with its Python files; ``falcon-h1``, the same function as a
-stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to reload.
+Its form is one of three for transformers: ``remote-code``, the student with its Python files; ``falcon-h1``, the same
+function as a stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to reload. Others are for other
+programs (engines.py).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..evaluation.evaluate import EvalResult
 from ..guard import INDEX, MARK, MODEL_CODE
-from ..io import Record, read_json, save_tensors, write_json, write_text
+from ..io import Record, file_hash, read_json, save_tensors, write_json, write_text
 from ..locking import locked
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import ATTENTION
@@ -29,11 +31,13 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
+from .engines import absent_engine, writer
 from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
 from .versions import oldest_transformers
 
-Form = Literal["remote-code", "falcon-h1", "safetensors"]
+Form = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx", "onnx"]
+log = logging.getLogger(__name__)
 AUTO_MAP = {
     "AutoConfig": "configuration_hybrid.HybridConfig",
     "AutoModelForCausalLM": "modeling_hybrid.HybridForCausalLM",
@@ -74,13 +78,18 @@ def export_checkpoint(
     if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(f"{path} holds files that are not an export; pass a new folder, or an export to replace.")
     tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
+    engine, files = writer(form, student), None
     with replacing_folder(path) as folder:
-        write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
-        write_configuration(student, folder, form)
-        for file in MODEL_CODE.glob("[!_]*.py") if form == "remote-code" else ():
-            shutil.copyfile(file, folder / file.name)
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
+        if engine is not None:
+            engine.write(student, tokenizer, folder)
+            files = {found.name: file_hash(found) for found in sorted(folder.iterdir())}
+        else:
+            write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
+            write_configuration(student, folder, form)
+            for file in MODEL_CODE.glob("[!_]*.py") if form == "remote-code" else ():
+                shutil.copyfile(file, folder / file.name)
         plan.save(folder / "plan.json")
         if scores is not None:
             scores.save(folder / "head_scores.json")
@@ -93,12 +102,14 @@ def export_checkpoint(
         origin = {"license": license, "base_model": base_model}
         card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         write_text(folder / "README.md", card)
-        export_gate.write_record(student, tokenizer, folder, tied=tied, form=form)
-        if not gate:
-            return GateReport()
-        report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
-        write_json(folder / "gate" / "report.json", report.to_dict())
-        return report
+        export_gate.write_record(student, tokenizer, folder, tied=tied, form=form, files=files)
+        if gate and (absent := absent_engine(form)):
+            log.warning("%s was not checked: %s, which runs it, is not installed here (docs/serving.md)", path, absent)
+        elif gate:
+            report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
+            write_json(folder / "gate" / "report.json", report.to_dict())
+            return report
+        return GateReport()
 
 
 @contextmanager

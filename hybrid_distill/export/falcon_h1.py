@@ -25,6 +25,7 @@ BACKBONES = ("llama", "mistral", "qwen2")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps",
          "max_position_embeddings", "initializer_range", "tie_word_embeddings")  # fmt: skip
+_MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 
 _BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
 
@@ -63,10 +64,10 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be a Falcon-H1."""
     config, backbone = student.config, student.model.config
     found = []
-    if config.recurrence != "mamba2" and any(mixer.ssm for mixer in student.mixers()):
+    if not config.recurrence.startswith("mamba2") and any(mixer.ssm for mixer in student.mixers()):
         found.append(
-            f"its recurrent heads are {config.recurrence}: Falcon-H1 scales what enters a state by the step of "
-            "which the decay is made, and cannot divide by it again"
+            f"its recurrent heads are {config.recurrence}, and Falcon-H1's are Mamba-2's, which scale what enters a state "
+            "by the step of which the decay is made"
         )
     if backbone.model_type not in BACKBONES:
         found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
@@ -113,6 +114,10 @@ def configuration(student: HybridForCausalLM) -> Record:
         "mamba_proj_bias": True,
         "mamba_rms_norm": False,
         "projectors_bias": True,
+        # All 1, as transformers assumes; mlx-lm and llama.cpp's converter do not.
+        **dict.fromkeys([f"{name}_multiplier" for name in _MULTIPLIERS], 1.0),
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
     }
 
 

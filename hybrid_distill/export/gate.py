@@ -28,6 +28,7 @@ from ..progress import Phase
 from ..teacher import eval_mode
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
+from .engines import absent_engine
 from .falcon_h1 import container
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
@@ -74,28 +75,45 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
 
     The folder is compared with what was recorded when it was exported; ``device`` is where the reloaded model runs. The
     folder's code runs there, so it must be this package's own, byte for byte, unless ``trust_remote_code``. Raises
-    ExportError when the process ends without a result, ValueError for a folder that is not an export or that
-    `check_checkpoint` refuses.
+    ExportError when the process ends without a result or a file of a form for another program has changed, ValueError
+    for a folder that is not an export, that `check_checkpoint` refuses, or whose program is not installed here.
     """
     folder = Path(path)
     if not (folder / MARK).is_file():
         check_no_run(folder)
         raise ValueError(f"{folder} is not an export, for it has no {MARK}; pass the folder of an export.")
-    if not trust_remote_code:
-        if other := foreign_code(folder):
+    form = read_json(folder / MARK).get("form")
+    if form in program.ENGINES:
+        check_unchanged(folder)
+        own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
+        other = [file.name for file in folder.glob("*.py") if file_hash(file) not in own]
+        _refuse_code(other, folder, trust_remote_code)
+        if absent := absent_engine(form):
             raise ValueError(
-                f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
-                "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
+                f"{folder} is run by {absent}, which is not installed here: only its files were checked. Run "
+                f"pip install 'hybrid-distill[{form}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
             )
+    elif not trust_remote_code:
+        _refuse_code(foreign_code(folder), folder, trust_remote_code)
         check_checkpoint(folder)
     return run_gate(folder, device)
+
+
+def _refuse_code(other: list[str], folder: Path, trusted: bool) -> None:
+    if other and not trusted:
+        raise ValueError(
+            f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
+            "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
+        )
 
 
 def check_unchanged(folder: Path) -> None:
     """Raise ExportError, naming tensors, where an export's files are not those that passed its gate."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
-    check = program.check_tensors_on_disk(folder, program.read_record(folder / "gate"))
+    record = program.read_record(folder / "gate")
+    look = program.check_files if record["form"] in program.ENGINES else program.check_tensors_on_disk
+    check = look(folder, record)
     if not check.ok:
         raise ExportError(f"{folder} is not as it was exported: {check.name} {check.measured:g} ({check.detail}).")
 
@@ -113,15 +131,18 @@ def write_record(
     *,
     tied: Mapping[str, str],
     form: str = program.FORMS[0],
+    files: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``gate/`` of an export: the program that checks it, and what ``student`` and ``tokenizer`` compute.
 
-    ``tied`` maps a name to the name its tensor is stored by. Raises ValueError for a student that ``form`` cannot
+    ``tied`` maps a name to the name its tensor is stored by; ``files`` has the hashes of what another program reads.
+    Raises ValueError for a student that ``form`` cannot
     express.
     """
     texts = [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
     # Two programs that compute one function differ by their rounding: what they have in common shows in float32.
-    reference = copy.deepcopy(student).float() if form == "falcon-h1" else student
+    other_program = form == "falcon-h1" or form in program.ENGINES
+    reference = copy.deepcopy(student).float() if other_program else student
     record = {
         "format": program.FORMAT,
         "form": form,
@@ -129,8 +150,12 @@ def write_record(
         "computes": str(reference.dtype).removeprefix("torch."),
         "tied": dict(tied),
         "texts": texts,
-        "tensors": {name: tensor_hash(tensor) for name, tensor in stored_tensors(student, form).items()},
+        "tensors": {},
     }
+    if files is None:
+        record["tensors"] = {name: tensor_hash(tensor) for name, tensor in stored_tensors(student, form).items()}
+    else:
+        record["files"] = dict(files)
     _begin_record(folder, record)
     prompts = record_prompts(reference, [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)])
     lists = {name: tensors for name, tensors in vars(prompts).items() if name != "columns"}

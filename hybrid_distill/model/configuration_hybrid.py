@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-RECURRENCES = ("discrete", "mamba2", "gdn")
+RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that every machine has."""
 

@@ -125,13 +125,16 @@ class Recurrence(NamedTuple):
     """Rows of ``a_proj`` for each head: the raw decay, and what else the recurrence has a gate for."""
     has_silu: bool = False
     """Biases of x, B and C stand behind the convolution, and a SiLU follows."""
+    has_gate_bias: bool = True
     steps_in_place: bool = False
     """A decoding step may run in one kernel."""
 
 
+_MAMBA2 = Recurrence(keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True)
 FORMS = {
     "discrete": Recurrence(steps_in_place=True),
-    "mamba2": Recurrence(keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True),
+    "mamba2": _MAMBA2,
+    "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
     "gdn": Recurrence(gated_delta_scan, gated_delta_step, _delta_matrix, lambda b, raw: unit_keys(b), n_gates=2),
 }
 """Forms of the recurrent heads by the names of `RECURRENCES`."""
@@ -148,11 +151,11 @@ class SSMHeads(nn.Module):
 
     This is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
     other programs know: the biases of x, B and C stand behind the convolution, a SiLU follows, and the input of the
-    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u).
+    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u). With ``mamba2-stock`` the gate has no bias, as in
+    published models.
 
-    With ``gdn`` the state follows the gated delta rule (`gated_delta`): x is the value, B over its length the key, C the
-    query, and ``a_proj`` has a second row for each head, behind its decay's: the write gate. All else is as in
-    ``discrete``, so that these rows are all that it has more.
+    With ``gdn`` the state follows the gated delta rule (`gated_delta`): x is the value, B over its length the key, C
+    the query. ``a_proj`` has a second row for each head, the write gate, behind its decay's; all else is ``discrete``.
 
     ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
     segment, so that memory grows with the segment and not with the row.
@@ -177,7 +180,7 @@ class SSMHeads(nn.Module):
         self.x_proj = linear(hidden_size, n_heads * head_dim)
         self.b_proj = linear(hidden_size, n_heads * d_state)
         self.c_proj = linear(hidden_size, n_heads * d_state)
-        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim)
+        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=self.form.has_gate_bias)
         self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_gates)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
         n_channels = sum(self.sizes)
@@ -196,8 +199,11 @@ class SSMHeads(nn.Module):
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
             projection.bias.zero_()
-        self.z_proj.weight.zero_()
-        self.z_proj.bias.fill_(OPEN_GATE)
+        if self.z_proj.bias is None:
+            self.z_proj.weight.normal_(std=std)
+        else:
+            self.z_proj.weight.zero_()
+            self.z_proj.bias.fill_(OPEN_GATE)
         self.conv_weight.zero_()
         self.conv_weight[:, -1] = 1.0
         if self.conv_bias is not None:

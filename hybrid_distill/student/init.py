@@ -91,6 +91,7 @@ def init_ssm(
 
     The inits of `CALIBRATED` need a ``trace``, the others ignore it.
     """
+    open_D: Tensor | float = 0.0
     if init == "random":
         width = _projection(site, "value").in_features
         x_weight = _normal(generator, len(heads) * site.head_dim, width, like=_projection(site, "value").weight)
@@ -104,6 +105,7 @@ def init_ssm(
         per_head = [_rows(site, "value", head // group_size) for head in heads]
         x_weight, x_bias = (torch.cat(column) for column in zip(*per_head))
         inputs = _input_statistics(site, trace if init in CALIBRATED else None)
+        open_D = OPEN_GATE * torch.cholesky_solve(inputs[0].unsqueeze(1), inputs[1])[:, 0]
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
         if init == "fitted":
@@ -118,7 +120,7 @@ def init_ssm(
     a_bias = raw_decay(chosen.half_life_R)
     if config.recurrence == "gdn":
         a_bias = torch.stack([a_bias, torch.full_like(a_bias, RAW_WRITE)], dim=1).flatten()
-    if config.recurrence == "mamba2":
+    if config.recurrence.startswith("mamba2"):
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
         x_weight, x_bias = _before_silu(x_weight, x_bias)
         b_weight, b_bias = _before_silu(b_weight / step_C.unsqueeze(1), b_bias / step_C)
@@ -130,6 +132,9 @@ def init_ssm(
     layout, norms = site.layout, (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
     from_v = _names(site, layout.value) if init != "random" else ()
     from_qk = _names(site, layout.query, layout.key, *norms) if init != "random" else ()
+    gate = {"z_proj.weight": torch.zeros_like(x_weight), "z_proj.bias": torch.full_like(x_bias, OPEN_GATE)}
+    if config.recurrence == "mamba2-stock":  # open on average, where data says what the inputs are on average
+        gate = {"z_proj.weight": open_D + _normal(generator, *x_weight.shape, like=x_weight)}
     return {
         "x_proj.weight": (x_weight, from_v),
         "x_proj.bias": (x_bias, from_v),
@@ -137,8 +142,7 @@ def init_ssm(
         "b_proj.bias": (b_bias, from_qk),
         "c_proj.weight": (c_weight, from_qk),
         "c_proj.bias": (c_bias, from_qk),
-        "z_proj.weight": (torch.zeros_like(x_weight), ()),
-        "z_proj.bias": (torch.full_like(x_bias, OPEN_GATE), ()),
+        **{name: (tensor, ()) for name, tensor in gate.items()},
         "a_proj.weight": (x_weight.new_zeros(len(a_bias), x_weight.shape[1]), ()),
         "a_proj.bias": (a_bias, ()),
         "conv_weight": (conv, ()),

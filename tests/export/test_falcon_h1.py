@@ -19,7 +19,7 @@ from hybrid_distill.export.card import model_card
 from hybrid_distill.export.check import greedy, left_padded
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
-from hybrid_distill.plan import HeadPlan
+from hybrid_distill.plan import HeadPlan, container_bytes
 from hybrid_distill.student.build import build_student
 
 TOLERANCE = 1e-5  # relative to the largest logit; measured: 2e-7 to 8e-7
@@ -71,6 +71,9 @@ def test_a_falcon_h1_computes_what_the_student_computes(family: str, kept: list[
     ids_BL, mask_BL = left_padded([ids_BL[0, :3], ids_BL[1, :17]])
     assert torch.equal(greedy(stock, ids_BL, mask_BL, 8)[0], greedy(student, ids_BL, mask_BL, 8)[0])
     assert container(student).parameters() == sum(parameter.numel() for parameter in stock.parameters())
+    sizes = {"head_dim": 8, "d_state": 5, "length": 100}
+    plan = HeadPlan.from_pairs(student, [(layer, head) for layer, heads in enumerate(kept) for head in heads])
+    assert container_bytes(plan, **sizes) == container(student).cache_bytes(100, 2)
 
 
 def test_kept_heads_of_one_group_share_keys_and_values_where_every_layer_lets_them() -> None:

@@ -1,0 +1,201 @@
+"""A student as a GGUF file of llama.cpp's Falcon-H1: `write` stores its `FalconH1ForCausalLM` in llama.cpp's terms.
+
+llama.cpp reads fewer tensors than transformers: no bias of ``in_proj`` (those of x, B, C and the step have other
+places, the gate's has none), none of the output projections, no RoPE but the plain one. `obstacles` names what a
+student has of these. Every layer has as many attention heads as the fullest one, as in falcon_h1.py.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..io import Record
+from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import rope_settings
+from . import falcon_h1
+
+FILE = "model.gguf"
+ARCHITECTURE = "falcon-h1"
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "pre_ff_layernorm.weight": "ffn_norm",  # this one and those of A and D have no ending
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.in_proj.weight": "ssm_in.weight",
+    "mamba.conv1d.weight": "ssm_conv1d.weight",
+    "mamba.conv1d.bias": "ssm_conv1d.bias",
+    "mamba.out_proj.weight": "ssm_out.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    **{
+        f"{module}_proj.{kind}": f"{name}.{kind}"
+        for module, name in {
+            **{f"self_attn.{part}": f"attn_{part}" for part in "qkv"},
+            **{f"feed_forward.{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
+        }.items()
+        for kind in ("weight", "bias")
+    },
+}
+_UNREAD = ("mamba.in_proj.bias", "mamba.out_proj.bias", "self_attn.o_proj.bias")
+"""Biases that llama.cpp ignores or refuses; `obstacles` lets only zeros through."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PRE_TOKENIZERS = {
+    ("ByteLevel",): "gpt-2",
+    ("Digits", "ByteLevel"): "smollm",
+    (_CONTRACTIONS + r"|\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_CONTRACTIONS + r"|\p{N}" + _REST,): "qwen2",
+    # The embedded teacher's, which llama.cpp lacks. No token crosses its cuts, so coarser ones give the same tokens;
+    # those of bloom never cut a word, as others do at contractions.
+    (r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]",): "bloom",
+}
+"""llama.cpp's names of pre-tokenizers, by their steps: a pattern, or the type of another step."""
+
+
+def obstacles(student: HybridForCausalLM) -> list[str]:
+    """List the reasons why llama.cpp's Falcon-H1 cannot be this student."""
+    found = falcon_h1.obstacles(student)
+    ssm = [mixer.ssm for mixer in student.mixers() if mixer.ssm is not None]
+    if any(heads.z_proj.bias is not None and heads.z_proj.bias.any() for heads in ssm):
+        found.append("the gate of its recurrent heads has a bias: train one with --student.recurrence mamba2-stock")
+    if any(mixer.o_proj.bias is not None and mixer.o_proj.bias.any() for mixer in student.mixers()):
+        found.append("its output projections have a bias")
+    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in rope_settings(student.model.config)}
+    if kinds - {"default"}:
+        found.append(f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only")
+    return found
+
+
+def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write ``model.gguf``; matrices keep the student's dtype, all else is fp32, as in llama.cpp's own files.
+
+    Raises ValueError, with the reasons, for a student or a tokenizer that llama.cpp cannot run as it is, and where the
+    package gguf is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError("GGUF files are written by the package gguf, which is not installed; pip install gguf.")
+    import gguf
+
+    if reasons := obstacles(student):
+        raise ValueError(f"llama.cpp cannot run this student: {'; '.join(reasons)} (docs/serving.md).")
+    pre_tokenizer = _pre_tokenizer(tokenizer)
+    stock = falcon_h1.container(student)
+    writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
+    _add_sizes(writer, stock.config)
+    _add_tokenizer(writer, tokenizer, pre_tokenizer, stock.config)
+    matrices = {
+        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+        torch.float16: gguf.GGMLQuantizationType.F16,
+    }.get(student.dtype, gguf.GGMLQuantizationType.F32)
+    writer.add_file_type(
+        {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F16": gguf.LlamaFileType.MOSTLY_F16}.get(
+            matrices.name, gguf.LlamaFileType.ALL_F32
+        )
+    )
+    for name, tensor in tensors(stock).items():
+        is_matrix = name.endswith(".weight") and tensor.ndim == 2 and "ssm_conv1d" not in name
+        kind = matrices if is_matrix else gguf.GGMLQuantizationType.F32
+        array = gguf.quants.quantize(tensor.detach().float().cpu().contiguous().numpy(), kind)
+        writer.add_tensor(name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
+    """Rename a Falcon-H1's tensors and bring those of Mamba-2 into llama.cpp's shapes: A itself, columns, taps."""
+    found = {}
+    for name, tensor in stock.state.items():
+        if name in _TOP:
+            if name != "lm_head.weight" or not stock.config["tie_word_embeddings"]:
+                found[_TOP[name]] = tensor
+            continue
+        _, _, layer, part = name.split(".", 3)
+        if part in _UNREAD:
+            continue
+        if part == "mamba.A_log":
+            tensor = -torch.exp(tensor)
+        if part in ("mamba.A_log", "mamba.D"):
+            tensor = tensor.unsqueeze(1)
+        found[f"blk.{layer}.{_LAYER[part]}"] = tensor.squeeze(1) if part == "mamba.conv1d.weight" else tensor
+    return found
+
+
+def _add_sizes(writer, config: Record) -> None:
+    rope = config.get("rope_parameters") or {}
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+
+
+def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
+    """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
+    from gguf import TokenType
+
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    rows = {token: name for name, token in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    names, kinds = [], []
+    for token in range(config["vocab_size"]):
+        names.append(rows.get(token, f"[PAD{token}]"))
+        kind = TokenType.NORMAL if token in rows else TokenType.UNUSED
+        if token in added:
+            kind = TokenType.CONTROL if added[token].special else TokenType.USER_DEFINED
+        kinds.append(kind)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    for role in ("bos", "eos", "pad", "unk"):
+        if (token := getattr(tokenizer, f"{role}_token_id")) is not None:
+            getattr(writer, f"add_{role}_token_id")(token)
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Find llama.cpp's name of the pre-tokenizer. Raises ValueError for one that it lacks."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
+    step = parts.get("pre_tokenizer") or {}
+    steps = [
+        one["pattern"].get("Regex") if one["type"] == "Split" else one["type"]
+        for one in step.get("pretokenizers", [step] if step else [])
+        if one["type"] != "ByteLevel" or one["use_regex"]
+    ]
+    known = _PRE_TOKENIZERS.get(tuple(steps))
+    if parts["model"]["type"] != "BPE" or parts.get("normalizer") not in (None, {"type": "NFC"}) or known is None:
+        raise ValueError(
+            f"the tokenizer is {parts['model']['type']} behind {steps or 'no pre-tokenizer'}; llama.cpp's files here "
+            "take byte-level BPE as GPT-2, SmolLM, Llama 3, Qwen2 or the embedded teacher have it."
+        )
+    return known

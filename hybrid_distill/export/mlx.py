@@ -1,0 +1,57 @@
+"""A student for mlx-lm: its own weights and configuration, and the model file that mlx-lm imports to run them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ..io import save_tensors, write_json
+from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import rope_settings
+from .falcon_h1 import BACKBONES
+
+MODEL_FILE = Path(__file__).with_name("mlx_model.py")
+ROPE = ("default", "linear", "llama3")
+
+
+def obstacles(student: HybridForCausalLM) -> list[str]:
+    """List the reasons why the shipped MLX model is not this student."""
+    backbone = student.model.config
+    found = []
+    if backbone.model_type not in BACKBONES:
+        found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
+    if backbone.hidden_act != "silu":
+        found.append(f"its MLPs use {backbone.hidden_act}, not silu")
+    if student.config.recurrence == "gdn":
+        found.append("its recurrent heads are gdn")
+    if student.config.conv_bias:
+        found.append("its convolutions have a bias, as Llamba's")
+    cache = student.new_cache()
+    if any(cache.layer(index).sliding_window is not None for index in range(len(cache.layers))):
+        found.append("its kept heads see a window")
+    if any(kind not in ROPE for kind in (rope.get("rope_type", "default") for rope in rope_settings(backbone))):
+        found.append(f"its RoPE is not one of {', '.join(ROPE)}")
+    return found
+
+
+def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``.
+
+    Raises ValueError, with the reasons, for a student that the shipped model file cannot run.
+    """
+    if reasons := obstacles(student):
+        raise ValueError(f"the MLX form cannot be this student: {'; '.join(reasons)} (docs/serving.md).")
+    config = json.loads(student.config.to_json_string())
+    for name in ("_name_or_path", "auto_map"):
+        config.pop(name, None)
+    theta = [rope["rope_theta"] for rope in rope_settings(student.model.config) if "rope_theta" in rope]
+    config["backbone"].setdefault("rope_theta", theta[0] if theta else 10000.0)
+    write_json(folder / "config.json", {**config, "model_file": MODEL_FILE.name})
+    shutil.copyfile(MODEL_FILE, folder / MODEL_FILE.name)
+    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
+    state = {name: tensor for name, tensor in student.state_dict().items() if name not in tied}
+    save_tensors(folder / "model.safetensors", {name: t.detach().cpu().contiguous() for name, t in state.items()})
+    tokenizer.save_pretrained(folder)

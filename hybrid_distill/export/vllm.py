@@ -1,0 +1,75 @@
+"""A student as the Falcon-H1 that vLLM runs: `write` makes its attention heads as large as vLLM's kernels want them.
+
+vLLM's class has no biases in attention and in MLPs, and leaves those of a checkpoint out without a word. Its attention
+on CPUs takes certain head sizes, that of Triton 32 or more. A smaller head is spread over a larger one: RoPE turns row
+j of a head by base^(-2j / size), which is the angle of row s j of a head s times as large. So zeros stand between the
+rows, and ``key_multiplier`` makes up for the softmax, which divides by the square root of the larger size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..io import save_tensors, write_json
+from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import rope_settings
+from . import falcon_h1
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+SPREADABLE = {"default", "linear", "llama3"}
+"""Kinds of RoPE whose angles depend on nothing but base^(-2j / size)."""
+
+
+def obstacles(student: HybridForCausalLM) -> list[str]:
+    """List the reasons why vLLM's Falcon-H1 cannot be this student."""
+    found = falcon_h1.obstacles(student)
+    parts = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    biases = {
+        name.split(".")[-2] for name, tensor in student.state_dict().items() if name[-5:] == ".bias" and tensor.any()
+    }
+    if left_out := [part for part in parts if part in biases]:
+        found.append(f"its {', '.join(left_out)} have biases, which vLLM's Falcon-H1 leaves out")
+    head_dim, times = student.config.head_dim, spacing(student.config.head_dim)
+    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in rope_settings(student.model.config)}
+    if times is None or (times > 1 and kinds - SPREADABLE):
+        found.append(
+            f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be made a size that vLLM takes: "
+            f"{', '.join(map(str, HEAD_DIMS))}"
+        )
+    return found
+
+
+def spacing(head_dim: int) -> int | None:
+    """Find how often the size of a head fits into the smallest one that vLLM takes and that it divides."""
+    return next((size // head_dim for size in HEAD_DIMS if size % head_dim == 0), None)
+
+
+def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write weights and configuration for ``vllm serve``; transformers reads them too."""
+    stock, times = falcon_h1.container(student), spacing(student.config.head_dim) or 1
+    sizes = {"head_dim": stock.config["head_dim"] * times, "key_multiplier": times**0.5}
+    write_json(folder / "config.json", {**stock.config, **sizes})
+    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
+    state = {
+        name: _spread(tensor, times, dim="o_proj" in name) if ".self_attn." in name else tensor
+        for name, tensor in stock.state.items()
+        if name not in tied
+    }
+    save_tensors(
+        folder / "model.safetensors", {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    )
+    if student.generation_config is not None:
+        student.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _spread(weight: Tensor, times: int, dim: int) -> Tensor:
+    """Put zeros behind every row, or every column, so that there are ``times`` as many."""
+    rows = weight.transpose(0, dim)
+    spread = rows.new_zeros(len(rows) * times, *rows.shape[1:])
+    spread[::times] = rows
+    return spread.transpose(0, dim)

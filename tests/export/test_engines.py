@@ -1,0 +1,113 @@
+"""Forms for other programs: refused with the reason, recorded, checked where the program is, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_family_model
+from students import byte_tokenizer, gate_in_this_process, only_error, tiny_student
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.export import ExportError, check, export_checkpoint, verify_export
+from hybrid_distill.export.check import ENGINES, Answer, Engine, Prompts, greedy, run_checks, table
+from hybrid_distill.export.engines import ROWS, writer
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import load_teacher
+
+RECURRENCE = {"onnx": "discrete", "vllm": "mamba2", "gguf": "mamba2-stock", "mlx": "mamba2-stock"}
+
+
+def student_for(form: str) -> tuple[HybridForCausalLM, HeadPlan]:
+    """Build a student with heads as wide as every program takes them, and the embedded teacher's vocabulary."""
+    teacher = make_family_model("llama", vocab_size=1900, head_dim=32)
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
+    return build_student(teacher, plan, d_state=16, recurrence=RECURRENCE[form])[0], plan
+
+
+def test_every_form_has_a_writer_and_a_program() -> None:
+    assert ROWS.keys() == ENGINES.keys() == RECURRENCE.keys()
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(form: str, tmp_path: Path) -> None:
+    student, plan = tiny_student("gpt_neox")
+    with pytest.raises(
+        ValueError, match=rf"cannot be exported as {form}: .*its backbone is gpt_neox.*\. Export it as remote"
+    ) as error:
+        export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, form=form)
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_form_whose_packages_are_absent_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_distill.export.engines.find_spec", lambda name: None)
+    for form in ("gguf", "onnx"):
+        with pytest.raises(ValueError, match=rf"not installed; pip install 'hybrid-distill\[{form}\]'"):
+            writer(form, student_for(form)[0])
+
+
+def test_without_the_program_files_are_checked_and_nothing_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(check.ENGINES, "vllm", Engine("no_such_program", check.by_vllm))
+    student, plan = student_for("vllm")
+    path = tmp_path / "export"
+    assert export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form="vllm").checks == ()
+    assert "was not checked: no_such_program" in caplog.text and not (path / "gate" / "report.json").exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(path)])
+    assert end.value.code == 2 and "no_such_program, which is not installed" in only_error(capsys.readouterr().err)
+    weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ExportError, match=rf"is not as it was exported: .*{weights.name} has changed"):
+        verify_export(path)
+    weights.unlink()
+    with pytest.raises(ExportError, match=rf"{weights.name} is missing"):
+        verify_export(path)
+
+
+@pytest.mark.parametrize("fault", [None, "logits", "tokens"])
+def test_a_program_that_computes_something_else_fails(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, _ = tiny_student("llama")
+    ids = [torch.randint(5, 300, (length,)) for length in (1, 9)]
+    out = [greedy(student, ids_L[None], None, 6) for ids_L in ids]
+    logits = [student(ids_L[None]).logits[0].detach() for ids_L in ids]
+    prompts = Prompts(torch.arange(300), ids, logits, [o.tokens_BT[0] for o in out], [o.leads_BT[0] + 1 for o in out])
+
+    def answers(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+        assert new_tokens == 6 and [list(one) for one in ids] == [ids_L.tolist() for ids_L in prompts.ids]
+        shift = 0.01 * float(prompts.scale) * (fault == "logits")
+        return [Answer(row + shift, (o.tokens_BT[0] + (fault == "tokens")).tolist()) for row, o in zip(logits, out)]
+
+    monkeypatch.setitem(check.ENGINES, "onnx", Engine("onnxruntime", answers))
+    found = list(check.check_engine(Path(), {"form": "onnx", "computes": "float32"}, prompts))
+    assert [one.ok for one in found] == [fault != "logits", fault != "tokens"], table(found)
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("form", ROWS)
+def test_a_program_computes_what_the_student_computes(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if absent := [name for name in (*ROWS[form].packages, ENGINES[form].package) if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(absent)} is not installed here (make test-serving)")
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    student, plan = student_for(form)
+    path = tmp_path / "export"
+    report = export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form=form)
+    assert report.ok and f"generated tokens, {ENGINES[form].package}" in report.table()
+    assert verify_export(path).ok
+    (path / "extra.py").write_text("")
+    checks = {one.name: one for one in run_checks(path, path / "gate")}
+    assert "extra.py is unknown" in next(one.detail for name, one in checks.items() if "files on disk" in name)

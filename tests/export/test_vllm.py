@@ -1,0 +1,105 @@
+"""The form for vLLM: larger heads that compute the same, what vLLM would leave out, and vLLM's own greedy tokens.
+
+The last needs vLLM in an environment of its own (``VLLM_PYTHON=/venv/bin/python pytest tests/export/test_vllm.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_family_model
+from students import keep
+from transformers import AutoModelForCausalLM
+
+from hybrid_distill.export import falcon_h1, vllm
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import load_teacher
+
+UNEVEN = [(0, 1, 2), (), (0, 1, 2, 3, 4, 6, 7)]
+
+
+def student_of(teacher: Any, *kept: tuple[int, ...], d_state: int = 5) -> HybridForCausalLM:
+    """A student that no longer is what it started as."""
+    student = build_student(teacher, keep(teacher, *kept), d_state=d_state, recurrence="mamba2")[0].float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return student
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                       "high_freq_factor": 4.0, "original_max_position_embeddings": 32}])  # fmt: skip
+def test_heads_spread_over_larger_ones_compute_the_same(rope: dict[str, Any], tmp_path: Path) -> None:
+    parameters = {"rope_theta": 100.0, "rope_type": "default", **rope}
+    student = student_of(make_family_model("llama", vocab_size=300, rope_parameters=parameters), *UNEVEN)
+    assert vllm.obstacles(student) == []
+    vllm.write(student, None, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert stock.config.head_dim == 32 == (vllm.spacing(student.config.head_dim) or 0) * student.config.head_dim
+    ids_BL = torch.randint(5, 300, (2, 150), generator=torch.Generator().manual_seed(1))
+    expected = student(ids_BL).logits
+    assert (stock(ids_BL).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_heads_of_a_size_that_vllm_takes_stay_as_they_are(tmp_path: Path) -> None:
+    student = student_of(make_family_model("llama", head_dim=32, vocab_size=300), *UNEVEN)
+    vllm.write(student, None, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for name, tensor in falcon_h1.container(student).state.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_what_vllm_would_leave_out_is_refused() -> None:
+    (biases,) = vllm.obstacles(student_of(make_family_model("qwen2", vocab_size=300), *UNEVEN))
+    assert "q_proj, k_proj, v_proj" in biases
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    (angles,) = vllm.obstacles(student_of(make_family_model("llama", rope_parameters=yarn), *UNEVEN))
+    assert "yarn" in angles
+    assert vllm.obstacles(student_of(make_family_model("llama", rope_parameters=yarn, head_dim=32), *UNEVEN)) == []
+
+
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+folder, prompts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+engine = LLM(folder, dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=512, max_num_seqs=16,
+             enforce_eager=True, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1, **options)
+asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+for _ in range(2):  # the second time from its cache of prefixes
+    found = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+    tokens = [list(answer.outputs[0].token_ids) for answer in found]
+    print("ANSWER", json.dumps({"tokens": tokens, "cached": sum(answer.num_cached_tokens or 0 for answer in found)}))
+groups = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+for group in groups:
+    print("CACHE", len(group.layer_names), type(group.kv_cache_spec).__name__, group.kv_cache_spec)
+"""
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON does not name a Python with vLLM")
+@pytest.mark.parametrize("kept", [UNEVEN, [(3,)] * 6], ids=["uneven", "even"])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=["whole", "in pieces"])
+def test_vllm_generates_the_tokens_of_the_student(kept: list, options: dict[str, Any], tmp_path: Path) -> None:
+    student = student_of(load_teacher("tiny")[0].float(), *kept, d_state=16)
+    vllm.write(student, None, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 1900, (1 + 37 * n % 256,), generator=generator).tolist() for n in range(64)]
+    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
+    command = [os.environ["VLLM_PYTHON"], "-c", PROGRAM, str(tmp_path), json.dumps(prompts), json.dumps(options)]
+    done = subprocess.run(command, env={**os.environ, **single}, capture_output=True, text=True)
+    answers = [json.loads(line.removeprefix("ANSWER ")) for line in done.stdout.splitlines() if line[:6] == "ANSWER"]
+    assert len(answers) == 2, done.stderr[-4000:]
+    print(*[line for line in done.stdout.splitlines() if line[:5] == "CACHE"], [one["cached"] for one in answers])
+    for prompt, *ours in zip(prompts, *(answer["tokens"] for answer in answers), strict=True):
+        ids = torch.tensor([prompt])
+        asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = student.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, len(prompt) :].tolist()
+        assert ours == [expected, expected], len(prompt)
