@@ -56,27 +56,27 @@ _BF16_TILES = {
     (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 3, 2), Launch(4, 2, 2), 1, 16),  # 0.100 + 0.266, 0.141 + 0.275
-    (90, 32, 128): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
+    (90, 32, 128): Tile(32, Launch(4, 2, 2), Launch(4, 3, 2), 1, 168),  # 0.203 + 0.343, 0.215 + 0.448
     (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 105),  # 0.144 + 0.261, 0.147 + 0.326
-    (90, 64, 128): Tile(32, Launch(8, 2), Launch(8, 1), n_backward=3, spills=0),
+    (90, 64, 128): Tile(32, Launch(4, 3, 2), Launch(4, 2, 2), 1, 391),  # 0.239 + 0.556, 0.243 + 0.653
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 128, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 551),  # 0.284 + 0.639, 0.244 + 0.702
-    (90, 128, 128): Tile(16, Launch(8, 2), Launch(8, 1), n_backward=2, spills=34),
+    (90, 128, 128): Tile(32, Launch(8, 3, 1), Launch(8, 3, 1), 1, 455),  # 0.498 + 1.442, 0.554 + 1.512
     (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (80, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 16, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 14),  # 0.232 + 0.453, 0.257 + 0.526
-    (80, 16, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
+    (80, 16, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 113),  # 0.333 + 0.796, 0.391 + 0.809
     (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 30),  # 0.253 + 0.596, 0.277 + 0.668
-    (80, 32, 128): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
+    (80, 32, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 169),  # 0.403 + 0.970, 0.427 + 0.993
     (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 297),  # 0.359 + 0.946, 0.371 + 1.001
-    (80, 64, 128): Tile(32, Launch(8, 1), Launch(8, 1), n_backward=3, spills=8),
+    (80, 64, 128): Tile(32, Launch(4, 2, 2), Launch(4, 2, 2), 1, 459),  # 0.732 + 1.630, 0.688 + 1.705
     (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=3, spills=18),
     (80, 128, 64): Tile(16, Launch(4, 3, 2), Launch(4, 2, 2), 1, 232),  # 0.849 + 2.141, 0.877 + 2.345
