@@ -33,6 +33,7 @@ BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL, DATA, RUNNER = "model.onnx", "model.onnx.data", "generate.py"
 OPSET, RUNTIME_DOMAIN = 24, "com.microsoft"
 LARGEST_FILE = 2**31 - 2**24  # bytes of weights in model.onnx itself: protobuf ends at 2 GiB, and the graph needs some
+_END = 2**62  # of a slice that goes on to the last token
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # other frequencies for longer texts
 
 
@@ -109,7 +110,7 @@ class _Writer:
             normed = self._norm("mlp_norm", hidden, layer.post_attention_layernorm)
             hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
-        hidden = op.Slice(hidden, op.Neg(keep), [2**62], [1])  # all of them for 0, as in transformers
+        hidden = op.Slice(hidden, op.Neg(keep), [_END], [1])  # all of them for 0, as in transformers
         hidden = self._norm("norm", hidden, decoder.norm)
         if self.student.lm_head.weight is decoder.embed_tokens.weight:
             logits = op.MatMul(hidden, op.Transpose(embedding, perm=[1, 0]))
@@ -128,17 +129,17 @@ class _Writer:
         op, ir = self.op, self.ir
         length, total = op.Shape(ids_BL, start=1), op.Shape(mask_BS, start=1)
         first = op.Neg(length)
-        token_BL = op.Slice(mask_BS, first, [2**62], [1])
+        token_BL = op.Slice(mask_BS, first, [_END], [1])
         self.token_BL1 = op.Unsqueeze(op.Cast(token_BL, to=ir.DataType.FLOAT), [-1])
         position_BS = op.Max(op.Sub(op.CumSum(mask_BS, 1), 1), 0)
-        position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [2**62], [1]), [-1])
+        position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [_END], [1]), [-1])
         rope = self.student.model.rotary_emb
         angle = op.Mul(op.Cast(position_BL1, to=ir.DataType.FLOAT), self._weight("inv_freq", rope.inv_freq))
         self.cos, self.sin = (
             op.Mul(turned, float(rope.attention_scaling)) for turned in (op.Cos(angle), op.Sin(angle))
         )
         place_1S = op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0])
-        place_L1 = op.Transpose(op.Slice(place_1S, first, [2**62], [1]), perm=[1, 0])
+        place_L1 = op.Transpose(op.Slice(place_1S, first, [_END], [1]), perm=[1, 0])
         earlier_BLS = op.And(op.Less(place_1S, place_L1), op.Unsqueeze(op.Cast(mask_BS, to=ir.DataType.BOOL), [1]))
         self.seen_B1LS = op.Unsqueeze(op.Or(earlier_BLS, op.Equal(place_1S, place_L1)), [1])
 
