@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key instead of adding to it.
+"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key.
 
 Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
 

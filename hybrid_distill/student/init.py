@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..model import HybridConfig
+from ..model.gated_delta import delta_scan, unit_keys
 from ..model.layout import HEAD_NORMS, Part, head_norm, is_over_all_heads
-from ..model.mixer import OPEN_GATE, RAW_WRITE, spread_half_lives
+from ..model.mixer import OPEN_GATE, spread_half_lives
 from ..model.ssd import causal_conv, raw_decay, ssd_scan
 from ..teacher import AttentionSite
 
@@ -42,6 +43,8 @@ Init = Literal["fitted", "teacher", "random"]
 INITS: tuple[Init, ...] = get_args(Init)
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
+WRITE = 0.95  # of the delta rule's gates
+SHARED = 1.0  # constant in the keys
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
 
@@ -85,6 +88,7 @@ def init_ssm(
 
     A fitted init needs a ``trace``, the others ignore it.
     """
+    is_delta, key_R = config.recurrence == "gdn", torch.ones(len(heads))
     if init == "random":
         width = _projection(site, "value").in_features
         x_weight = _normal(generator, len(heads) * site.head_dim, width, like=_projection(site, "value").weight)
@@ -100,15 +104,17 @@ def init_ssm(
         inputs = _input_statistics(site, trace if init == "fitted" else None)
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
+        key_R = (SHARED**2 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
         if init == "fitted":
             assert trace is not None
-            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
         else:
-            chosen = _guess(len(heads), config.conv_width, x_weight.device)
-        b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen)
+            chosen = _guess(len(heads), config.conv_width, x_weight.device, key_R)
+        b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
-    if config.recurrence == "gdn":
-        a_bias = torch.stack([a_bias, torch.full_like(a_bias, RAW_WRITE)], dim=1).flatten()
+    if is_delta:
+        half_life_R, write_R = _delta_gates(chosen.half_life_R, key_R)
+        a_bias = torch.stack([raw_decay(half_life_R), torch.logit(write_R)], dim=1).flatten()
     if config.recurrence == "mamba2":
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
         x_weight, x_bias = _before_silu(x_weight, x_bias)
@@ -137,17 +143,38 @@ def init_ssm(
     }
 
 
-def _guess(n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
+def _delta_gates(half_life_R: Tensor, key_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the decay's half-life and the write gate of heads that follow the delta rule."""
+    if WRITE == "average":
+        write_R = (1.0 - 0.5 ** (1.0 / half_life_R)) * key_R**2 / SHARED**2
+        return torch.full_like(half_life_R, 256.0), write_R.clamp_max(0.95)
+    return half_life_R, torch.full_like(half_life_R, WRITE)
+
+
+def _guess(n_heads: int, conv_width: int, device: torch.device, key_R: Tensor | None = None) -> _Coefficients:
     """Give every head the same coefficients, with half-lives that cover the useful range."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
     ones = torch.ones(n_heads, device=device)
     half_lives = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
-    return _Coefficients(half_lives, ones, CONTENT * ones, torch.zeros_like(ones), taps)
+    average, content = ones, CONTENT * ones
+    if key_R is not None:
+        half_life_R, write_R = _delta_gates(half_lives, key_R)
+        lost_R = 1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - write_R * SHARED**2 / key_R**2)
+        content, average = content * lost_R * key_R / write_R, average * lost_R * key_R / write_R / SHARED
+    return _Coefficients(half_lives, average, content, torch.zeros_like(ones), taps)
 
 
-def _projections(factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
+def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tuple[Tensor, ...]:
     """Return weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
+    if is_delta:
+
+        def of(weight_RFD, bias_RF, scale_R, constant_R):
+            weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
+            return weight_RND.flatten(0, 1), torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], 1).flatten()
+
+        ones = torch.ones_like(chosen.average_R)
+        return *of(*factors[:2], ones, SHARED * ones), *of(*factors[2:], chosen.content_R, chosen.average_R)
     new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
     average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
     content_R = chosen.content_R * new_R
@@ -289,6 +316,7 @@ def _fit(
     factors: _Factors,
     conv_width: int,
     trace: LayerTrace,
+    key_R: Tensor | None = None,
 ) -> _Coefficients:
     """Fit coefficients to the heads' outputs: per head, with its values as they are or convolved."""
     hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
@@ -303,8 +331,11 @@ def _fit(
     for taps_RK in (identity_RK, _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx)):
         x = _convolved(values_BLRP, taps_RK, seq_idx)
         for half_life in HALF_LIVES:
-            content = _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
-            features = torch.stack([_average(x, half_life, seq_idx), content, x])
+            if key_R is None:
+                past = _average(x, half_life, seq_idx), _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
+            else:
+                past = _delta_averages(x, half_life, seq_idx, b_BLRF, c_BLRF, key_R)
+            features = torch.stack([*past, x])
             weights_R3, error_R = _least_squares(features, target_BLRP)
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
             best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
@@ -323,6 +354,16 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
     b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
     log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
     return ssd_scan(x_BLRP, log_a_BLR, b * (1.0 - a), c, seq_idx_BL=seq_idx_BL)[0]
+
+
+def _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF, key_R) -> tuple[Tensor, Tensor]:
+    """Read what all keys share, and what C finds, from the states of the delta rule."""
+    one_BLR1 = torch.ones_like(x_BLRP[..., :1])
+    half_life_R, write_R = _delta_gates(torch.full_like(key_R, half_life), key_R)
+    log_a_BLR, write_BLR = (t.expand(x_BLRP.shape[:3]) for t in (-math.log(2) / half_life_R, write_R))
+    k_BLRN = unit_keys(torch.cat([SHARED * one_BLR1, b_BLRF], dim=-1))
+    reads = torch.cat([one_BLR1, 0 * c_BLRF], dim=-1), torch.cat([0 * one_BLR1, c_BLRF], dim=-1)
+    return tuple(delta_scan(x_BLRP, log_a_BLR, write_BLR, k_BLRN, c, seq_idx_BL=seq_idx_BL)[0] for c in reads)
 
 
 def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
