@@ -16,7 +16,6 @@ Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -44,7 +43,6 @@ INITS: tuple[Init, ...] = get_args(Init)
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
 WRITE = 0.95  # of the delta rule's gates
-SHARED = 1.0  # constant in the keys
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
 
@@ -88,7 +86,7 @@ def init_ssm(
 
     A fitted init needs a ``trace``, the others ignore it.
     """
-    is_delta, key_R = config.recurrence == "gdn", torch.ones(len(heads))
+    is_delta, key_R = config.recurrence == "gdn", None
     if init == "random":
         width = _projection(site, "value").in_features
         x_weight = _normal(generator, len(heads) * site.head_dim, width, like=_projection(site, "value").weight)
@@ -104,7 +102,7 @@ def init_ssm(
         inputs = _input_statistics(site, trace if init == "fitted" else None)
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
-        key_R = (SHARED**2 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
+        key_R = (1 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
         if init == "fitted":
             assert trace is not None
             chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
@@ -113,7 +111,7 @@ def init_ssm(
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
     if is_delta:
-        half_life_R, write_R = _delta_gates(chosen.half_life_R, key_R)
+        half_life_R, write_R = _delta_gates(chosen.half_life_R, torch.ones_like(a_bias) if key_R is None else key_R)
         a_bias = torch.stack([raw_decay(half_life_R), torch.logit(write_R)], dim=1).flatten()
     if config.recurrence == "mamba2":
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
@@ -144,9 +142,9 @@ def init_ssm(
 
 
 def _delta_gates(half_life_R: Tensor, key_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay's half-life and the write gate of heads that follow the delta rule."""
+    """Return the decay's half-life and the write gate of heads that follow the delta rule; keys had length key_R."""
     if WRITE == "average":
-        write_R = (1.0 - 0.5 ** (1.0 / half_life_R)) * key_R**2 / SHARED**2
+        write_R = (1.0 - 0.5 ** (1.0 / half_life_R)) * key_R**2
         return torch.full_like(half_life_R, 256.0), write_R.clamp_max(0.95)
     return half_life_R, torch.full_like(half_life_R, WRITE)
 
@@ -157,36 +155,36 @@ def _guess(n_heads: int, conv_width: int, device: torch.device, key_R: Tensor | 
     taps[:, -1] = 1.0
     ones = torch.ones(n_heads, device=device)
     half_lives = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
-    average, content = ones, CONTENT * ones
-    if key_R is not None:
+    scale_R = ones
+    if key_R is not None:  # what is read of a state in which all keys share one direction becomes an average
         half_life_R, write_R = _delta_gates(half_lives, key_R)
-        lost_R = 1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - write_R * SHARED**2 / key_R**2)
-        content, average = content * lost_R * key_R / write_R, average * lost_R * key_R / write_R / SHARED
-    return _Coefficients(half_lives, average, content, torch.zeros_like(ones), taps)
+        scale_R = (1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - write_R / key_R**2)) * key_R / write_R
+    return _Coefficients(half_lives, scale_R, CONTENT * scale_R, torch.zeros_like(ones), taps)
 
 
 def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tuple[Tensor, ...]:
-    """Return weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
+    """Return weights and biases of b_proj and c_proj.
+
+    Scales are split evenly between both, and signs go to C; the delta rule scales B to length 1, so all goes to C.
+    """
     if is_delta:
+        of_c = chosen.content_R, chosen.average_R
+        of_b = torch.ones_like(chosen.content_R), torch.ones_like(chosen.content_R)
+    else:
+        new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
+        average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
+        scales = chosen.content_R * new_R, average_R
+        of_b = tuple(scale_R.abs().sqrt() for scale_R in scales)
+        of_c = tuple(scale_R.sign() * scale_R.abs().sqrt() for scale_R in scales)
 
-        def of(weight_RFD, bias_RF, scale_R, constant_R):
-            weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
-            return weight_RND.flatten(0, 1), torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], 1).flatten()
-
-        ones = torch.ones_like(chosen.average_R)
-        return *of(*factors[:2], ones, SHARED * ones), *of(*factors[2:], chosen.content_R, chosen.average_R)
-    new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
-    average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
-    content_R = chosen.content_R * new_R
-
-    def scaled(weight_RFD: Tensor, bias_RF: Tensor, sign: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        scale_R, constant_R = (sign(part_R) * part_R.abs().sqrt() for part_R in (content_R, average_R))
+    def scaled(weight_RFD: Tensor, bias_RF: Tensor, scale_R: Tensor, constant_R: Tensor) -> tuple[Tensor, Tensor]:
         weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
         bias_RN = torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], dim=1)
         return weight_RND.flatten(0, 1), bias_RN.flatten()
 
-    of_b = scaled(factors.b_weight_RFD, factors.b_bias_RF, torch.ones_like)
-    return *of_b, *scaled(factors.c_weight_RFD, factors.c_bias_RF, torch.sign)
+    return *scaled(factors.b_weight_RFD, factors.b_bias_RF, *of_b), *scaled(
+        factors.c_weight_RFD, factors.c_bias_RF, *of_c
+    )
 
 
 def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,10 +329,10 @@ def _fit(
     for taps_RK in (identity_RK, _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx)):
         x = _convolved(values_BLRP, taps_RK, seq_idx)
         for half_life in HALF_LIVES:
-            if key_R is None:
-                past = _average(x, half_life, seq_idx), _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
-            else:
+            if key_R is not None:
                 past = _delta_averages(x, half_life, seq_idx, b_BLRF, c_BLRF, key_R)
+            else:
+                past = [_average(x, half_life, seq_idx, *bc) for bc in ((), (b_BLRF, c_BLRF))]
             features = torch.stack([*past, x])
             weights_R3, error_R = _least_squares(features, target_BLRP)
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
@@ -356,14 +354,15 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
     return ssd_scan(x_BLRP, log_a_BLR, b * (1.0 - a), c, seq_idx_BL=seq_idx_BL)[0]
 
 
-def _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF, key_R) -> tuple[Tensor, Tensor]:
-    """Read what all keys share, and what C finds, from the states of the delta rule."""
-    one_BLR1 = torch.ones_like(x_BLRP[..., :1])
+def _delta_averages(
+    x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor, key_R: Tensor
+) -> list[Tensor]:
+    """Read from the states of the delta rule what all keys share, and what C finds."""
     half_life_R, write_R = _delta_gates(torch.full_like(key_R, half_life), key_R)
-    log_a_BLR, write_BLR = (t.expand(x_BLRP.shape[:3]) for t in (-math.log(2) / half_life_R, write_R))
-    k_BLRN = unit_keys(torch.cat([SHARED * one_BLR1, b_BLRF], dim=-1))
-    reads = torch.cat([one_BLR1, 0 * c_BLRF], dim=-1), torch.cat([0 * one_BLR1, c_BLRF], dim=-1)
-    return tuple(delta_scan(x_BLRP, log_a_BLR, write_BLR, k_BLRN, c, seq_idx_BL=seq_idx_BL)[0] for c in reads)
+    log_a_BLR, write_BLR = (t.expand(x_BLRP.shape[:3]) for t in (-math.log(2.0) / half_life_R, write_R))
+    k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
+    reads = nn.functional.pad(0 * c_BLRF, (1, 0), value=1.0), nn.functional.pad(c_BLRF, (1, 0))
+    return [delta_scan(x_BLRP, log_a_BLR, write_BLR, k_BLRN, c, seq_idx_BL=seq_idx_BL)[0] for c in reads]
 
 
 def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
