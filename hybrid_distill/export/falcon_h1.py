@@ -65,8 +65,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     found = []
     if config.recurrence != "mamba2" and any(mixer.ssm for mixer in student.mixers()):
         found.append(
-            f"its recurrent heads are {config.recurrence}: Falcon-H1 scales what enters a state by the step of "
-            "which the decay is made, and cannot divide by it again"
+            f"its recurrent heads are {config.recurrence}: Falcon-H1's states only add, and scale what they add "
+            "by the step of which the decay is made"
         )
     if backbone.model_type not in BACKBONES:
         found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")

@@ -66,7 +66,7 @@ def delta_scan(
     impl: str = "auto",
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over a whole sequence; arguments, results and errors are those of `ssd_scan`."""
+    """Run the recurrence over a whole sequence; arguments and results are those of `ssd_scan`."""
     dtype = state_dtype(x_BLHP)
     on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
     if on_kernel and _kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
