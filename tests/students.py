@@ -41,9 +41,11 @@ def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads])
 
 
-def student_of(teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5) -> HybridForCausalLM:
+def student_of(
+    teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5, recurrence: str = "discrete"
+) -> HybridForCausalLM:
     """A student whose recurrent heads use all they have: conv taps, gate, data-dependent decay, D."""
-    student, _ = build_student(teacher, plan, d_state=d_state)
+    student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence)
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if ".ssm." in name:

@@ -66,8 +66,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     found = []
     if not config.recurrence.startswith("mamba2") and any(mixer.ssm for mixer in student.mixers()):
         found.append(
-            f"its recurrent heads are {config.recurrence}, and Falcon-H1's are Mamba-2's, which scale what enters a "
-            "state by the step of which the decay is made"
+            f"its recurrent heads are {config.recurrence}: Falcon-H1's states only add, and scale what they add "
+            "by the step of which the decay is made"
         )
     if backbone.model_type not in BACKBONES:
         found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")

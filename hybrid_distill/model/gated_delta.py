@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key and does not just add.
+"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key.
 
 Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
 
@@ -66,7 +66,7 @@ def delta_scan(
     impl: str = "auto",
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over a whole sequence; arguments, results and errors are those of `ssd_scan`."""
+    """Run the recurrence over a whole sequence; arguments and results are those of `ssd_scan`."""
     dtype = state_dtype(x_BLHP)
     on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
     if on_kernel and _kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
@@ -74,11 +74,10 @@ def delta_scan(
     with torch.autocast(x_BLHP.device.type, enabled=False):
         x, log_a, write, k, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN))
         batch, length, n_heads, head_dim = x.shape
-        if state_BHPN is None:
-            state_BHPN = x.new_zeros(batch, n_heads, head_dim, k.shape[-1])
-        options: dict[str, Any] = {"state_BHPN": state_BHPN.to(dtype), "seq_idx_BL": seq_idx_BL}
-        u = _writes(x, log_a, write, k, *options.values(), min(chunk_size, length)) if length else x
-        y, state = ssd_scan(u, log_a, k, c, impl=impl, chunk_size=chunk_size, **options)
+        state = x.new_zeros(batch, n_heads, head_dim, k.shape[-1]) if state_BHPN is None else state_BHPN.to(dtype)
+        u = _writes(x, log_a, write, k, state, seq_idx_BL, min(chunk_size, length)) if length else x
+        options: dict[str, Any] = {"impl": impl, "chunk_size": chunk_size}
+        y, state = ssd_scan(u, log_a, k, c, state_BHPN=state, seq_idx_BL=seq_idx_BL, **options)
     return y.to(x_BLHP.dtype), state
 
 

@@ -26,7 +26,6 @@ from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
 ALIGNED = 16  # elements a row starts at a multiple of, and x, B and C in it: kernels then read 16 bytes at a time
-RAW_WRITE = 3.0  # write gates of 0.95
 OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
 
 
@@ -155,7 +154,7 @@ class SSMHeads(nn.Module):
     published models.
 
     With ``gdn`` the state follows the gated delta rule (`gated_delta`): x is the value, B over its length the key, C
-    the query. ``a_proj`` has a second row for each head, the write gate, behind its decay's; all else is ``discrete``.
+    the query. ``a_proj`` has a second row for each head, the write gate, behind its decay. All else is ``discrete``.
 
     ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
     segment, so that memory grows with the segment and not with the row.
@@ -209,7 +208,7 @@ class SSMHeads(nn.Module):
         if self.conv_bias is not None:
             self.conv_bias.zero_()
         self.D.fill_(1.0)
-        self.a_proj.bias.fill_(RAW_WRITE)
+        self.a_proj.bias.zero_()
         self.a_proj.bias.view(self.n_heads, -1)[:, 0] = raw_decay(spread_half_lives(self.n_heads))
 
     def forward(

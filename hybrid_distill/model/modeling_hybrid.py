@@ -32,6 +32,7 @@ from .documents import (
     seq_idx_of_borders,
     seq_idx_of_positions,
 )
+from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import attention_name, decoder_of
 from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
 

@@ -16,7 +16,6 @@ Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -24,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ..model import HybridConfig
+from ..model.gated_delta import delta_scan, unit_keys
 from ..model.layout import HEAD_NORMS, Part, head_norm, is_over_all_heads
-from ..model.mixer import OPEN_GATE, RAW_WRITE, spread_half_lives
+from ..model.mixer import OPEN_GATE, spread_half_lives
 from ..model.ssd import causal_conv, raw_decay, ssd_scan
 from ..teacher import AttentionSite
 
@@ -44,6 +44,7 @@ CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
 """Inits that need text."""
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
+WRITE = 0.95  # of the delta rule's gates
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
 
@@ -92,6 +93,7 @@ def init_ssm(
     The inits of `CALIBRATED` need a ``trace``, the others ignore it.
     """
     open_D: Tensor | float = 0.0
+    is_delta, key_R = config.recurrence == "gdn", None
     if init == "random":
         width = _projection(site, "value").in_features
         x_weight = _normal(generator, len(heads) * site.head_dim, width, like=_projection(site, "value").weight)
@@ -108,18 +110,20 @@ def init_ssm(
         open_D = OPEN_GATE * torch.cholesky_solve(inputs[0].unsqueeze(1), inputs[1])[:, 0]
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
+        key_R = (1 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
         if init == "fitted":
             assert trace is not None
-            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace)
+            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
         elif init == "statistics":
             assert trace is not None
-            chosen = _from_statistics(heads, config.conv_width, trace)
+            chosen = _from_statistics(heads, config.conv_width, trace, key_R)
         else:
-            chosen = _guess(len(heads), config.conv_width, x_weight.device)
-        b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen)
+            chosen = _guess(len(heads), config.conv_width, x_weight.device, key_R)
+        b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
-    if config.recurrence == "gdn":
-        a_bias = torch.stack([a_bias, torch.full_like(a_bias, RAW_WRITE)], dim=1).flatten()
+    if is_delta:
+        half_life_R, write_R = _delta_gates(chosen.half_life_R, torch.ones_like(a_bias) if key_R is None else key_R)
+        a_bias = torch.stack([raw_decay(half_life_R), torch.logit(write_R)], dim=1).flatten()
     if config.recurrence.startswith("mamba2"):
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
         x_weight, x_bias = _before_silu(x_weight, x_bias)
@@ -150,16 +154,37 @@ def init_ssm(
     }
 
 
-def _guess(n_heads: int, conv_width: int, device: torch.device) -> _Coefficients:
-    """Give every head the same coefficients, with half-lives that cover the useful range."""
+def _delta_gates(half_life_R: Tensor, key_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the decay's half-life and the write gate of heads that follow the delta rule; keys had length key_R."""
+    if WRITE == "average":
+        write_R = (1.0 - 0.5 ** (1.0 / half_life_R)) * key_R**2
+        return torch.full_like(half_life_R, 256.0), write_R.clamp_max(0.95)
+    return half_life_R, torch.full_like(half_life_R, WRITE)
+
+
+def _guess(
+    n_heads: int,
+    conv_width: int,
+    device: torch.device,
+    key_R: Tensor | None = None,
+    half_life_R: Tensor | None = None,
+    content_R: Tensor | float = CONTENT,
+) -> _Coefficients:
+    """Give every head the same coefficients, by default with half-lives that cover the useful range."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
-    ones = torch.ones(n_heads, device=device)
-    half_lives = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
-    return _Coefficients(half_lives, ones, CONTENT * ones, torch.zeros_like(ones), taps)
+    scale_R = torch.ones(n_heads, device=device)
+    if half_life_R is None:
+        half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
+    if key_R is not None:  # what is read of a state in which all keys share one direction becomes an average
+        delta_R, write_R = _delta_gates(half_life_R, key_R)
+        scale_R = (1.0 - 0.5 ** (1.0 / delta_R) * (1.0 - write_R / key_R**2)) * key_R / write_R
+    return _Coefficients(half_life_R, scale_R, content_R * scale_R, torch.zeros_like(scale_R), taps)
 
 
-def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace) -> _Coefficients:
+def _from_statistics(
+    heads: tuple[int, ...], conv_width: int, trace: LayerTrace, key_R: Tensor | None
+) -> _Coefficients:
     """Give each head the decay of its attention's mean distance, and as much content as its entropy lacks.
 
     Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s take about s^2 / 2
@@ -175,9 +200,8 @@ def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace)
     decayed_RL = total_RL.log() + decay_R1 * (weight_RL * back_L).cumsum(1) / total_RL
     places_BL = back_L.expand(len(hidden), -1) if seq_idx is None else _places(seq_idx)
     lacking_R = decayed_RL[:, places_BL.flatten()].mean(1) - entropy_R
-    return _guess(len(heads), conv_width, hidden.device)._replace(
-        half_life_R=math.log(2) / decay_R1.squeeze(1), content_R=(2 * lacking_R).clamp_min(0).sqrt()
-    )
+    half_life_R, content_R = math.log(2) / decay_R1.squeeze(1), (2 * lacking_R).clamp_min(0).sqrt()
+    return _guess(len(heads), conv_width, hidden.device, key_R, half_life_R, content_R)
 
 
 def _places(seq_idx_BL: Tensor) -> Tensor:
@@ -185,20 +209,29 @@ def _places(seq_idx_BL: Tensor) -> Tensor:
     return (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)).tril().sum(2) - 1
 
 
-def _projections(factors: _Factors, chosen: _Coefficients) -> tuple[Tensor, ...]:
-    """Return weights and biases of b_proj and c_proj. Scales are split evenly between both; signs go to C."""
-    new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
-    average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
-    content_R = chosen.content_R * new_R
+def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tuple[Tensor, ...]:
+    """Return weights and biases of b_proj and c_proj.
 
-    def scaled(weight_RFD: Tensor, bias_RF: Tensor, sign: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        scale_R, constant_R = (sign(part_R) * part_R.abs().sqrt() for part_R in (content_R, average_R))
+    Scales are split evenly between both, and signs go to C; the delta rule scales B to length 1, so all goes to C.
+    """
+    if is_delta:
+        of_c = chosen.content_R, chosen.average_R
+        of_b = torch.ones_like(chosen.content_R), torch.ones_like(chosen.content_R)
+    else:
+        new_R = 1.0 - 0.5 ** (1.0 / chosen.half_life_R)
+        average_R = chosen.average_R.sign() * chosen.average_R.abs().clamp_min(FLOOR) * new_R
+        scales = chosen.content_R * new_R, average_R
+        of_b = tuple(scale_R.abs().sqrt() for scale_R in scales)
+        of_c = tuple(scale_R.sign() * scale_R.abs().sqrt() for scale_R in scales)
+
+    def scaled(weight_RFD: Tensor, bias_RF: Tensor, scale_R: Tensor, constant_R: Tensor) -> tuple[Tensor, Tensor]:
         weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
         bias_RN = torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], dim=1)
         return weight_RND.flatten(0, 1), bias_RN.flatten()
 
-    of_b = scaled(factors.b_weight_RFD, factors.b_bias_RF, torch.ones_like)
-    return *of_b, *scaled(factors.c_weight_RFD, factors.c_bias_RF, torch.sign)
+    return *scaled(factors.b_weight_RFD, factors.b_bias_RF, *of_b), *scaled(
+        factors.c_weight_RFD, factors.c_bias_RF, *of_c
+    )
 
 
 def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,6 +361,7 @@ def _fit(
     factors: _Factors,
     conv_width: int,
     trace: LayerTrace,
+    key_R: Tensor | None = None,
 ) -> _Coefficients:
     """Fit coefficients to the heads' outputs: per head, with its values as they are or convolved."""
     hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
@@ -342,8 +376,11 @@ def _fit(
     for taps_RK in (identity_RK, _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx)):
         x = _convolved(values_BLRP, taps_RK, seq_idx)
         for half_life in HALF_LIVES:
-            content = _average(x, half_life, seq_idx, b_BLRF, c_BLRF)
-            features = torch.stack([_average(x, half_life, seq_idx), content, x])
+            if key_R is not None:
+                past = _delta_averages(x, half_life, seq_idx, b_BLRF, c_BLRF, key_R)
+            else:
+                past = [_average(x, half_life, seq_idx, *bc) for bc in ((), (b_BLRF, c_BLRF))]
+            features = torch.stack([*past, x])
             weights_R3, error_R = _least_squares(features, target_BLRP)
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
             best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
@@ -362,6 +399,17 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
     b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
     log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
     return ssd_scan(x_BLRP, log_a_BLR, b * (1.0 - a), c, seq_idx_BL=seq_idx_BL)[0]
+
+
+def _delta_averages(
+    x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor, key_R: Tensor
+) -> list[Tensor]:
+    """Read from the states of the delta rule what all keys share, and what C finds."""
+    half_life_R, write_R = _delta_gates(torch.full_like(key_R, half_life), key_R)
+    log_a_BLR, write_BLR = (t.expand(x_BLRP.shape[:3]) for t in (-math.log(2.0) / half_life_R, write_R))
+    k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
+    reads = nn.functional.pad(0 * c_BLRF, (1, 0), value=1.0), nn.functional.pad(c_BLRF, (1, 0))
+    return [delta_scan(x_BLRP, log_a_BLR, write_BLR, k_BLRN, c, seq_idx_BL=seq_idx_BL)[0] for c in reads]
 
 
 def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:

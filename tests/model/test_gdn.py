@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_distill.model import gated_delta
 from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, delta_step, gates, unit_keys
+from hybrid_distill.model.mixer import SSMHeads
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -151,3 +152,12 @@ def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture) -
     assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
         "flash-linear-attention is not installed"
     ]
+
+
+def test_the_write_gate_is_all_that_heads_have_more_than_discrete_ones() -> None:
+    sizes = 12, 3, 4, 5, 4
+    shapes = {
+        name: {key: tuple(p.shape) for key, p in SSMHeads(*sizes, recurrence=name).named_parameters()}
+        for name in ("discrete", "gdn")
+    }
+    assert shapes["gdn"] == {**shapes["discrete"], "a_proj.weight": (6, 12), "a_proj.bias": (6,)}

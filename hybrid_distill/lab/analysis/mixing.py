@@ -272,8 +272,8 @@ def _scan(
 
 
 def _of_student(mixer: Mixer, calls: Calls) -> Scan:
-    *parts, gate_LHP = (_wide(part[0]) for part in mixer.ssm.scan_inputs(calls[mixer].given))
-    return _scan(*parts, _wide(mixer.ssm.D), gate_LHP, mixer.ssm.form.matrix)
+    x_LHP, gates_LH, b_LHN, c_LHN, z_LHP = (_wide(part[0]) for part in mixer.ssm.scan_inputs(calls[mixer].given))
+    return _scan(x_LHP, gates_LH, b_LHN, c_LHN, _wide(mixer.ssm.D), z_LHP, mixer.ssm.form.matrix)
 
 
 def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
