@@ -165,8 +165,9 @@ def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel) -> 
     for init in ("fitted", "statistics", "teacher", "random"):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8, init=init, calibration=calibration())
         errors[init] = head_errors(student, teacher, calibration())
-    assert errors["fitted"] < min(0.9, errors["statistics"], errors["teacher"], errors["random"]), errors
-    assert errors["statistics"] < 0, errors
+    print(errors)
+    assert errors["fitted"] < min(0.9, errors["statistics"], errors["teacher"], errors["random"])
+    assert errors["statistics"] < errors["random"]
 
 
 @torch.no_grad()
