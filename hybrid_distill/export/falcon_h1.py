@@ -203,7 +203,8 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         projection = None if mixer.ssm is None else getattr(mixer.ssm, f"{part}_proj")
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
         weights[part] = _placed(weight, places, width)
-        biases[part] = _placed(weight.new_zeros(0) if projection is None else projection.bias, places, width)
+        bias = getattr(projection, "bias", None)
+        biases[part] = _placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
     taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
         sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
