@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import Record
 from ..model import HybridForCausalLM
-from ..model.configuration_hybrid import rope_settings
 from . import falcon_h1
 
 FILE = "model.gguf"
@@ -72,8 +72,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
         found.append("the gate of its recurrent heads has a bias: train one with --student.recurrence mamba2-stock")
     if any(mixer.o_proj.bias is not None and mixer.o_proj.bias.any() for mixer in student.mixers()):
         found.append("its output projections have a bias")
-    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in rope_settings(student.model.config)}
-    if kinds - {"default"}:
+    if (kinds := falcon_h1.rope_kinds(student)) != {"default"}:
         found.append(f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only")
     return found
 
@@ -134,7 +133,7 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     return found
 
 
-def _add_sizes(writer, config: Record) -> None:
+def _add_sizes(writer: Any, config: Record) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -154,11 +153,10 @@ def _add_sizes(writer, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
     """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
     from gguf import TokenType
 
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     rows = {token: name for name, token in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     names, kinds = [], []
@@ -172,7 +170,9 @@ def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in _parts(tokenizer)["model"]["merges"]]
+    )
     for role in ("bos", "eos", "pad", "unk"):
         if (token := getattr(tokenizer, f"{role}_token_id")) is not None:
             getattr(writer, f"add_{role}_token_id")(token)
@@ -183,9 +183,15 @@ def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
         writer.add_chat_template(tokenizer.chat_template)
 
 
+def _parts(tokenizer: PreTrainedTokenizerBase) -> Record:
+    """Read the tokenizer.json of a fast tokenizer."""
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    return {"model": {"type": "slow"}} if backend is None else json.loads(backend.to_str())
+
+
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Find llama.cpp's name of the pre-tokenizer. Raises ValueError for one that it lacks."""
-    parts = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
+    parts = _parts(tokenizer)
     step = parts.get("pre_tokenizer") or {}
     steps = [
         one["pattern"].get("Regex") if one["type"] == "Split" else one["type"]

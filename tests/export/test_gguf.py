@@ -23,7 +23,7 @@ from hybrid_distill.teacher import load_teacher
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 KEPT = [(0, 1), (1, 2), (1, 3), (2, 6), (2, 0), (2, 1), (5, 5)]  # of 6 layers of 8 heads
 TEXTS = ["The cat", "Hello, it's 1234 times.\n\n  Don't (panic)! x='sun' é你好\tend", "a b c d e f g " * 40]
-TOLERANCE = 1e-2  # relative to the largest logit: llama.cpp keeps keys and values in 16 bit
+TOLERANCE = 1e-4  # relative to the largest logit; measured: 1e-6 to 3e-5, the more the longer the prompt
 
 
 def student_of(recurrence: str) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase]:
@@ -115,6 +115,7 @@ class Engine:
         options = self.lib.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.n_batch = n_context * n_sequences, n_sequences, 2048
         options.n_threads = options.n_threads_batch = 1
+        options.type_k = options.type_v = options.flash_attn_type = 0  # fp32, which is not the default
         self.context = self.lib.llama_init_from_model(self.model, options)
 
     def tokenize(self, text: str) -> list[int]:
@@ -163,7 +164,6 @@ def test_llama_cpp_computes_what_the_student_computes(tmp_path: Path) -> None:
         assert engine.tokenize(text) == ids
         (logits,) = engine.logits([ids], [0])
         own = student(torch.tensor([ids])).logits[0].numpy()
-        print(len(ids), "relative difference of logits", np.abs(logits - own).max() / np.abs(own).max())
         assert np.abs(logits - own).max() <= TOLERANCE * np.abs(own).max()
         made = student.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=None)
         expected.append(made[0, len(ids) :].tolist())
