@@ -141,7 +141,7 @@ class LlamaCpp(Engine):
         options = self.lib.llama_context_default_params()
         options.n_seq_max, options.n_threads, options.n_threads_batch = len(prompts), 1, 1
         options.n_ctx = len(prompts) * (max(map(len, prompts)) + NEW_TOKENS)
-        options.n_batch, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0
+        options.n_batch, options.flash_attn_type, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0, 0
         self.context = self.lib.llama_init_from_model(self.model, options)
         return self._read(prompts, [0] * len(prompts))
 
@@ -197,16 +197,16 @@ class Vllm(Engine):
     """By its own scheduler, which shows neither logits nor states."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
-        shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "enforce_eager": True}
-        self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **shape)
+        shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 2**28}
+        options = {"enforce_eager": True, "skip_tokenizer_init": True, **shape}
+        self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **options)
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in found]
 
