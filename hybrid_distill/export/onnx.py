@@ -27,12 +27,13 @@ from . import onnx_generate
 from .falcon_h1 import _kept_by_group, _placed
 
 if TYPE_CHECKING:
-    import onnx_ir
+    from onnx_ir import Model, Value
 
 BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL, DATA, RUNNER = "model.onnx", "model.onnx.data", "generate.py"
 OPSET, RUNTIME_DOMAIN = 24, "com.microsoft"
 LARGEST_FILE = 2**31 - 2**24  # bytes of weights in model.onnx itself: protobuf ends at 2 GiB, and the graph needs some
+_END = 2**62  # of a slice that goes on to the last token
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # other frequencies for longer texts
 
 
@@ -90,9 +91,9 @@ class _Writer:
         self.graph = ir.Graph([], [], nodes=[], opset_imports=domains, name="student")
         self.builder = GraphBuilder(self.graph)
         self.op, self.own = self.builder.op, self.builder.opset(RUNTIME_DOMAIN, 1)
-        self.states: list[tuple[Any, str]] = []
+        self.states: list[tuple[Value, str]] = []
 
-    def model(self) -> onnx_ir.Model:
+    def model(self) -> Model:
         """Return the model: token ids, mask and states in; logits and states out."""
         op, integer = self.op, self.ir.DataType.INT64
         ids_BL = self.builder.input("input_ids", integer, ["batch", "length"])
@@ -109,7 +110,7 @@ class _Writer:
             normed = self._norm("mlp_norm", hidden, layer.post_attention_layernorm)
             hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
-        hidden = op.Slice(hidden, op.Neg(keep), [2**62], [1])  # all of them for 0, as in transformers
+        hidden = op.Slice(hidden, op.Neg(keep), [_END], [1])  # all of them for 0, as in transformers
         hidden = self._norm("norm", hidden, decoder.norm)
         if self.student.lm_head.weight is decoder.embed_tokens.weight:
             logits = op.MatMul(hidden, op.Transpose(embedding, perm=[1, 0]))
@@ -120,7 +121,7 @@ class _Writer:
             self._output(value, name, [])
         return self.ir.Model(self.graph, ir_version=11, producer_name="hybrid-distill")
 
-    def _positions(self, ids_BL: Any, mask_BS: Any) -> None:
+    def _positions(self, ids_BL: Value, mask_BS: Value) -> None:
         """Make what all layers share: the tokens' mask, their angles, and what each of them sees.
 
         Padding sees itself, because a softmax over nothing is NaN and would spread.
@@ -128,51 +129,51 @@ class _Writer:
         op, ir = self.op, self.ir
         length, total = op.Shape(ids_BL, start=1), op.Shape(mask_BS, start=1)
         first = op.Neg(length)
-        token_BL = op.Slice(mask_BS, first, [2**62], [1])
+        token_BL = op.Slice(mask_BS, first, [_END], [1])
         self.token_BL1 = op.Unsqueeze(op.Cast(token_BL, to=ir.DataType.FLOAT), [-1])
         position_BS = op.Max(op.Sub(op.CumSum(mask_BS, 1), 1), 0)
-        position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [2**62], [1]), [-1])
+        position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [_END], [1]), [-1])
         rope = self.student.model.rotary_emb
         angle = op.Mul(op.Cast(position_BL1, to=ir.DataType.FLOAT), self._weight("inv_freq", rope.inv_freq))
         self.cos, self.sin = (
             op.Mul(turned, float(rope.attention_scaling)) for turned in (op.Cos(angle), op.Sin(angle))
         )
         place_1S = op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0])
-        place_L1 = op.Transpose(op.Slice(place_1S, first, [2**62], [1]), perm=[1, 0])
+        place_L1 = op.Transpose(op.Slice(place_1S, first, [_END], [1]), perm=[1, 0])
         earlier_BLS = op.And(op.Less(place_1S, place_L1), op.Unsqueeze(op.Cast(mask_BS, to=ir.DataType.BOOL), [1]))
         self.seen_B1LS = op.Unsqueeze(op.Or(earlier_BLS, op.Equal(place_1S, place_L1)), [1])
 
-    def _mixer(self, hidden: Any, mixer: HybridMixer) -> Any:
-        """Write a layer's heads and their output projection, whose columns are put into the order of the heads here."""
-        ssm, attention = mixer.ssm, mixer.attention
+    def _mixer(self, hidden: Value, mixer: HybridMixer) -> Value:
+        """Write a layer's heads and their output projection, whose columns are put into the order of the heads here.
+
+        Each KV head serves the same number of query heads: where kept heads share unevenly, some are zeros, and unread.
+        """
+        ssm, attention, head_dim = mixer.ssm, mixer.attention, self.head_dim
         parts: dict[str, tuple[Tensor, Tensor | None]] = {}  # of one product: weight and bias
-        places: list[int | None] = []
         if ssm is not None:
             shifted = [ssm.x_proj, ssm.b_proj, ssm.c_proj]
             bias = None if ssm.is_mamba2 else torch.cat([projection.bias for projection in shifted])
             parts["xbc"] = torch.cat([projection.weight for projection in shifted]), bias
             parts["z"] = ssm.z_proj.weight, ssm.z_proj.bias
             parts["a"] = ssm.a_proj.weight, None
-            places += mixer.recurrent
-        if attention is not None:
-            groups = _kept_by_group(mixer)
-            most = max(map(len, groups))  # each KV head serves as many query heads: some are zeros, and unread
-            queries = [place for heads in groups for place in [*heads, *[None] * (most - len(heads))]]
-            wanted = {"q": queries, "k": range(len(groups)), "v": range(len(groups))}
-            for part, heads in wanted.items():
+        groups = _kept_by_group(mixer)
+        shared = max(map(len, groups), default=0)
+        queries = [place for heads in groups for place in [*heads, *[None] * (shared - len(heads))]]
+        for part, places in (("q", queries), ("k", range(len(groups))), ("v", range(len(groups)))):
+            if attention is not None:
                 projection = getattr(attention, f"{part}_proj")
-                weight_and_bias = projection.weight, projection.bias
-                parts[part] = tuple(t if t is None else _placed(t, heads, self.head_dim) for t in weight_and_bias)
-            places += [None if place is None else mixer.kept[place] for place in queries]
+                bias = None if projection.bias is None else _placed(projection.bias, places, head_dim)
+                parts[part] = _placed(projection.weight, places, head_dim), bias
         made = self._split("in_proj", hidden, parts)
-        heads = [] if ssm is None else [self._recurrent(ssm, mixer.layer, made)]
+        written = [] if ssm is None else [self._recurrent(ssm, mixer.layer, made)]
         if attention is not None:
-            heads.append(self._attention(attention, mixer.layer, made, len(queries), len(groups)))
-        heads = heads[0] if len(heads) == 1 else self.op.Concat(*heads, axis=-1)
-        weight = _placed(mixer.o_proj.weight.T, places, self.head_dim).T
-        return self._affine("out_proj", heads, weight, mixer.o_proj.bias)
+            written.append(self._attention(attention, mixer.layer, made, len(queries), len(groups)))
+        heads = [*mixer.recurrent, *[None if place is None else mixer.kept[place] for place in queries]]
+        weight = _placed(mixer.o_proj.weight.T, heads, head_dim).T
+        joined = written[0] if len(written) == 1 else self.op.Concat(*written, axis=-1)
+        return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 
-    def _recurrent(self, heads: SSMHeads, layer: int, made: dict[str, Any]) -> Any:
+    def _recurrent(self, heads: SSMHeads, layer: int, made: dict[str, Value]) -> Value:
         """Write `SSMHeads.forward`: a convolution, the recurrence, skip and gate."""
         op, n_heads, d_state, head_dim = self.op, heads.n_heads, heads.d_state, heads.head_dim
         n_channels, width = heads.conv_weight.shape
@@ -204,9 +205,9 @@ class _Writer:
         y, state = self.own.LinearAttention(c, b, x, past, log_a, **options, _outputs=2)
         self.states += [(conv_state, f"present.{layer}.conv_state"), (state, f"present.{layer}.recurrent_state")]
         skip = op.Mul(x, self._weight("D", heads.D.repeat_interleave(head_dim)))
-        return op.Mul(op.Add(y, skip), op.Swish(made["z"]))
+        return op.Mul(op.Add(y, skip), self._silu(made["z"]))
 
-    def _attention(self, attention: Any, layer: int, made: dict[str, Any], n_heads: int, n_stored: int) -> Any:
+    def _attention(self, attention: Any, layer: int, made: dict[str, Value], n_heads: int, n_stored: int) -> Value:
         """Write a layer's kept heads."""
         op, head_dim = self.op, self.head_dim
         turned = []
@@ -223,14 +224,17 @@ class _Writer:
         self.states += [(key, f"present.{layer}.key"), (value, f"present.{layer}.value")]
         return y
 
-    def _mlp(self, hidden: Any, mlp: Any) -> Any:
+    def _mlp(self, hidden: Value, mlp: Any) -> Value:
         gate, up = (self._linear(name, hidden, getattr(mlp, name)) for name in ("gate_proj", "up_proj"))
-        return self._linear("down_proj", self.op.Mul(self.op.Swish(gate), up), mlp.down_proj)
+        return self._linear("down_proj", self.op.Mul(self._silu(gate), up), mlp.down_proj)
 
-    def _norm(self, name: str, hidden: Any, norm: Any) -> Any:
+    def _silu(self, value: Value) -> Value:
+        return self.op.Mul(value, self.op.Sigmoid(value))  # ONNX Runtime has no kernel for Swish
+
+    def _norm(self, name: str, hidden: Value, norm: Any) -> Value:
         return self.op.RMSNormalization(hidden, self._weight(name, norm.weight), epsilon=norm.variance_epsilon)
 
-    def _split(self, name: str, hidden: Any, parts: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
+    def _split(self, name: str, hidden: Value, parts: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, Value]:
         """Write several projections as one product."""
         weights = [weight for weight, _ in parts.values()]
         biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts.values()]
@@ -238,21 +242,21 @@ class _Writer:
         made = self.op.Split(product, [len(weight) for weight in weights], axis=-1, _outputs=len(parts))
         return dict(zip(parts, made, strict=True))
 
-    def _linear(self, name: str, hidden: Any, linear: nn.Linear) -> Any:
+    def _linear(self, name: str, hidden: Value, linear: nn.Linear) -> Value:
         return self._affine(name, hidden, linear.weight, linear.bias)
 
-    def _affine(self, name: str, hidden: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    def _affine(self, name: str, hidden: Value, weight: Tensor, bias: Tensor | None) -> Value:
         product = self.op.MatMul(hidden, self._weight(f"{name}.weight", weight.T))
         return product if bias is None else self.op.Add(product, self._weight(f"{name}.bias", bias))
 
-    def _weight(self, name: str, tensor: Tensor) -> Any:
+    def _weight(self, name: str, tensor: Tensor) -> Value:
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         return self.builder.initializer(self.ir.tensor(values), name)
 
-    def _state(self, layer: int, name: str, shape: list[int | str]) -> Any:
+    def _state(self, layer: int, name: str, shape: list[int | str]) -> Value:
         return self.builder.input(f"past_key_values.{layer}.{name}", self.ir.DataType.FLOAT, shape)
 
-    def _output(self, value: Any, name: str, shape: list[int | str]) -> None:
+    def _output(self, value: Value, name: str, shape: list[int | str]) -> None:
         value.dtype = self.ir.DataType.FLOAT
         if shape:
             value.shape = self.ir.Shape(shape)

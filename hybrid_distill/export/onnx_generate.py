@@ -25,14 +25,19 @@ class Session:
         options.log_severity_level = 3  # or it warns of logits_to_keep, an input that may be left out
         file = Path(folder) / "model.onnx"
         self.graph = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        self.shapes = {put.name: put.shape for put in self.graph.get_inputs() if put.name.startswith("past")}
+        self.shapes: dict[str, list[int | str]] = {
+            put.name: put.shape for put in self.graph.get_inputs() if put.name.startswith("past")
+        }
         self.ends = json.loads(self.graph.get_modelmeta().custom_metadata_map["eos_token_id"])
 
     def first_states(self, batch: int) -> States:
         """Return the states before the first token: no keys, and zeros."""
         sizes = {"batch": batch, "past_length": 0}
-        shapes = {name: [sizes.get(size, size) for size in shape] for name, shape in self.shapes.items()}
-        return {name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+        zeros = {
+            name: np.zeros([size if isinstance(size, int) else sizes[size] for size in shape], np.float32)
+            for name, shape in self.shapes.items()
+        }
+        return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in zeros.items()}
 
     def run(self, ids: np.ndarray, mask: np.ndarray, states: States, keep: int = 0) -> tuple[np.ndarray, States]:
         """Return logits [B, L, V] of the last ``keep`` tokens of ``ids`` [B, L] (0: all), and the states after them.
@@ -71,7 +76,7 @@ def generate(session: Session, prompts: Sequence[Sequence[int]], max_new_tokens:
 if __name__ == "__main__":
     from tokenizers import Tokenizer
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Continue prompts greedily.")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     options = parser.parse_args()
