@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..io import Record
 from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import rope_settings
 from ..model.mixer import HybridMixer
 
 MODEL_TYPE = "falcon_h1"
@@ -62,21 +63,31 @@ class _Layout:
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be a Falcon-H1."""
-    config, backbone = student.config, student.model.config
     found = []
-    if config.recurrence == "discrete" and any(mixer.ssm for mixer in student.mixers()):
+    if student.config.recurrence == "discrete" and any(mixer.ssm for mixer in student.mixers()):
         found.append(
             "its recurrent heads are discrete: Falcon-H1 scales what enters a state by the step of "
             "which the decay is made, and cannot divide by it again"
         )
+    return found + backbone_obstacles(student)
+
+
+def backbone_obstacles(student: HybridForCausalLM) -> list[str]:
+    """List what forms with layers as Llama's cannot express, whatever the recurrent heads are."""
+    backbone, found = student.model.config, []
     if backbone.model_type not in BACKBONES:
         found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
     if backbone.hidden_act != "silu":
-        found.append(f"its MLPs use {backbone.hidden_act}, and Falcon-H1 has one activation for them and the heads")
+        found.append(f"its MLPs use {backbone.hidden_act}, not silu")
     cache = student.new_cache()
     if any(cache.layer(index).sliding_window is not None for index in range(len(cache.layers))):
-        found.append("its kept heads see a window, and Falcon-H1's see everything")
+        found.append("its kept heads see a window, and this form's see everything")
     return found
+
+
+def rope_kinds(student: HybridForCausalLM) -> set[str]:
+    """Name the kinds of RoPE that a student's layers have."""
+    return {rope.get("rope_type") or rope.get("type") or "default" for rope in rope_settings(student.model.config)}
 
 
 def configuration(student: HybridForCausalLM) -> Record:
@@ -203,7 +214,8 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         projection = None if mixer.ssm is None else getattr(mixer.ssm, f"{part}_proj")
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
         weights[part] = _placed(weight, places, width)
-        biases[part] = _placed(weight.new_zeros(0) if projection is None else projection.bias, places, width)
+        bias = getattr(projection, "bias", None)
+        biases[part] = _placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
     taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
         sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]

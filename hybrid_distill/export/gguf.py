@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import Record
 from ..model import HybridForCausalLM
-from ..model.configuration_hybrid import rope_settings
 from . import falcon_h1
 
 FILE = "model.gguf"
@@ -72,8 +71,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
         found.append("the gate of its recurrent heads has a bias: train one with --student.recurrence mamba2-stock")
     if any(mixer.o_proj.bias is not None and mixer.o_proj.bias.any() for mixer in student.mixers()):
         found.append("its output projections have a bias")
-    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in rope_settings(student.model.config)}
-    if kinds - {"default"}:
+    if (kinds := falcon_h1.rope_kinds(student)) != {"default"}:
         found.append(f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only")
     return found
 

@@ -11,27 +11,19 @@ from transformers import PreTrainedTokenizerBase
 from ..io import save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import rope_settings
-from .falcon_h1 import BACKBONES
+from .falcon_h1 import backbone_obstacles, rope_kinds
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")
-ROPE = ("default", "linear", "llama3")
+ROPE = {"default", "linear", "llama3"}
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why the shipped MLX model is not this student; heads of any recurrence are none."""
-    backbone = student.model.config
-    found = []
-    if backbone.model_type not in BACKBONES:
-        found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
-    if backbone.hidden_act != "silu":
-        found.append(f"its MLPs use {backbone.hidden_act}, not silu")
+    found = backbone_obstacles(student)
     if student.config.conv_bias:
         found.append("its convolutions have a bias, as Llamba's")
-    cache = student.new_cache()
-    if any(cache.layer(index).sliding_window is not None for index in range(len(cache.layers))):
-        found.append("its kept heads see a window")
-    if any(kind not in ROPE for kind in (rope.get("rope_type", "default") for rope in rope_settings(backbone))):
-        found.append(f"its RoPE is not one of {', '.join(ROPE)}")
+    if not (kinds := rope_kinds(student)) <= ROPE:
+        found.append(f"its RoPE is {', '.join(sorted(kinds))}, not one of {', '.join(sorted(ROPE))}")
     return found
 
 
