@@ -54,7 +54,7 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None,
     write_json(folder / "config.json", {**stock.config, **sizes})
     tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
     state = {
-        name: _spread(tensor, times, dim="o_proj" in name) if ".self_attn." in name else tensor
+        name: _spread(tensor, times, dim=int("o_proj" in name)) if ".self_attn." in name else tensor
         for name, tensor in stock.state.items()
         if name not in tied
     }
