@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer, SSMHeads
-from . import onnx_generate
 from .falcon_h1 import _kept_by_group, _placed
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None,
     model.metadata_props["eos_token_id"] = json.dumps(ends)
     n_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     onnx_ir.save(model, folder / MODEL, external_data=DATA if n_bytes > LARGEST_FILE else None)
-    shutil.copyfile(onnx_generate.__file__, folder / RUNNER)
+    shutil.copyfile(Path(__file__).with_name("onnx_generate.py"), folder / RUNNER)
 
 
 class _Writer:
