@@ -274,20 +274,19 @@ def compare(made: Record, model: Any, prompts: Tokens) -> Record:
     return {"tokens_compared": compared, "tokens_different": different, **shown, **made}
 
 
-def said_bytes(engine: str, student: Any, plan: Any) -> int:
+def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
     """Count the bytes of one sequence's cache in float32, convolution states included."""
-    from hybrid_distill.export.falcon_h1 import container
+    from hybrid_distill.export.falcon_h1 import Container, configuration
     from hybrid_distill.plan import cache_bytes
 
     if engine in OWN_LAYERS or (plan.keeps_all and engine in NATIVE):
         sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
         said = cache_bytes(plan, **sizes, bytes_per_element=4, conv_width=student.config.conv_width)
         return said.total + said.conv
-    stock = container(student)
-    config = stock.config
+    config = json.loads((folder / "config.json").read_text()) if engine == "vllm" else configuration(student)
     channels = config["mamba_d_ssm"] + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     conv = config["num_hidden_layers"] * channels * (config["mamba_d_conv"] - 1) * 4
-    return stock.cache_bytes(CONTEXT, 4) + conv
+    return Container(config, {}).cache_bytes(CONTEXT, 4) + conv
 
 
 def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
@@ -325,7 +324,7 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                     raise ValueError(lines[-1] if lines else f"ended with status {done.returncode}")
                 record = compare(json.loads(answer.read_text()), model, prompts)
-                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads)}
+                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads, folder)}
             except (ValueError, OSError) as error:
                 found[engine][name] = {"left_out": str(error)}
             print(engine, name, json.dumps(found[engine][name]), flush=True)
