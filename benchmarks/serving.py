@@ -141,7 +141,7 @@ class LlamaCpp(Engine):
         options = self.lib.llama_context_default_params()
         options.n_seq_max, options.n_threads, options.n_threads_batch = len(prompts), 1, 1
         options.n_ctx = len(prompts) * (max(map(len, prompts)) + NEW_TOKENS)
-        options.n_batch, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0
+        options.n_batch, options.flash_attn_type, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0, 0
         self.context = self.lib.llama_init_from_model(self.model, options)
         return self._read(prompts, [0] * len(prompts))
 
@@ -197,16 +197,16 @@ class Vllm(Engine):
     """By its own scheduler, which shows neither logits nor states."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
-        shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "enforce_eager": True}
-        self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **shape)
+        shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 2**28}
+        options = {"enforce_eager": True, "skip_tokenizer_init": True, **shape}
+        self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **options)
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in found]
 
@@ -274,20 +274,19 @@ def compare(made: Record, model: Any, prompts: Tokens) -> Record:
     return {"tokens_compared": compared, "tokens_different": different, **shown, **made}
 
 
-def said_bytes(engine: str, student: Any, plan: Any) -> int:
+def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
     """Count the bytes of one sequence's cache in float32, convolution states included."""
-    from hybrid_distill.export.falcon_h1 import container
+    from hybrid_distill.export.falcon_h1 import Container, configuration
     from hybrid_distill.plan import cache_bytes
 
     if engine in OWN_LAYERS or (plan.keeps_all and engine in NATIVE):
         sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
         said = cache_bytes(plan, **sizes, bytes_per_element=4, conv_width=student.config.conv_width)
         return said.total + said.conv
-    stock = container(student)
-    config = stock.config
+    config = json.loads((folder / "config.json").read_text()) if engine == "vllm" else configuration(student)
     channels = config["mamba_d_ssm"] + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     conv = config["num_hidden_layers"] * channels * (config["mamba_d_conv"] - 1) * 4
-    return stock.cache_bytes(CONTEXT, 4) + conv
+    return Container(config, {}).cache_bytes(CONTEXT, 4) + conv
 
 
 def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
@@ -325,7 +324,7 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                     raise ValueError(lines[-1] if lines else f"ended with status {done.returncode}")
                 record = compare(json.loads(answer.read_text()), model, prompts)
-                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads)}
+                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads, folder)}
             except (ValueError, OSError) as error:
                 found[engine][name] = {"left_out": str(error)}
             print(engine, name, json.dumps(found[engine][name]), flush=True)

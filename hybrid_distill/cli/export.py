@@ -74,5 +74,6 @@ def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
 
     Another process loads what was written, and must compute what the student does.
     """
-    print(export_student(job).table())
+    if (report := export_student(job)).checks:
+        print(report.table())
     print(f"export: {job.out}")

@@ -24,6 +24,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -355,11 +356,21 @@ def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) 
 
 
 def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+    # In this process; on a CPU, without binding threads to cores.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM, SamplingParams
 
-    longest = max(map(len, ids)) + new_tokens
-    engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=longest)
-    asked = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    engine = LLM(
+        str(folder),
+        dtype="float32",
+        mamba_ssm_cache_dtype="float32",
+        max_model_len=max(map(len, ids)) + new_tokens,
+        max_num_seqs=len(ids),
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=2**28,  # by itself it asks for nearly all memory of the machine
+    )
+    asked = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     found = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in ids], asked)
     return [Answer(None, list(answer.outputs[0].token_ids)) for answer in found]
 
@@ -374,7 +385,7 @@ def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) ->
     n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     options = lib.llama_context_default_params()
     options.n_ctx = options.n_batch = max(map(len, ids)) + new_tokens
-    options.type_k = options.type_v = 0  # float32
+    options.type_k = options.type_v = options.flash_attn_type = 0  # float32; by itself it rounds to 16 bit
 
     def logits(context: Any, tokens: Sequence[int], start: int) -> Any:
         batch = lib.llama_batch_init(len(tokens), 0, 1)
