@@ -43,6 +43,8 @@ NAMES = tuple(name for group in COMMANDS.values() for name in group)
 WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
+for _name in ("torchao", "torch.utils._pytree"):  # what torchao lacks without a GPU; a recipe's imports load it
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,6 +67,7 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
     from .run import run_with_flags
 
     words = list(sys.argv[1:] if argv is None else argv)
+    _mute()
     exit_cleanly(lambda: run_with_flags(default, _with_style(["run", *words])[1:], sys.argv[0], description))
 
 
