@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -132,7 +132,7 @@ def _loading() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not where it is ignored, as in the background
         signal.signal(signal.SIGINT, _end)
-    report = threading.Timer(QUIET, lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
+    report = threading.Timer(QUIET, _report_loading)
     report.daemon = True
     if is_launched_main() and "torch" not in sys.modules and progress.style == "lines":
         report.start()
@@ -143,6 +143,11 @@ def _loading() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         report.cancel()
         signal.signal(signal.SIGINT, before)
+
+
+@cache
+def _report_loading() -> None:
+    print("loading torch and transformers ...", file=sys.stderr, flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
