@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -43,6 +43,8 @@ NAMES = tuple(name for group in COMMANDS.values() for name in group)
 WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
+for _name in ("torchao", "torch.utils._pytree"):  # what torchao lacks without a GPU; a recipe's imports load it
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,6 +67,7 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
     from .run import run_with_flags
 
     words = list(sys.argv[1:] if argv is None else argv)
+    _mute()
     exit_cleanly(lambda: run_with_flags(default, _with_style(["run", *words])[1:], sys.argv[0], description))
 
 
@@ -129,7 +132,7 @@ def _loading() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not where it is ignored, as in the background
         signal.signal(signal.SIGINT, _end)
-    report = threading.Timer(QUIET, lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
+    report = threading.Timer(QUIET, _report_loading)
     report.daemon = True
     if is_launched_main() and "torch" not in sys.modules and progress.style == "lines":
         report.start()
@@ -140,6 +143,11 @@ def _loading() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         report.cancel()
         signal.signal(signal.SIGINT, before)
+
+
+@cache
+def _report_loading() -> None:
+    print("loading torch and transformers ...", file=sys.stderr, flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
