@@ -44,6 +44,7 @@ CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
 """Inits that need text."""
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
+MOST_CONTENT = 0.5  # of a start from statistics: scores that vary more are not near 1 + s
 WRITE = 0.95  # of the delta rule's gates
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
@@ -200,8 +201,8 @@ def _from_statistics(
     decayed_RL = total_RL.log() + decay_R1 * (weight_RL * back_L).cumsum(1) / total_RL
     places_BL = back_L.expand(len(hidden), -1) if seq_idx is None else _places(seq_idx)
     lacking_R = decayed_RL[:, places_BL.flatten()].mean(1) - entropy_R
-    half_life_R, content_R = math.log(2) / decay_R1.squeeze(1), (2 * lacking_R).clamp_min(0).sqrt()
-    return _guess(len(heads), conv_width, hidden.device, key_R, half_life_R, content_R)
+    content_R = (2 * lacking_R).clamp_min(0).sqrt().clamp_max(MOST_CONTENT)
+    return _guess(len(heads), conv_width, hidden.device, key_R, math.log(2) / decay_R1.squeeze(1), content_R)
 
 
 def _places(seq_idx_BL: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def test_a_head_gets_the_content_that_its_entropy_lacks(family_model: FamilyMode
     distance, a = torch.full((8,), 10.0), 10 / 11
     rows = [a ** torch.arange(n + 1.0) for n in range(96)]
     most = torch.stack([torch.special.entr(row / row.sum()).sum() for row in rows]).mean()
-    entropy = most - torch.linspace(-1e-6, 0.7, 8)
+    entropy = most - torch.linspace(-1e-6, 0.12, 8)
     trace = LayerTrace(torch.randn(2, 96, 64), torch.randn(2, 96, 8, 8), None, distance, entropy)
     started = init_ssm(
         "statistics", attention_sites(teacher)[0], tuple(range(8)), student.config, torch.Generator(), trace
