@@ -45,6 +45,7 @@ QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
 for _name in ("torchao", "torch.utils._pytree"):  # what torchao lacks without a GPU; a recipe's imports load it
     logging.getLogger(_name).setLevel(logging.ERROR)
+_report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -121,9 +122,6 @@ def _summary(name: str) -> str:
     tree = ast.parse(Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in ("command", "main")]
     return (ast.get_docstring(functions[-1]) or "").partition("\n")[0].partition(";")[0].rstrip(".")
-
-
-_report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
 
 @contextmanager
