@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
@@ -49,10 +50,8 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     """Look up the versions of those packages that are installed; a clone run in place is not."""
     found = {}
     for package in packages:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -45,6 +45,7 @@ QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
 for _name in ("torchao", "torch.utils._pytree"):  # what torchao lacks without a GPU; a recipe's imports load it
     logging.getLogger(_name).setLevel(logging.ERROR)
+_report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,16 +85,13 @@ def _with_style(words: list[str]) -> list[str]:
 
 def _dispatch(name: str, *words: str) -> None:
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+        meant = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, NAMES, n=1))
         raise ValueError(f"{name!r} is not a command; {meant}`hybrid-distill --help` lists them.")
     with _loading():
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         from .parsing import parse
-    if hasattr(module, "main"):
-        run = partial(module.main, list(words))
-    else:
-        run = parse(module.command, words, prog=f"hybrid-distill {name}")
+    prog = f"hybrid-distill {name}"
+    run = partial(module.main, list(words)) if hasattr(module, "main") else parse(module.command, words, prog)
     if name != "recipes" and words[:1] not in (("-h",), ("--help",)):
         with _loading():  # what commands import where they use it, so that their help is quick
             importlib.import_module("hybrid_distill.pipeline")
@@ -143,11 +141,6 @@ def _loading() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         report.cancel()
         signal.signal(signal.SIGINT, before)
-
-
-@cache
-def _report_loading() -> None:
-    print("loading torch and transformers ...", file=sys.stderr, flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -162,8 +162,7 @@ def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
         titles = group.attrib.pop("id", "").split(TITLE)[1:]
         for point, title in zip(group.iter(f"{{{SVG}}}use"), titles):
             ET.SubElement(point, f"{{{SVG}}}title").text = title
-    svg = ET.tostring(root, encoding="unicode")
-    return Figure(path.name, caption, re.sub(r"\s*\n\s*", "", svg))
+    return Figure(path.name, caption, re.sub(r"\s*\n\s*", "", ET.tostring(root, encoding="unicode")))
 
 
 @dataclass(frozen=True)
@@ -199,12 +198,13 @@ def draw_lines(
         return []
     panels = [list(row.points.panel.unique()) for row in rows]
     n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
+    limits = {"xlim": (-0.5, 0.5)} if even and len(ticks) == 1 else {}  # else a line apart from the first is far away
     size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
     with figure(path, len(rows), n, size=size, sharex=True, sharey="row") as grid:
         for row, names, axes_row in zip(rows, panels, grid):
             every = row.points.assign(error=row.points.get("error", math.nan)).astype({"y": float, "error": float})
             for name, axes in zip_longest(names, axes_row):
-                axes.set(title=name or "", frame_on=name is not None)
+                axes.set(title=name or "", frame_on=name is not None, **limits)
                 for number, (line, style) in enumerate(looks.items()):
                     found = every[(every.panel == name) & (every.line == line)]
                     if found.empty:
