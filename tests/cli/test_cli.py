@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from training import refusal, small_run
 import hybrid_distill
 from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
-from hybrid_distill.cli import main, run_recipe
+from hybrid_distill.cli import app, main, run_recipe
 from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
@@ -208,6 +209,14 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     wrong = program(tmp_path, heavy, "scores")
     said = "error: 'scores' is not a command; did you mean 'score'? `hybrid-distill --help` lists them.\n"
     assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", said)
+
+
+def test_slow_imports_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(app, "QUIET", 0.01)
+    monkeypatch.delitem(sys.modules, "torch")
+    with app._loading():
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "loading torch and transformers ...\n"
 
 
 @pytest.mark.parametrize(
