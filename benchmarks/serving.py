@@ -202,7 +202,7 @@ class Vllm(Engine):
 
         self.sampling = SamplingParams
         shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 2**28}
-        options = {"enforce_eager": True, "skip_tokenizer_init": True, **shape}
+        options = {"enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True, **shape}
         self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **options)
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
