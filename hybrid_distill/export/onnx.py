@@ -97,7 +97,7 @@ class _Writer:
         op, integer = self.op, self.ir.DataType.INT64
         ids_BL = self.builder.input("input_ids", integer, ["batch", "length"])
         mask_BS = self.builder.input("attention_mask", integer, ["batch", "total_length"])
-        keep = self.builder.input("logits_to_keep", const_value=self.ir.tensor([0], self.ir.DataType.INT64))
+        keep = self.builder.input("logits_to_keep", const_value=self.ir.tensor([0], integer))
         self._positions(ids_BL, mask_BS)
         decoder = self.student.model
         embedding = self._weight("embed_tokens", decoder.embed_tokens.weight)
