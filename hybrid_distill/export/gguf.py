@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     return found
 
 
-def _add_sizes(writer, config: Record) -> None:
+def _add_sizes(writer: Any, config: Record) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -152,11 +153,10 @@ def _add_sizes(writer, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
     """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
     from gguf import TokenType
 
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     rows = {token: name for name, token in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     names, kinds = [], []
@@ -170,7 +170,9 @@ def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in _parts(tokenizer)["model"]["merges"]]
+    )
     for role in ("bos", "eos", "pad", "unk"):
         if (token := getattr(tokenizer, f"{role}_token_id")) is not None:
             getattr(writer, f"add_{role}_token_id")(token)
@@ -181,9 +183,15 @@ def _add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
         writer.add_chat_template(tokenizer.chat_template)
 
 
+def _parts(tokenizer: PreTrainedTokenizerBase) -> Record:
+    """Read the tokenizer.json of a fast tokenizer."""
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    return {"model": {"type": "slow"}} if backend is None else json.loads(backend.to_str())
+
+
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Find llama.cpp's name of the pre-tokenizer. Raises ValueError for one that it lacks."""
-    parts = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
+    parts = _parts(tokenizer)
     step = parts.get("pre_tokenizer") or {}
     steps = [
         one["pattern"].get("Regex") if one["type"] == "Split" else one["type"]

@@ -127,11 +127,10 @@ class Recurrent(nn.Module):
         return sum(row[:, tap : tap + length] * self.conv_weight[:, tap] for tap in range(n_past + 1))
 
 
-def scan(x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+def scan(x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
     """Run S_t = a_t S_{t-1} + x_t b_t^T, y_t = S_t c_t, in fp32; return y [B, L, H, P] and the last S [B, H, P, N]."""
-    ys = []
-    if state is None:
-        state = mx.zeros((x.shape[0], x.shape[2], x.shape[3], b.shape[3]), mx.float32)
+    sizes = x.shape[0], *x.shape[2:], b.shape[3]
+    ys, state = [], mx.zeros(sizes, mx.float32) if held is None else held
     for begin in range(0, x.shape[1], CHUNK):
         xq, bq, cq = (t[:, begin : begin + CHUNK].swapaxes(1, 2) for t in (x, b, c))  # [B, H, Q, .]
         cum = mx.cumsum(log_a[:, begin : begin + CHUNK].swapaxes(1, 2), axis=-1)

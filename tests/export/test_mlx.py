@@ -47,7 +47,6 @@ def computes_the_same(folder: Path, student: HybridForCausalLM) -> None:
     for ids in prompts():
         own = student(torch.tensor([ids])).logits.numpy()
         found = np.array(model(mx.array([ids])))
-        print(len(ids), "relative difference of logits", np.abs(found - own).max() / np.abs(own).max())
         assert np.abs(found - own).max() <= TOLERANCE * np.abs(own).max()
         made = student.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None)
         expected.append(made[0, len(ids) :].tolist())
