@@ -71,23 +71,18 @@ PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 folder, prompts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-engine = LLM(folder, dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=512, max_num_seqs=16,
-             enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1, **options)
+engine = LLM(folder, dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=512, max_num_seqs=16, **options,
+             enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
 asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-for _ in range(2):  # the second time from its cache of prefixes
-    found = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
-    tokens = [list(answer.outputs[0].token_ids) for answer in found]
-    print("ANSWER", json.dumps({"tokens": tokens, "cached": sum(answer.num_cached_tokens or 0 for answer in found)}))
-groups = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-for group in groups:
-    print("CACHE", len(group.layer_names), type(group.kv_cache_spec).__name__, group.kv_cache_spec)
+found = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+print("TOKENS", json.dumps([list(answer.outputs[0].token_ids) for answer in found]))
 """
+# vLLM's kernel for CPUs returns the last state of a prompt alone, and its cache of prefixes asks for earlier ones.
+WHOLE, IN_PIECES = ({"enable_prefix_caching": False, "max_num_batched_tokens": size} for size in (2048, 64))
 
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON does not name a Python with vLLM")
-@pytest.mark.parametrize(
-    "kept, options", [(UNEVEN, {}), ([(3,)] * 6, {"max_num_batched_tokens": 64})], ids=["uneven", "even"]
-)
+@pytest.mark.parametrize("kept, options", [(UNEVEN, WHOLE), ([(3,)] * 6, IN_PIECES)], ids=["uneven", "even"])
 def test_vllm_generates_the_tokens_of_the_student(kept: list, options: dict[str, Any], tmp_path: Path) -> None:
     student = student_of(load_teacher("tiny")[0].float(), *kept, d_state=16)
     vllm.write(student, None, tmp_path)
@@ -96,11 +91,10 @@ def test_vllm_generates_the_tokens_of_the_student(kept: list, options: dict[str,
     single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
     command = [os.environ["VLLM_PYTHON"], "-c", PROGRAM, str(tmp_path), json.dumps(prompts), json.dumps(options)]
     done = subprocess.run(command, env={**os.environ, **single}, capture_output=True, text=True)
-    answers = [json.loads(line.removeprefix("ANSWER ")) for line in done.stdout.splitlines() if line[:6] == "ANSWER"]
-    assert len(answers) == 2, done.stderr[-4000:]
-    print(*[line for line in done.stdout.splitlines() if line[:5] == "CACHE"], [one["cached"] for one in answers])
-    for prompt, *ours in zip(prompts, *(answer["tokens"] for answer in answers), strict=True):
+    answers = [json.loads(line.removeprefix("TOKENS ")) for line in done.stdout.splitlines() if line[:6] == "TOKENS"]
+    assert answers, done.stderr[-4000:]
+    for prompt, tokens in zip(prompts, answers[0], strict=True):
         ids = torch.tensor([prompt])
         asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = student.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, len(prompt) :].tolist()
-        assert ours == [expected, expected], len(prompt)
+        expected = student.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, len(prompt) :]
+        assert tokens == expected.tolist(), len(prompt)
