@@ -90,8 +90,8 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
         _refuse_code(other, folder, trust_remote_code)
         if absent := absent_engine(form):
             raise ValueError(
-                f"{folder} is run by {absent}, which is not installed here: only its files were checked. Run "
-                f"pip install 'hybrid-distill[{ROWS[form].program}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
+                f"{folder} is run by {absent}, which is not installed here: only its files were checked. pip install "
+                f"'hybrid-distill[{ROWS[form].program}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
         _refuse_code(foreign_code(folder), folder, trust_remote_code)
