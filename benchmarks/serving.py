@@ -202,7 +202,7 @@ class Vllm(Engine):
 
         self.sampling = SamplingParams
         shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 2**28}
-        options = {"enforce_eager": True, "skip_tokenizer_init": True, **shape}
+        options = {"enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True, **shape}
         self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **options)
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
@@ -252,24 +252,28 @@ def make_prompts(vocab_size: int) -> Tokens:
     return [generator.integers(5, vocab_size, 1 + (37 * n) % LONGEST).tolist() for n in range(N_PROMPTS)]
 
 
-def compare(made: Record, model: Any, prompts: Tokens) -> Record:
-    """Replace tokens and logits by how they compare with the model's own, each prompt alone."""
+def expected(model: Any, prompts: Tokens) -> list[Any]:
+    """Let the model itself continue each prompt alone: tokens [T], their leads and logits."""
     import torch
 
     from hybrid_distill.export.check import greedy
 
+    return [greedy(model, torch.tensor([prompt]), None, NEW_TOKENS) for prompt in prompts]
+
+
+def compare(made: Record, right: Sequence[Any]) -> Record:
+    """Replace tokens and logits by how they compare with what is right."""
     compared = different = 0
     worst, scale = 0.0, 0.0
     logits = made.pop("logits")
-    for n, (prompt, row) in enumerate(zip(prompts, made.pop("tokens"), strict=True)):
-        out = greedy(model, torch.tensor([prompt]), None, NEW_TOKENS)
-        logits_TV = out.logits_BTV[0]
-        clear_T = (out.leads_BT[0] > LEAD * logits_TV.abs().max()).cumprod(0).bool()
+    for n, (row, out) in enumerate(zip(made.pop("tokens"), right, strict=True)):
+        logits_TV = out.logits_BTV[0].numpy()
+        clear_T = (out.leads_BT[0].numpy() > LEAD * abs(logits_TV).max()).cumprod().astype(bool)
         compared += int(clear_T.sum())
-        different += int((torch.tensor(row) != out.tokens_BT[0])[clear_T].sum())
+        different += int((np.array(row) != out.tokens_BT[0].numpy())[clear_T].sum())
         if n < len(logits) and logits[n] is not None:
-            worst = max(worst, float((torch.tensor(logits[n]) - logits_TV[0]).abs().max()))
-            scale = max(scale, float(logits_TV[0].abs().max()))
+            worst = max(worst, float(abs(np.array(logits[n]) - logits_TV[0]).max()))
+            scale = max(scale, float(abs(logits_TV[0]).max()))
     shown = {"logits_differ": float(f"{worst / scale:.2g}")} if scale else {}
     return {"tokens_compared": compared, "tokens_different": different, **shown, **made}
 
@@ -306,6 +310,7 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
     models = {"student": (student.float().eval(), plan), "teacher": (all_heads, HeadPlan.all(teacher))}
     prompts = make_prompts(student.config.vocab_size)
     (asked := place / "prompts.json").write_text(json.dumps(prompts))
+    right = {name: expected(model, prompts) for name, (model, _) in models.items()}
     found: dict[str, Record] = {}
     for engine, python in pythons.items():
         found[engine] = {}
@@ -323,7 +328,7 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
                 if not answer.exists():
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                     raise ValueError(lines[-1] if lines else f"ended with status {done.returncode}")
-                record = compare(json.loads(answer.read_text()), model, prompts)
+                record = compare(json.loads(answer.read_text()), right[name])
                 found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads, folder)}
             except (ValueError, OSError) as error:
                 found[engine][name] = {"left_out": str(error)}

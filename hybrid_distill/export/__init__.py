@@ -1,4 +1,4 @@
-"""Export a student as a checkpoint that others can load, in one of three forms, and prove that it works."""
+"""Export a student as a checkpoint that others can load, in one of several forms, and prove that it works."""
 
 from .card import origin
 from .checkpoint import Form, export_checkpoint

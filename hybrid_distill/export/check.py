@@ -367,6 +367,7 @@ def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list
         max_model_len=max(map(len, ids)) + new_tokens,
         max_num_seqs=len(ids),
         enforce_eager=True,
+        enable_prefix_caching=False,  # on CPUs it fails for prompts of more than 128 tokens
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=2**28,  # by itself it asks for nearly all memory of the machine
     )

@@ -25,17 +25,19 @@ class Writer(Protocol):
 
 
 class Row(NamedTuple):
-    """Module of this folder, and the packages that it writes with; the extra to install has the form's name."""
+    """Module of this folder, the packages that it writes with (their extra has the form's name), and the extra that
+    brings the program."""
 
     module: str
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...]
+    program: str
 
 
 ROWS = {
-    "vllm": Row("vllm"),
-    "gguf": Row("gguf", ("gguf",)),
-    "mlx": Row("mlx"),
-    "onnx": Row("onnx", ("onnxscript",)),
+    "vllm": Row("vllm", (), "vllm"),
+    "gguf": Row("gguf", ("gguf",), "llama-cpp"),
+    "mlx": Row("mlx", (), "mlx"),
+    "onnx": Row("onnx", ("onnxscript",), "onnx"),
 }
 
 

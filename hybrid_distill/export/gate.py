@@ -28,7 +28,7 @@ from ..progress import Phase
 from ..teacher import eval_mode
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
-from .engines import absent_engine
+from .engines import ROWS, absent_engine
 from .falcon_h1 import container
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
@@ -90,8 +90,8 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
         _refuse_code(other, folder, trust_remote_code)
         if absent := absent_engine(form):
             raise ValueError(
-                f"{folder} is run by {absent}, which is not installed here: only its files were checked. Run "
-                f"pip install 'hybrid-distill[{form}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
+                f"{folder} is run by {absent}, which is not installed here: only its files were checked. pip install "
+                f"'hybrid-distill[{ROWS[form].program}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
         _refuse_code(foreign_code(folder), folder, trust_remote_code)
