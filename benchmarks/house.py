@@ -1,7 +1,7 @@
 """Measure the house: lines by area, the files of one training step, floors of imports, time of --help and of the tests.
 
-    python benchmarks/house.py            # writes benchmarks/results/house.json
-    python benchmarks/house.py --tests    # runs the tests too, for their time; needs an idle machine
+python benchmarks/house.py            # writes benchmarks/results/house.json
+python benchmarks/house.py --tests    # runs the tests too, for their time; needs an idle machine
 """
 
 from __future__ import annotations

@@ -119,9 +119,7 @@ def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 class Batches:
     """Seeded batches of the three kinds of training rows: copying, dictionaries, text."""
 
-    def __init__(
-        self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()
-    ) -> None:
+    def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.helpers = helpers
         """Heads that retrieval must not come to need."""

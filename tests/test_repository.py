@@ -39,9 +39,7 @@ def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
     for science in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "bf16"):
         assert f"{science}:" not in text, "the recipe decides it: two owners would disagree in silence"
     if "DEEPSPEED" in text:
-        assert "deepspeed_multinode_launcher: standard" in text, (
-            "pdsh would train on one machine"
-        )
+        assert "deepspeed_multinode_launcher: standard" in text, "pdsh would train on one machine"
         assert "zero3_init_flag: false" in text
         assert "zero_stage: 3" not in text or "zero3_save_16bit_model: true" in text
 

@@ -183,9 +183,7 @@ def _guess(
     return _Coefficients(half_life_R, scale_R, content_R * scale_R, torch.zeros_like(scale_R), taps)
 
 
-def _from_statistics(
-    heads: tuple[int, ...], conv_width: int, trace: LayerTrace, key_R: Tensor | None
-) -> _Coefficients:
+def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace, key_R: Tensor | None) -> _Coefficients:
     """Give each head the decay of its attention's mean distance, and as much content as its entropy lacks.
 
     Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s take about s^2 / 2
