@@ -45,7 +45,7 @@ CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
 DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
 CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
 MOST_CONTENT = 0.5  # of a start from statistics: scores that vary more are not near 1 + s
-WRITE = 0.95  # of the delta rule's gates
+WRITE = 0.5  # write gate of the delta rule: nearest to the teacher, of 0.5, 0.95 and 1 - a (docs/method.md)
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
 
 
@@ -123,8 +123,7 @@ def init_ssm(
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
     if is_delta:
-        half_life_R, write_R = _delta_gates(chosen.half_life_R, torch.ones_like(a_bias) if key_R is None else key_R)
-        a_bias = torch.stack([raw_decay(half_life_R), torch.logit(write_R)], dim=1).flatten()
+        a_bias = torch.stack([a_bias, torch.full_like(a_bias, WRITE).logit()], dim=1).flatten()
     if config.recurrence.startswith("mamba2"):
         step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
         x_weight, x_bias = _before_silu(x_weight, x_bias)
@@ -155,14 +154,6 @@ def init_ssm(
     }
 
 
-def _delta_gates(half_life_R: Tensor, key_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay's half-life and the write gate of heads that follow the delta rule; keys had length key_R."""
-    if WRITE == "average":
-        write_R = (1.0 - 0.5 ** (1.0 / half_life_R)) * key_R**2
-        return torch.full_like(half_life_R, 256.0), write_R.clamp_max(0.95)
-    return half_life_R, torch.full_like(half_life_R, WRITE)
-
-
 def _guess(
     n_heads: int,
     conv_width: int,
@@ -178,8 +169,7 @@ def _guess(
     if half_life_R is None:
         half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
     if key_R is not None:  # what is read of a state in which all keys share one direction becomes an average
-        delta_R, write_R = _delta_gates(half_life_R, key_R)
-        scale_R = (1.0 - 0.5 ** (1.0 / delta_R) * (1.0 - write_R / key_R**2)) * key_R / write_R
+        scale_R = (1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - WRITE / key_R**2)) * key_R / WRITE
     return _Coefficients(half_life_R, scale_R, content_R * scale_R, torch.zeros_like(scale_R), taps)
 
 
@@ -376,7 +366,7 @@ def _fit(
         x = _convolved(values_BLRP, taps_RK, seq_idx)
         for half_life in HALF_LIVES:
             if key_R is not None:
-                past = _delta_averages(x, half_life, seq_idx, b_BLRF, c_BLRF, key_R)
+                past = _delta_averages(x, half_life, seq_idx, b_BLRF, c_BLRF)
             else:
                 past = [_average(x, half_life, seq_idx, *bc) for bc in ((), (b_BLRF, c_BLRF))]
             features = torch.stack([*past, x])
@@ -401,11 +391,10 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
 
 
 def _delta_averages(
-    x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor, key_R: Tensor
+    x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor
 ) -> list[Tensor]:
     """Read from the states of the delta rule what all keys share, and what C finds."""
-    half_life_R, write_R = _delta_gates(torch.full_like(key_R, half_life), key_R)
-    log_a_BLR, write_BLR = (t.expand(x_BLRP.shape[:3]) for t in (-math.log(2.0) / half_life_R, write_R))
+    log_a_BLR, write_BLR = (x_BLRP.new_full(x_BLRP.shape[:3], value) for value in (-math.log(2.0) / half_life, WRITE))
     k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
     reads = nn.functional.pad(0 * c_BLRF, (1, 0), value=1.0), nn.functional.pad(c_BLRF, (1, 0))
     return [delta_scan(x_BLRP, log_a_BLR, write_BLR, k_BLRN, c, seq_idx_BL=seq_idx_BL)[0] for c in reads]

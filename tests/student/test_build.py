@@ -14,6 +14,7 @@ from students import since
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_distill.data import DataConfig, open_rows
 from hybrid_distill.export.versions import oldest_transformers
 from hybrid_distill.io import save_tensors
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
@@ -22,7 +23,7 @@ from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
 from hybrid_distill.student.init import LayerTrace, init_ssm
-from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, trace_mixers
+from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, load_teacher, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
 # What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups, but for GPT-NeoX.
@@ -160,6 +161,18 @@ def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel, rec
         errors[init] = head_errors(student, teacher, calibration())
     assert errors["fitted"] < min(0.9, errors["statistics"], errors["teacher"], errors["random"])
     assert errors["statistics"] < errors["random"]
+
+
+@torch.no_grad()
+def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
+    teacher, tokenizer = load_teacher("tiny")
+    rows = open_rows(DataConfig(sources=("tiny",), seq_len=128), tokenizer)
+    errors = {}
+    for name in ("discrete", "gdn"):
+        options: dict[str, Any] = {"d_state": 16, "init": "fitted", "recurrence": name}
+        student, _ = build_student(teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options)
+        errors[name] = head_errors(student, teacher, rows.batch(1, 4))
+    assert errors["gdn"] < errors["discrete"]
 
 
 @torch.no_grad()
