@@ -107,7 +107,9 @@ def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None
 
     monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
-    monkeypatch.delitem(sys.modules, "transformers_modules", raising=False)  # transformers 5.0 would look in another's
+    monkeypatch.delitem(sys.modules, "transformers_modules", raising=False)  # before 5.10 another test's come first
+    modules.mkdir(exist_ok=True)
+    monkeypatch.syspath_prepend(modules)
 
 
 def only_error(stderr: str) -> str:
