@@ -83,8 +83,10 @@ WHOLE, IN_PIECES = ({"enable_prefix_caching": False, "max_num_batched_tokens": s
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON does not name a Python with vLLM")
 @pytest.mark.parametrize("kept, options", [(UNEVEN, WHOLE), ([(3,)] * 6, IN_PIECES)], ids=["uneven", "even"])
-def test_vllm_generates_the_tokens_of_the_student(kept: list, options: dict[str, Any], tmp_path: Path) -> None:
-    student = student_of(load_teacher("tiny")[0].float(), *kept, d_state=16)
+def test_vllm_generates_the_tokens_of_the_student(
+    kept: list[tuple[int, ...]], options: dict[str, Any], tmp_path: Path
+) -> None:
+    student: Any = student_of(load_teacher("tiny")[0], *kept, d_state=16)
     vllm.write(student, None, tmp_path)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 1900, (1 + 37 * n % 256,), generator=generator).tolist() for n in range(64)]
