@@ -338,7 +338,7 @@ def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) 
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     outputs = [put.name for put in session.get_outputs()]
-    sizes: dict[Any, int] = {"batch": 1, "past_length": 0}
+    sizes: dict[Any, Any] = {"batch": 1, "past_length": 0}
     shapes = {put.name: [sizes.get(n, n) for n in put.shape] for put in session.get_inputs()}
     empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name.startswith("past")}
     answers = []
