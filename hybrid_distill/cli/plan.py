@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import tyro
@@ -42,7 +43,7 @@ def make_plan(path: Path, job: PlanJob) -> str:
     check_options(job, "--")
     scores = HeadScores.load(path)
     config = load_config(job.model or str(scores.provenance.get("model"))).get_text_config(decoder=True)
-    sizes = {"length": job.length, "head_dim": head_dim_of(config), "d_state": job.d_state}
+    sizes: dict[str, Any] = {"length": job.length, "head_dim": head_dim_of(config), "d_state": job.d_state}
     plans = {"any": HeadPlan.top_k(scores, job.k)}
     fewest = max(1, math.ceil(job.k * scores.n_kv_heads / (scores.n_layers * scores.n_heads)))
     for kv_heads in range(fewest, scores.n_kv_heads + 1) if job.container_friendly else ():

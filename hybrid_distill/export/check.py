@@ -337,28 +337,30 @@ def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    outputs, sizes = [put.name for put in session.get_outputs()], {"batch": 1, "past_length": 0}
-    states = {put.name: [sizes.get(size, size) for size in put.shape] for put in session.get_inputs()}
-    empty = {name: np.zeros(shape, np.float32) for name, shape in states.items() if name.startswith("past")}
+    outputs = [put.name for put in session.get_outputs()]
+    sizes: dict[Any, Any] = {"batch": 1, "past_length": 0}
+    shapes = {put.name: [sizes.get(n, n) for n in put.shape] for put in session.get_inputs()}
+    empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name.startswith("past")}
     answers = []
     for prompt in ids:
-        past, given, logits_1LV, tokens = empty, [list(prompt)], None, list[int]()
+        past, given, tokens = empty, [list(prompt)], list[int]()
+        first: Any = None
         for _ in range(new_tokens):
             seen = np.ones((1, len(prompt) + len(tokens)), np.int64)
             found = session.run(outputs, {"input_ids": np.array(given), "attention_mask": seen, **past})
             present = dict(zip(outputs, found))
-            logits_1LV = present["logits"] if logits_1LV is None else logits_1LV
+            first = present["logits"] if first is None else first
             tokens.append(int(present["logits"][0, -1].argmax()))
             past = {name: present[name.replace("past_key_values", "present")] for name in empty}
             given = [tokens[-1:]]
-        answers.append(Answer(logits_1LV[0], tokens))
+        answers.append(Answer(first[0], tokens))
     return answers
 
 
 def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
     # In this process; on a CPU, without binding threads to cores.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore
 
     engine = LLM(
         str(folder),
