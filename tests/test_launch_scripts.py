@@ -190,11 +190,11 @@ def steps(out: Path) -> list[int]:
 
 @pytest.mark.launched
 def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: dict[str, str], tmp_path: Path) -> None:
-    """A process that really trains, below torchrun; test_launch has several."""
+    """Two processes that really train, on one machine."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     one_machine = machine | {
-        "PYTHON": sys.executable, "PYTHONPATH": paths, "SLURM_JOB_NUM_NODES": "1", "NPROC": "1",
-        "MASTER_PORT": str(free_port()),
+        "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
+        "NPROC": "2", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
