@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +233,8 @@ def work(engine: str, folder: Path, prompts: Tokens) -> Record:
         started = time.perf_counter()
         model.generate([long], 1)
         times.append(time.perf_counter() - started)
+    # Not resource.getrusage, whose peak includes that of the process which started this one.
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     packages = ("torch", "transformers", "onnxruntime", "llama_cpp", "mlx_lm", "vllm")
     return {
         "tokens": tokens,
@@ -241,7 +242,7 @@ def work(engine: str, folder: Path, prompts: Tokens) -> Record:
         "ms_to_first_token": round(1e3 * min(times), 1),
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
         "cache_bytes": model.cache_bytes(long),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak * 1024,
         "versions": {name: sys.modules[name].__version__ for name in packages if name in sys.modules},
     }
 
@@ -258,7 +259,7 @@ def expected(model: Any, prompts: Tokens) -> list[Any]:
 
     from hybrid_distill.export.check import greedy
 
-    return [greedy(model, torch.tensor([prompt]), None, NEW_TOKENS) for prompt in prompts]
+    return [greedy(model, torch.tensor([prompt]), None, NEW_TOKENS, past_ends=True) for prompt in prompts]
 
 
 def compare(made: Record, right: Sequence[Any]) -> Record:
@@ -293,8 +294,8 @@ def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
     return Container(config, {}).cache_bytes(CONTEXT, 4) + conv
 
 
-def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
-    """Export student and teacher for each engine and run both. Returns a record by engine."""
+def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Iterator[tuple[str, Record]]:
+    """Export student and teacher for each engine and run both. Yields a record of each engine."""
     import torch
 
     from hybrid_distill.export import export_checkpoint
@@ -311,9 +312,8 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
     prompts = make_prompts(student.config.vocab_size)
     (asked := place / "prompts.json").write_text(json.dumps(prompts))
     right = {name: expected(model, prompts) for name, (model, _) in models.items()}
-    found: dict[str, Record] = {}
     for engine, python in pythons.items():
-        found[engine] = {}
+        found: Record = {}
         for name, (model, heads) in models.items():
             folder, answer = place / f"{engine}-{name}", place / f"{engine}-{name}.json"
             try:
@@ -329,11 +329,11 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Record:
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                     raise ValueError(lines[-1] if lines else f"ended with status {done.returncode}")
                 record = compare(json.loads(answer.read_text()), right[name])
-                found[engine][name] = record | {"cache_bytes_said": said_bytes(engine, model, heads, folder)}
+                found[name] = record | {"cache_bytes_said": said_bytes(engine, model, heads, folder)}
             except (ValueError, OSError) as error:
-                found[engine][name] = {"left_out": str(error)}
-            print(engine, name, json.dumps(found[engine][name]), flush=True)
-    return found
+                found[name] = {"left_out": str(error)}
+            print(engine, name, json.dumps(found[name]), flush=True)
+        yield engine, found
 
 
 def main() -> None:
@@ -353,13 +353,14 @@ def main() -> None:
     pythons = {"transformers": sys.executable, **dict(pair.split("=", 1) for pair in options.engine)}
     if unknown := pythons.keys() - ENGINES.keys():
         parser.error(f"--engine {', '.join(unknown)} is not one of {', '.join(ENGINES)}")
+    different, setting = 0, {"prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT}
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.run, pythons, Path(folder))
-    students = read(options.out).get("students", {})
-    students.setdefault(options.name or options.run.name, {}).update(found)
-    setting = {"prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT}
-    write(options.out, about("students in other engines") | setting | {"students": students})
-    raise SystemExit(int(any(m.get("tokens_different") for of in found.values() for m in of.values())))
+        for engine, found in measure(options.run, pythons, Path(folder)):
+            students = read(options.out).get("students", {})
+            students.setdefault(options.name or options.run.name, {})[engine] = found
+            write(options.out, about("students in other engines") | setting | {"students": students})
+            different += sum(record.get("tokens_different", 0) for record in found.values())
+    raise SystemExit(int(different > 0))
 
 
 if __name__ == "__main__":

@@ -295,14 +295,25 @@ class Greedy(NamedTuple):
 
 
 @torch.no_grad()
-def greedy(model: Model, ids_BL: Tensor, mask_BL: Tensor | None, new_tokens: int, *, use_cache: bool = True) -> Greedy:
-    """Let the model's `generate` write exactly ``new_tokens`` greedy tokens."""
+def greedy(
+    model: Model,
+    ids_BL: Tensor,
+    mask_BL: Tensor | None,
+    new_tokens: int,
+    *,
+    use_cache: bool = True,
+    past_ends: bool = False,
+) -> Greedy:
+    """Let the model's `generate` write exactly ``new_tokens`` greedy tokens.
+
+    Tokens that end a text are not chosen; with ``past_ends`` they are, and end nothing.
+    """
     plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # whatever generation_config.json says
     plain |= {"temperature": None, "top_p": None, "top_k": None, "pad_token_id": 0}
+    plain |= {"eos_token_id": None} if past_ends else {"min_new_tokens": new_tokens}
     out: Any = model.generate(
         input_ids=ids_BL,
         attention_mask=torch.ones_like(ids_BL) if mask_BL is None else mask_BL,
-        min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         use_cache=use_cache,
         return_dict_in_generate=True,

@@ -157,7 +157,8 @@ def write_record(
     else:
         record["files"] = dict(files)
     _begin_record(folder, record)
-    prompts = record_prompts(reference, [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)])
+    ids = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
+    prompts = record_prompts(reference, ids, past_ends=form in program.ENGINES)
     lists = {name: tensors for name, tensors in vars(prompts).items() if name != "columns"}
     tensors = {f"{name}_{i}": tensor for name in lists for i, tensor in enumerate(lists[name])}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in {"columns": prompts.columns, **tensors}.items()}
@@ -190,12 +191,12 @@ def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
     return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
-def record_prompts(student: HybridForCausalLM, ids: list[Tensor]) -> Prompts:
-    """Compute the student's logits and greedy tokens for prompts of token ids [L], in eval mode."""
+def record_prompts(student: HybridForCausalLM, ids: list[Tensor], *, past_ends: bool = False) -> Prompts:
+    """Compute the student's logits and greedy tokens (as `greedy`) for prompts of token ids [L], in eval mode."""
     with eval_mode(student):
         ids = [ids_L.to(student.device) for ids_L in ids]
         logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
-        written = [greedy(student, ids_L[None], None, NEW_TOKENS) for ids_L in ids]
+        written = [greedy(student, ids_L[None], None, NEW_TOKENS, past_ends=past_ends) for ids_L in ids]
     vocab_size = student.config.vocab_size
     columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)
     logits_LC = [logits[:, columns_C] for logits in logits_LV]
