@@ -61,6 +61,10 @@ sys.exit(int(os.environ["STATUS"]))
 """
 
 
+JOB = str(4711 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+"""Number of a job; `slurm.sbatch` writes a file of this name, and workers of a test run share the folder."""
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
     """The environment of a job on two machines, on SLURM's stand-ins and a stand-in for Python."""
@@ -73,7 +77,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     (record / "worker.py").write_text(WORKER)
     variables = {
         "PATH": f"{commands}:{os.environ['PATH']}", "RECORD": str(record), "PYTHON": "recorder",
-        "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save", "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2",
+        "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save", "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
@@ -147,12 +151,13 @@ def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], conf
     status, said = run("slurm.sbatch", {**machine, "CONFIG": config}, "recipe.py", "--out", "runs/a b", "--flag=*")
     assert status == 0, said
     common = (
-        "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a --master_port 24711"
+        "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a "
+        f"--master_port 2{JOB}"
     )
     if config:
         common = (
             f"-m accelerate.commands.launch --config_file {config} --num_processes 8 --num_machines 2 "
-            "--machine_rank {} --main_process_port 24711 --main_process_ip node-a"
+            f"--machine_rank {{}} --main_process_port 2{JOB} --main_process_ip node-a"
         )
     expected = [common.format(rank) + " recipe.py --out runs/a b --flag=*" for rank in (0, 1)]
     assert sorted(recorded(machine, "commands")) == expected
@@ -161,7 +166,7 @@ def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], conf
 
 def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
     assert run("slurm.sbatch", {**machine, "STATUS": "2"}, "recipe.py")[0] == 2
-    assert "requeue 4711" not in recorded(machine, "scontrol")
+    assert f"requeue {JOB}" not in recorded(machine, "scontrol")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +178,8 @@ def test_a_job_whose_time_is_up_is_requeued_unless_it_is_finished(
     environment = {**machine, "SECONDS_OF_WORK": str(seconds), "ON_STOP": on_stop}
     environment |= {"GRACE": "1"} if on_stop == "go on" else {}
     assert run("slurm.sbatch", environment, "recipe.py", stop=(signal.SIGUSR1, trains(machine, 2)))[0] == 0
-    assert ("requeue 4711" in recorded(machine, "scontrol")) == requeued
-    assert not list(ROOT.glob(".slurm-*"))
+    assert (f"requeue {JOB}" in recorded(machine, "scontrol")) == requeued
+    assert not list(ROOT.glob(f".slurm-{JOB}-*"))
 
 
 def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, str]) -> None:
@@ -199,7 +204,7 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: di
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
     status, said = run("slurm.sbatch", one_machine, *arguments, stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3))
-    assert status == 0 and "requeue 4711" in recorded(one_machine, "scontrol"), said
+    assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), said
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
 
@@ -207,4 +212,4 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: di
     status, said = run("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments)
     assert status == 0 and (out / "report.md").exists(), said
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
-    assert "requeue 4711" not in recorded(one_machine, "scontrol")
+    assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

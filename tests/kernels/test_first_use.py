@@ -134,7 +134,7 @@ def best(kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int
 def fresh_choice(monkeypatch) -> None:
     """`_best_on_gpu` and `_unusable` without what they remember."""
     for name in ("_unusable", "_best_on_gpu"):
-        monkeypatch.setattr(ssd, name, ssd._once(getattr(ssd, name).__wrapped__))
+        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
 
 
 def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
