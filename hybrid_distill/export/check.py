@@ -359,7 +359,7 @@ def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) 
         for _ in range(new_tokens):
             seen = np.ones((1, len(prompt) + len(tokens)), np.int64)
             found = session.run(outputs, {"input_ids": np.array(given), "attention_mask": seen, **past})
-            present = dict(zip(outputs, found))
+            present: dict[str, Any] = dict(zip(outputs, found))
             first = present["logits"] if first is None else first
             tokens.append(int(present["logits"][0, -1].argmax()))
             past = {name: present[name.replace("past_key_values", "present")] for name in empty}
