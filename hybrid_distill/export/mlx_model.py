@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """What mlx-lm asks for: logits, a cache, the layers, and weights by the names of its modules."""
+    """A student as mlx-lm loads and runs it: logits, a cache, the layers, and weights by the names of its modules."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
