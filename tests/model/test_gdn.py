@@ -93,7 +93,7 @@ def test_gradients_are_those_of_differences() -> None:
 @pytest.mark.parametrize("write", [None, 1.0])
 @pytest.mark.parametrize("same_keys", [False, True])
 def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
-    """Whether keys repeat at every token or never, with whole writes and without any decay."""
+    """Keys repeat at every token or never, with whole writes and without any decay."""
     x, log_a, writes, k, c = inputs(200, torch.float32)
     if same_keys:
         k = k[:, :1].expand_as(k)
