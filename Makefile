@@ -47,7 +47,7 @@ build/serving/%.stamp: pyproject.toml
 PROOFS := tests/kernels/test_emulated.py tests/kernels/test_compiled.py
 TRITONS := 3.5.1 3.6.0 3.7.1 3.8.0
 
-prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; an hour
+prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; hours
 	PROVE=1 $(BIN)/python -m pytest --numprocesses logical -rP $(PROOFS)
 	for version in $(TRITONS); do \
 		PROVE=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version \
