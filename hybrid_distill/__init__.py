@@ -27,15 +27,35 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "HeadPlan", "HeadScores", "HybridConfig", "HybridForCausalLM", "KVRetrieval", "RunConfig", "__version__",
-    "build_student", "evaluate", "export_checkpoint", "load_student", "load_teacher", "run", "score_heads",
-]  # fmt: skip
+    "HeadPlan",
+    "HeadScores",
+    "HybridConfig",
+    "HybridForCausalLM",
+    "KVRetrieval",
+    "RunConfig",
+    "__version__",
+    "build_student",
+    "evaluate",
+    "export_checkpoint",
+    "load_student",
+    "load_teacher",
+    "run",
+    "score_heads",
+]
 _HOMES = {
-    "HeadPlan": "plan", "HeadScores": "scoring", "HybridConfig": "model", "HybridForCausalLM": "model",
-    "KVRetrieval": "probes.kv_retrieval", "RunConfig": "config", "build_student": "student.build",
-    "evaluate": "evaluation.evaluate", "export_checkpoint": "export", "load_teacher": "teacher", "run": "pipeline",
+    "HeadPlan": "plan",
+    "HeadScores": "scoring",
+    "HybridConfig": "model",
+    "HybridForCausalLM": "model",
+    "KVRetrieval": "probes.kv_retrieval",
+    "RunConfig": "config",
+    "build_student": "student.build",
+    "evaluate": "evaluation.evaluate",
+    "export_checkpoint": "export",
+    "load_teacher": "teacher",
+    "run": "pipeline",
     "score_heads": "scoring",
-}  # fmt: skip
+}
 
 
 def _is_busy() -> bool:
