@@ -47,6 +47,8 @@ class ScoringConfig:
     """Pairs in each dictionary."""
     n_examples: Count = 128
     """Dictionaries asked of each head."""
+    n_queries: Count = 1
+    """Questions about each dictionary. Further ones cost only their own tokens."""
     form: str = "plain"
     """Form of the prompts, here and in the evaluation: ``plain``, ``shots=1`` (solved examples before it), ``chat``
     (the tokenizer's template), or ``auto``: the one in which the teacher answers most of 32 prompts."""

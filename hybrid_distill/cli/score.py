@@ -15,6 +15,7 @@ from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..lab.reporting import can_draw
 from ..limits import Count, CountOrZero, Share, check_options, numbers
+from ..probes import queries_of
 from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
 from ..probes.registry import make_probe
@@ -41,6 +42,8 @@ class ScoreJob:
     ``auto``: the one in which the model answers most of 32 prompts."""
     pairs: str = "16"
     """Pairs of kv, two_hop and mqar; kv takes several sizes, ``10,25,50``, in turn."""
+    queries: Count | None = None
+    """Questions about each prompt of kv (default: 1) and mqar (4). Further ones cost only their own tokens."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle; several lengths are taken in turn."""
     length: Count = 512
@@ -105,6 +108,7 @@ def run_score(job: ScoreJob) -> HeadScores:
         "n_tokens": job.length,
         "facts": job.facts,
         "seed": job.seed,
+        **({} if job.queries is None else {"n_queries": job.queries}),
     }
     make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
@@ -119,7 +123,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             form, found["prompt_forms"] = agree_on(ask)
         probe = in_form(probe, form, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
-        check_answerable(probe.examples(job.examples), tokenizer, limit)
+        check_answerable(probe.examples(job.examples * queries_of(probe)), tokenizer, limit)
         scores = score_heads(
             model,
             tokenizer,

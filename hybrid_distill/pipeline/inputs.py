@@ -109,7 +109,8 @@ class RunInputs:
 
     @property
     def _plain_probe(self) -> KVRetrieval:
-        return KVRetrieval(self.config.scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"])
+        scoring = self.config.scoring
+        return KVRetrieval(scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"], n_queries=scoring.n_queries)
 
     @cached_property
     def form(self) -> str:

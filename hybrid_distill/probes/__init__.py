@@ -91,6 +91,17 @@ def check_counts(**counts: int) -> None:
         COUNT.check(name, value)
 
 
+def check_queries(n_queries: int, n_pairs: int) -> None:
+    """Raise ValueError for more questions about a prompt than it has pairs."""
+    if n_queries > n_pairs:
+        raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most that.")
+
+
+def queries_of(probe: Probe) -> int:
+    """Return how many examples in a row ask about one prompt: they are scored together."""
+    return getattr(probe, "n_queries", 1)
+
+
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
     """Return entries as a tuple. Raises ValueError unless there are ``at_least`` different ones, each one word."""
     counted = Counter(map(str, words := as_tuple(name, words)))

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import longest_context
-from . import Example, Probe, SeededProbe
+from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
 from .checks import token_counts
 
@@ -33,7 +33,7 @@ def check_form(name: str, form: str) -> None:
 class FormedProbe:
     """A probe whose prompts stand in another form.
 
-    ``shots=n`` puts the next ``n`` examples, solved, before each (those of later rows, where a row gives several).
+    ``shots=n`` puts the next ``n`` prompts before each, one question of theirs solved.
     ``chat`` makes the prompt a user's turn, and the assistant's answer begins with the probe's ``lead``. Raises
     ValueError for a chat without template.
     """
@@ -51,6 +51,11 @@ class FormedProbe:
         """Accuracy of guessing, 0 to 1."""
         return self.probe.chance
 
+    @property
+    def n_queries(self) -> int:
+        """Examples in a row that ask about one prompt."""
+        return queries_of(self.probe)
+
     def describe(self) -> dict[str, object]:
         """Return what the prompts follow from."""
         return {**self.probe.describe(), "prompt_form": self.form}
@@ -59,13 +64,13 @@ class FormedProbe:
         """Return the first ``n`` examples in this form."""
         if self.form == CHAT:
             return [self._in_chat(example) for example in self.probe.examples(n)]
-        shots, step = int(self.form.removeprefix("shots=")), getattr(self.probe, "n_queries", 1)
+        shots, step = int(self.form.removeprefix("shots=")), self.n_queries
         pool = self.probe.examples(n + shots * step)
         if len(pool) <= shots * step:
             raise ValueError(f"form is {self.form!r}, but the probe has {len(pool)} questions; pass fewer shots.")
         formed = []
         for index, example in enumerate(pool[:n]):
-            solved = [pool[(index + shot * step) % len(pool)] for shot in range(1, shots + 1)]
+            solved = [pool[(index - index % step + shot * step) % len(pool)] for shot in range(1, shots + 1)]
             before = "".join(f"{other.prompt}{other.answer}\n\n" for other in solved)
             formed.append(replace(example, prompt=before + example.prompt))
         return formed

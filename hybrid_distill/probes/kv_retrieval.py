@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple
 
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from ..limits import Limits
-from . import Example, SeededProbe, as_tuple, checked_words
+from ..limits import Count, Limits
+from . import Example, SeededProbe, as_tuple, check_queries, checked_words
 
 Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]
 """Entries of a dictionary; values are distinct."""
@@ -31,10 +31,10 @@ DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of t
 class KVRetrieval(SeededProbe):
     """Dictionaries of ``n_pairs`` distinct nouns with distinct values 0 to 99, which are the choices.
 
-    Of several ``n_pairs``, examples take one after the other, in turn. Keys, values, their order and the key asked for
-    all follow from ``seed``. ``keys`` replaces the default nouns, for a model that knows few words, ``wording`` the
-    words around them.
-    Raises ValueError for repeated or too few keys.
+    Of several ``n_pairs``, dictionaries take one after the other, in turn; ``n_queries`` examples in a row ask for
+    different keys of one dictionary. Keys, values, their order and the keys asked for all follow from ``seed``.
+    ``keys`` replaces the default nouns, for a model that knows few words, ``wording`` the words around them.
+    Raises ValueError for repeated or too few keys, and for more queries than pairs.
     """
 
     name: ClassVar[str] = "kv_retrieval"
@@ -44,11 +44,13 @@ class KVRetrieval(SeededProbe):
     seed: int = 0
     keys: tuple[str, ...] = field(default=NOUNS, repr=False)
     wording: Wording = DICTIONARY
+    n_queries: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_words("n_pairs", self._sizes)
         object.__setattr__(self, "keys", checked_words("keys", self.keys, max(self._sizes)))
+        check_queries(self.n_queries, min(self._sizes))
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -60,18 +62,19 @@ class KVRetrieval(SeededProbe):
         return sum(1 / n_pairs for n_pairs in self._sizes) / len(self._sizes)
 
     def _example(self, index: int) -> Example:
+        index, query = divmod(index, self.n_queries)
         index, place = divmod(index, len(self._sizes))
         n_pairs = self._sizes[place]
         rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {index}")
         keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
-        asked = rng.randrange(n_pairs)
+        asked = rng.sample(range(n_pairs), self.n_queries)[query]
         header, entry, question = self.wording
         pairs = [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
         prompt = "\n".join([*([header] if header else []), *pairs, question.format(key=keys[asked])])
         return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; the keys as a hash, the wording if it is another."""
-        described = super().describe()
-        return {key: value for key, value in described.items() if key != "wording" or self.wording != DICTIONARY}
+        """Return the settings every prompt follows from; the keys as a hash, others than the defaults' wording."""
+        usual = {"wording": list(DICTIONARY), "n_queries": 1}
+        return {name: value for name, value in super().describe().items() if usual.get(name) != value}

@@ -34,9 +34,11 @@ def options_of(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(known[name]).parameters)
 
 
-def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> KVRetrieval:
+def _kv(
+    pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] = NOUNS, n_queries: int = 1
+) -> KVRetrieval:
     sizes = as_tuple("pairs", pairs)
-    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, keys)
+    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, keys, n_queries=n_queries)
 
 
 def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> TwoHop:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..assets.dictionaries import N_VALUES, NOUNS
 from ..limits import Count, Limits
-from . import Example, SeededProbe, checked_words
+from . import Example, SeededProbe, check_queries, checked_words
 
 HEADER = "In this list a word stands for a number, or for another word of the list:"
 QUESTION = "Followed to its end, '{key}' stands for the number"
@@ -98,8 +98,7 @@ class MQAR(SeededProbe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n_queries > self.n_pairs:
-            raise ValueError(f"n_queries is {self.n_queries}, but a row has {self.n_pairs} keys; pass at most that.")
+        check_queries(self.n_queries, self.n_pairs)
         object.__setattr__(self, "words", checked_words("words", self.words, 2 * self.n_pairs))
 
     def _example(self, index: int) -> Example:

@@ -22,7 +22,7 @@ from hybrid_kernels.products import on_fast_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
-from ..probes import Probe, check_counts
+from ..probes import Probe, check_counts, queries_of
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
@@ -57,7 +57,8 @@ def score_heads(
     Several connected processes share the prompts; all of them must call this, and get the same scores.
 
     Args:
-        n_examples: Prompts, at most, for each head.
+        n_examples: Prompts, at most, for each head; one with several questions (``n_queries`` of the probe) counts
+            once, by the share of them that is answered right.
         batch_size: Rows in a forward, a row being one prompt without one head; None finds it. Halved whenever memory
             runs out.
         control_texts: Plain texts whose first 256 tokens make the control loss.
@@ -75,12 +76,14 @@ def score_heads(
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
     sites = head_sites(model, kind)
     candidates = _candidates(sites, heads, removed)
-    examples, texts = probe.examples(n_examples), list(control_texts or [])
+    n_queries, texts = queries_of(probe), list(control_texts or [])
+    examples = probe.examples(n_examples * n_queries)
     encoded = [encode_example(tokenizer, example) for example in examples]
-    questions = [Question(n, *both, model.device) for n, both in enumerate(zip(examples, encoded, strict=True))]
+    of_prompt = [slice(n, n + n_queries) for n in range(0, len(examples), n_queries)]
+    questions = [Question(n, examples[of], encoded[of], model.device) for n, of in enumerate(of_prompt)]
     text_tokens = text_rows(tokenizer, texts, max_tokens=CONTROL_TOKENS)
     controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
-    race = None if race_k is None else Race(race_k, len(candidates), n_examples)
+    race = None if race_k is None else Race(race_k, len(candidates), n_examples, n_queries=n_queries)
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
     with eval_mode(model), in_bfloat16, on_fast_cpu(model.device):

@@ -10,7 +10,7 @@ Without a head of layer l
 All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
 
 Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P head dim, D model width, Q number read
-(`ProbeBatch.read`), X number that judgments depend on (`ProbeBatch.outcome`).
+(`ProbeBatch.read`), X number that judgments depend on (`ProbeBatch.outcome`), E question of a row.
 """
 
 from __future__ import annotations
@@ -287,10 +287,10 @@ def fastest_exact(
 
 
 def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
-    """Return what each outcome_XGB of all batches, side by side, loses without the heads, as scores are made of it."""
+    """Return what each outcome_XGBE of all batches, side by side, loses without the heads, as scores are made of it."""
     whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
     without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
-    return torch.cat(whole, dim=-1) - torch.cat(without, dim=-1)
+    return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
 
 
 def _plainly(
@@ -298,11 +298,11 @@ def _plainly(
 ) -> tuple[Tensor, Tensor, float]:
     """Return drops of rows that run alone, of the same rows padded in one batch, and the size of the numbers."""
     together = ProbeBatch(rows if len(rows) > 1 else 3 * list(rows))
-    alone_XGB = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
+    alone_XGBE = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
     ids_1L = rows[0].ids_L[None]
     logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
     size = max(logits.abs().max().item(), _rms(together.outcome(in_full.whole(together))))
-    return alone_XGB, _drops(in_full, [together], layer, heads)[..., : len(rows)], size
+    return alone_XGBE, _drops(in_full, [together], layer, heads)[:, :, : len(rows)], size
 
 
 def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple[Tensor, Tensor, float]]) -> str | None:
@@ -324,11 +324,11 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
             # As in earnest: every batch reaches a layer from the one below, after other batches have run.
             for batch in batches if layer > layers[0] else ():
                 short.without(batch, layers[layers.index(layer) - 1], [0])
-            found_XGB = _drops(short, batches, layer, heads)
-            alone_XGB, together_XGB, size = plain(rows, layer, heads)
+            found_XGBE = _drops(short, batches, layer, heads)
+            alone_XGBE, together_XGBE, size = plain(rows, layer, heads)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        error, noise = (_rms(other - alone_XGB) for other in (found_XGB, together_XGB))
+        error, noise = (_rms(other - alone_XGBE) for other in (found_XGBE, together_XGBE))
         log.debug("layer %d: %.2g nats off, %.2g between plain forwards", layer, error, noise)
         if not error <= TIMES_THE_NOISE * max(noise, reading, rounding * size):
             return f"without a head of layer {layer} drops are {error:.2g} nats off, {noise:.2g} by batching alone"

@@ -1,7 +1,8 @@
 """The questions that every ablated model is asked, and the measurements of each head.
 
-Shapes: L layer, H query head (in `Measured`: every head that is scored), E example (in the order they are tried),
-T text, B example of a batch, X number that scores depend on (`probe_batch`).
+Shapes: L layer, H query head (in `Measured`: every head that is scored), E prompt (in the order they are tried; mean
+over its questions), T text, B row of a batch, X number that scores depend on (prompts: share of right answers and the
+answer's log-probability; texts: the loss).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Measured:
-    """The result of each of ``heads`` on each question, in the order in which they are tried; NaN: not tried."""
+    """The result of each of ``heads`` on each prompt, in the order in which they are tried; NaN: not tried."""
 
     model: PreTrainedModel
     questions: list[Question]
@@ -69,7 +70,7 @@ class Measured:
     ) -> tuple[Tensor, Tensor]:
         """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
 
-        Returns outcome_XHE of the questions and outcome_XHT of the texts, by number; NaN where nothing was read.
+        Returns found_XHE of the prompts and found_XHT of the texts, by number; NaN where nothing was read.
         """
         n_rows = max(1, len(heads))
         found_XHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
@@ -79,23 +80,25 @@ class Measured:
             found, ablated = [], [head.head for head in heads]
             for batch in batches:
                 read_HQ = forwards.without(batch, heads[0].layer, ablated) if heads else forwards.whole(batch)
-                outcome_XHB = batch.outcome(read_HQ)
-                _check_finite(outcome_XHB[-1], batch, heads)
-                found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB))
+                outcome_XHB_ = batch.outcome(read_HQ)
+                _check_finite(outcome_XHB_[-1].sum(-1), batch, heads)
+                if batch.kind is not Text:
+                    outcome_XHB_[0] = outcome_XHB_[0] > 0  # from margins to right answers
+                found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB_.mean(-1)))
                 if phase is not None:
                     phase.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
             return found
 
-        for is_text, numbers, outcome_XHB in (each for shared in compute_everywhere(own) for each in shared):
-            (found_XHT if is_text else found_XHE)[:, :, numbers] = outcome_XHB
+        for is_text, numbers, found_XHB in (each for shared in compute_everywhere(own) for each in shared):
+            (found_XHT if is_text else found_XHE)[:, :, numbers] = found_XHB
         return found_XHE, found_XHT
 
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model as it is, on everything; log how long the ablations will take."""
         start = time.perf_counter()
         found_X1E, found_X1T = self._collect(forwards, [*own_batches(self.questions), *own_batches(self.texts)], [])
-        margin_E, self.logprob_E = found_X1E[:, 0, self.order]
-        self.right_E, self.loss_T = (margin_E > 0).double(), found_X1T[0, 0]
+        self.right_E, self.logprob_E = found_X1E[:, 0, self.order]
+        self.loss_T = found_X1T[0, 0]
         rows, layers = [*self.questions, *self.texts], [head.layer for head in self.heads]
         once = Forwards(self.model, forwards.sites, forwards.rows).work(rows, layers[:1])
         minutes = (time.perf_counter() - start) * forwards.work(rows, layers) / once / 60
@@ -141,8 +144,7 @@ class Measured:
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
         found_XHE, found_XHT = self._collect(forwards, batches, heads, phase)
-        margin_HE, logprob_HE = found_XHE[:, :, self.order[tried]]
-        tables = {"right": (margin_HE > 0).int(), "logprob": logprob_HE}
+        tables = dict(zip(("right", "logprob"), found_XHE[:, :, self.order[tried]]))
         if tried.stop == len(self.order):
             tables["loss"] = found_XHT[0]  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}

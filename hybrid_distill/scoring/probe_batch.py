@@ -1,11 +1,12 @@
 """Questions and texts as rows of tokens, batches of rows of one length, and how answers are read from logits.
 
-Rows of one length need no padding and no mask. Where choices have several tokens, the beginnings of all choices follow
-the prompt as a tree, in which a token sees the prompt and its own choice's earlier tokens: one forward reads them all.
+Rows of one length need no padding and no mask. Several questions about one prompt, and the beginnings of choices of
+several tokens, follow what they share as a tree, in which a token sees what it continues: one forward reads them all.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
 V vocabulary, Q number read (a question has many, a text has one), X number that scores depend on (questions: the
-answer's distance from the best other choice, and its log-probability; texts: the loss).
+answer's distance from the best other choice, and its log-probability; texts: the loss), E question of a row (texts
+have one).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from ..distributed import own_share
 from ..limits import first_line
 from ..probes import Example
-from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts
+from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, common_prefix
 from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
 from ..teacher import text_config
 
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 class Row:
-    """One question or text. ``number`` is its place among all of them, ``n_read`` counts the positions at its end
-    whose logits are read, ``n_numbers`` the numbers read from them."""
+    """A prompt with its questions, or a text. ``number`` is its place among all of them, ``n_read`` counts the
+    positions at its end whose logits are read, ``n_numbers`` the numbers read from them."""
 
     read: ClassVar[Callable[..., Tensor]]
     """Reads read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
@@ -50,8 +51,8 @@ class Row:
         self.ids_L = torch.tensor(tokens, device=device)
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return outcome_XG: a question's margin and its answer's log-probability, a text's loss."""
-        return read_GQ.T
+        """Return outcome_XGE: a question's margin and its answer's log-probability, a text's loss."""
+        return read_GQ[None]
 
 
 class Text(Row):
@@ -78,43 +79,44 @@ class Text(Row):
 
 
 class Question(Row):
-    """An example, read by the log-probabilities that its choices are made of.
+    """Questions about one prompt, read by the log-probabilities that their choices are made of.
 
-    Its tokens are the prompt, the beginning that all choices share, then the tree of their continuations.
+    Its tokens are what everything read comes after, then the tree of what follows.
     """
 
-    def __init__(self, number: int, example: Example, encoded: EncodedExample, device: torch.device) -> None:
-        base = encoded.prompt + encoded.choices[0][: encoded.n_shared]
-        paths = {path[:t] for path in encoded.contexts() for t in range(encoded.n_shared + 1, len(path) + 1)}
-        self.example, self.encoded, self.n_base = example, encoded, len(base)
+    def __init__(
+        self, number: int, examples: Sequence[Example], encoded: Sequence[EncodedExample], device: torch.device
+    ) -> None:
+        self.examples, self.encoded = examples, encoded
+        reads = [(e.prompt + path, token) for e in encoded for path, token in e.reads]
+        ends = sorted({end for end, _ in reads})
+        # In this order, what begins another end comes right before one that it begins.
+        leaves = [end for end, after in zip(ends, [*ends[1:], ()]) if after[: len(end)] != end]
+        base = leaves[0][: common_prefix(leaves)]
+        paths = {leaf[len(base) : t] for leaf in leaves for t in range(len(base) + 1, len(leaf) + 1)}
+        self.n_base = len(base)
         self.node = {path: self.n_base + index for index, path in enumerate(sorted(paths))}
-        n_tree = len(self.node) + encoded.n_shared
         tokens = base + tuple(path[-1] for path in self.node)
-        super().__init__(number, tokens, n_tree + 1, len(encoded.reads), device)
-        addresses = [(self._place(path) - len(tokens), token) for path, token in encoded.reads]
-        self.address_2Q = torch.tensor(addresses, device=device).T
+        place = {end: self.node[end[self.n_base :]] if len(end) > self.n_base else len(end) - 1 for end in ends}
+        super().__init__(number, tokens, len(tokens) - min(place.values()), len(reads), device)
+        self.address_2Q = torch.tensor([(place[end] - len(tokens), token) for end, token in reads], device=device).T
 
     def __str__(self) -> str:
-        return f"example {self.number} ({self.example.prompt[:60]!r} ...)"
-
-    def _place(self, path: Tokens) -> int:
-        """Return the position of the token that ends ``path``; its logits predict the next one."""
-        n_prompt, n_shared = len(self.encoded.prompt), self.encoded.n_shared
-        return self.node[path] if len(path) > n_shared else n_prompt + len(path) - 1
+        return f"prompt {self.number} ({self.examples[0].prompt[:60]!r} ...)"
 
     @cached_property
     def sees_LL(self) -> Tensor:
         """Which tokens (columns) each token (row) attends to."""
         sees_LL = torch.ones(len(self.tokens), len(self.tokens), dtype=torch.bool).tril()
-        for index, path in enumerate(self.node, start=self.n_base):
-            sees_LL[index] = sees_LL[self._place(path[:-1])]
+        for path, index in self.node.items():
+            sees_LL[index] = sees_LL[self.node.get(path[:-1], self.n_base - 1)]
             sees_LL[index, index] = True
         return sees_LL.to(self.ids_L.device)
 
     @cached_property
     def position_L(self) -> Tensor:
-        """Position of each token in its own continuation of the prompt."""
-        depths = [len(self.encoded.prompt) + len(path) - 1 for path in self.node]
+        """Position of each token behind what it continues."""
+        depths = [self.n_base + len(path) - 1 for path in self.node]
         return torch.tensor([*range(self.n_base), *depths], device=self.ids_L.device)
 
     @staticmethod
@@ -126,13 +128,16 @@ class Question(Row):
 
     @staticmethod
     def read_plainly(rows: Sequence[Question], model: PreTrainedModel) -> Tensor:
-        return torch.cat([*ChoiceBatch([row.encoded for row in rows], model.device).reads(model)])[None]
+        return torch.cat([*ChoiceBatch([e for row in rows for e in row.encoded], model.device).reads(model)])[None]
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        others_GC = self.encoded.choice_logprobs(read_GQ)
-        answer_G = others_GC[:, self.encoded.answer].clone()
-        others_GC[:, self.encoded.answer] = -torch.inf
-        return torch.stack([answer_G - others_GC.amax(1), answer_G])
+        found = []
+        for e, of_example_GQ in zip(self.encoded, read_GQ.split([len(e.reads) for e in self.encoded], dim=1)):
+            others_GC = e.choice_logprobs(of_example_GQ)
+            answer_G = others_GC[:, e.answer].clone()
+            others_GC[:, e.answer] = -torch.inf
+            found.append(torch.stack([answer_G - others_GC.amax(1), answer_G]))
+        return torch.stack(found, dim=-1)
 
 
 class ProbeBatch:
@@ -183,9 +188,9 @@ class ProbeBatch:
         return self.kind.read_plainly(self.rows, model)
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return outcome_XGB."""
+        """Return outcome_XGBE; all rows have equally many questions."""
         by_row = zip(self.rows, read_GQ.split([row.n_numbers for row in self.rows], dim=1))
-        return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in by_row], dim=-1)
+        return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in by_row], dim=2)
 
 
 class Rows:

@@ -2,8 +2,9 @@
 
 The race is for the accuracy drop over all N examples. These are a finite population, and the first n of them, in an
 order drawn at random, are a sample of it. So the number of right answers that become wrong without a head, and of wrong
-ones that become right, follow hypergeometric distributions. Their exact confidence bounds hold for any model and any
-examples: the only randomness is that of the order. A head leaves when its upper bound is below the k-th largest lower
+ones that become right, follow hypergeometric distributions; where an example asks several questions, the numbers of
+examples in which at least one, two, ... do. Their exact confidence bounds hold for any model and any examples: the only
+randomness is that of the order. A head leaves when its upper bound is below the k-th largest lower
 bound. All bounds, of all heads after all rounds, hold together with the stated confidence (a union bound), and then the
 first k heads, and their order, are those of exhaustive scoring: heads that might still tie in accuracy stay. Racing
 saves much where k heads stand out, and little where the k-th and the next lose about the same.
@@ -38,6 +39,8 @@ class Race:
     n_examples: int
     confidence: float = 0.99
     seed: int = 0
+    n_queries: int = 1
+    """Questions in each example."""
 
     def __post_init__(self) -> None:
         check_counts(race_k=self.k)
@@ -54,19 +57,25 @@ class Race:
     def bounds(self, right_E: Tensor, right_HE: Tensor) -> tuple[Tensor, Tensor]:
         """Return (low_H, high_H), which bound the number of answers lost on all examples.
 
-        ``right_E`` is the baseline on all examples in order, ``right_HE`` each head's result on the first of them.
+        ``right_E`` is the baseline's share of right answers on all examples in order, ``right_HE`` each head's on the
+        first of them.
         """
         # Lost and gained answers are bounded from both sides; after the last round everything is known.
-        alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1))
-        before_E = right_E[: right_HE.shape[1]]
-        n_right, n_seen_right = int(right_E.sum()), int(before_E.sum())
-        n_wrong, n_seen_wrong = len(right_E) - n_right, len(before_E) - n_seen_right
-        lost_H, gained_H = ((before_E > right_HE).sum(1), (before_E < right_HE).sum(1))
-        lost = [_count_bounds(n_right, n_seen_right, x, alpha) for x in lost_H.tolist()]
-        gained = [_count_bounds(n_wrong, n_seen_wrong, x, alpha) for x in gained_H.tolist()]
-        low = [a_low - b_high for (a_low, _), (_, b_high) in zip(lost, gained)]
-        high = [a_high - b_low for (_, a_high), (b_low, _) in zip(lost, gained)]
-        return torch.tensor(low), torch.tensor(high)
+        alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1) * self.n_queries)
+        n_right_E, n_right_HE = ((self.n_queries * share).round().long() for share in (right_E, right_HE))
+        n_before_E = n_right_E[: right_HE.shape[1]]
+        low_H, high_H = torch.zeros(2, len(right_HE), dtype=torch.long)
+        for n in range(1, self.n_queries + 1):
+            # Questions that can be lost, and that can be gained, and how many were.
+            for sign, can, seen, found_HE in (
+                (1, n_right_E, n_before_E, n_before_E - n_right_HE),
+                (-1, self.n_queries - n_right_E, self.n_queries - n_before_E, n_right_HE - n_before_E),
+            ):
+                counts = [int((each >= n).sum()) for each in (can, seen)]
+                bounds_H2 = torch.tensor([_count_bounds(*counts, x, alpha) for x in (found_HE >= n).sum(1).tolist()])
+                few_H, many_H = bounds_H2.T if sign > 0 else -bounds_H2.T.flip(0)
+                low_H, high_H = low_H + few_H, high_H + many_H
+        return low_H, high_H
 
     def stay(self, right_E: Tensor, right_HE: Tensor) -> list[bool]:
         """Return which heads may still be among the first k; at least k do."""

@@ -111,7 +111,7 @@ def test_probes_are_made_by_name() -> None:
         ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),
         ("two_hop", {"pairs": (4, 8)}, "one size"),
-        ("mqar", {"pairs": 3}, "n_queries is 4, but a row has 3 keys"),
+        ("mqar", {"pairs": 3}, "n_queries is 4, but a prompt has 3 pairs"),
         ("needle", {"depths": (0.5, 1.5)}, "depths is 1.5"),
     ],
 )

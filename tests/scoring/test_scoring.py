@@ -17,6 +17,7 @@ from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.words import MQAR
 from hybrid_distill.scoring import HeadScores, exact, score_heads
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
@@ -99,7 +100,7 @@ def one_by_one(model: Any, tokenizer: Any, probe: Any, n: int, kind: Any = None)
 
 
 def assert_same(scores: HeadScores, lost: torch.Tensor, logprob: torch.Tensor) -> None:
-    n = scores.provenance["n_examples"]
+    n = scores.provenance["n_examples"] * scores.provenance["probe"].get("n_queries", 1)
     assert torch.equal((n * scores.accuracy_drop_LH).round().long(), lost)
     torch.testing.assert_close(scores.logprob_drop_LH, logprob, rtol=1e-4, atol=2e-5)
     assert logprob.abs().median() > 1e-3, "heads have to matter, or nothing is compared"
@@ -141,6 +142,19 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
     windowed = "sliding_window" in FAMILIES[family] and tokenizer is DIGITS
     assert ("run in full" in caplog.text) == windowed, "a mask of one's own knows no window"
     assert windowed or "cannot be used" not in caplog.text
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
+@pytest.mark.parametrize("probe", [KVRetrieval(6, keys=KEYS[:16], n_queries=3), MQAR(3, 2, words=KEYS[:16])], ids=str)
+def test_questions_about_one_prompt_share_its_tokens(probe: Any, tokenizer: Any, caplog: Any) -> None:
+    """The scores are those of asking each question by itself; a prompt is one sample of them."""
+    model, seen = random_model("llama"), []
+    model.register_forward_pre_hook(lambda module, args, given: seen.append(given["input_ids"]), with_kwargs=True)
+    scores = score(model, tokenizer, probe, n_examples=3, min_accuracy=0.0, batch_size=1)
+    longest = max(ids.shape[1] for ids in seen)
+    assert_same(scores, *one_by_one(model, tokenizer, probe, 3 * probe.n_queries))
+    assert scores.provenance["n_examples"] == 3 and "run in full" not in caplog.text
+    assert longest < 1.7 * max(ids.shape[1] for ids in seen[-20:]), "less than two prompts"
 
 
 def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
@@ -230,7 +244,7 @@ def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
 
 def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
     encoded = [encode_example(tokenizer, example) for example in examples]
-    return [Question(n, *both, torch.device("cpu")) for n, both in enumerate(zip(examples, encoded))]
+    return [Question(n, [a], [b], torch.device("cpu")) for n, (a, b) in enumerate(zip(examples, encoded))]
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
@@ -371,7 +385,7 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
         patch.setattr(Forwards, "without", broken)
         score(*teacher, PROBE, **options)
-    for part in ("without L2H3", "example 5", "'Memorize the following", "not finite", "float32", "resume_path"):
+    for part in ("without L2H3", "prompt 5", "'Memorize the following", "not finite", "float32", "resume_path"):
         assert part in str(error.value), error.value
     ablated = watch(monkeypatch)
     score(*teacher, PROBE, **options)
