@@ -140,7 +140,7 @@ class HeadPlan:
     def top_k(cls, scores: Scored, k: int, by: str = "retrieval") -> HeadPlan:
         """Keep the ``k`` best heads over all layers, by the scores' own ranking.
 
-        ``by`` is "retrieval", "retrieval_minus_control" or "ratio" (`HeadScores.value_LH`); the latter two put
+        ``by`` is one of the ways of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" put
         back heads that matter for everything. A cut inside a tie is logged as a warning. Raises ValueError for
         more heads than there are.
         """

@@ -162,8 +162,9 @@ def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
             lines.append(f"    {f' cut after k = {k} ':-^53}")
     lines.append("accuracy in points, the others in nats: of an answer, of a token.")
     if scores.agreement:
-        shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
-        lines.append(f"split-half overlap: {', '.join(shares)}")
+        for name, what in (("overlap", ""), ("overlap_by_logprob", " by log-probability")):
+            shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get(name, {}).items()]
+            lines += [f"split-half overlap{what}: {', '.join(shares)}"] if shares else []
     if warning := scores.tie_warning(min(k, len(ranking))):
         lines.append(f"warning: {warning}")
     return "\n".join(lines)

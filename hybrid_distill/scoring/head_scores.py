@@ -27,7 +27,7 @@ READABLE = ("hybrid-distill/head-scores/1", FORMAT)
 DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
-WAYS = ("retrieval", "retrieval_minus_control", "ratio")
+WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
 CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
 MOST_NAMED = 8
@@ -77,15 +77,17 @@ class HeadScores:
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """Return each head's worth, higher is better, NaN where there is no head.
 
-        "retrieval": the accuracy drop. "retrieval_minus_control": the answer's log-probability drop less the
-        control drop, both in nats (of one answer, of one token). "ratio": the one over the other, a control
-        drop below 0.01 nats counting as 0.01. The latter two put back heads that matter for everything.
+        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop. "retrieval_minus_control": the
+        latter less the control drop, both in nats (of one answer, of one token). "ratio": the one over the other, a
+        control drop below 0.01 nats counting as 0.01. The last two put back heads that matter for everything.
         Raises ValueError for another way, or without a control drop where one is needed.
         """
         if by not in WAYS:
             raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
         if by == "retrieval":
             return self.accuracy_drop_LH
+        if by == "logprob":
+            return self.logprob_drop_LH
         if self.control_drop_LH is None:
             raise ValueError(
                 f"by is {by!r}, but these scores have no control drop; score again with control texts, "

@@ -55,7 +55,8 @@ def split_half(
 
     Both tensors hold differences on two examples or more, NaN where a head was not tried. Returns
     ``overlap[str(k)]``, the share of common heads among the two first k (for each k of ``ks`` below the number of
-    heads), and ``spearman``, the correlation of all ranks: lower bounds for all examples, which rank better.
+    heads), the same for rankings by log-probability alone (``overlap_by_logprob``), and ``spearman``, the correlation
+    of all ranks: lower bounds for all examples, which rank better.
     """
     from scipy.stats import spearmanr  # slow to import
 
@@ -64,21 +65,27 @@ def split_half(
     _, n_heads, n_examples = tables_KHE.shape
     half, ks = n_examples // 2, sorted({k for k in ks if 0 < k < n_heads})
     generator = torch.Generator().manual_seed(seed)
-    overlap_SK, spearman_S = [], []
+    overlaps_SK, spearman_S = ([], []), []
     for _ in range(n_splits):
         shuffled = torch.randperm(n_examples, generator=generator)
-        # Heads numbered from worst up: by accuracy, equal ones by log-probability; NaN, not tried, is worst.
         means = [tables_KHE[:, :, part].nanmean(2).T for part in (shuffled[:half], shuffled[half : 2 * half])]
-        a, b = (mean_HK.nan_to_num(nan=-torch.inf).unique(dim=0, return_inverse=True)[1].numpy() for mean_HK in means)
-        first = [np.argsort(-worth_H, kind="stable").tolist() for worth_H in (a, b)]
-        overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
+        # Ranks by accuracy come last: a and b stay what they are.
+        for overlap_SK, column in zip(reversed(overlaps_SK), (1, 0)):
+            # Heads numbered from worst up: by this column, equal ones by the next; NaN, not tried, is worst.
+            worths = [mean_HK[:, column:].nan_to_num(nan=-torch.inf) for mean_HK in means]
+            a, b = (worth_HK.unique(dim=0, return_inverse=True)[1].numpy() for worth_HK in worths)
+            first = [np.argsort(-worth_H, kind="stable").tolist() for worth_H in (a, b)]
+            overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
         # 1 if all heads are equal in both halves, 0 if only one half tells heads apart.
         spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
     return {
         "n_splits": n_splits,
         "examples_per_half": half,
         "seed": seed,
-        "overlap": {str(k): sum(shares) / n_splits for k, shares in zip(ks, zip(*overlap_SK))},
+        **{
+            name: {str(k): sum(shares) / n_splits for k, shares in zip(ks, zip(*overlap_SK))}
+            for name, overlap_SK in zip(("overlap", "overlap_by_logprob"), overlaps_SK)
+        },
         "spearman": sum(spearman_S) / n_splits,
     }
 

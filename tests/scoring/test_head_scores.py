@@ -124,7 +124,7 @@ def test_halves_agree_wholly_where_there_is_no_noise() -> None:
     accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
     logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
     found = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
-    assert found["overlap"] == {"1": 1.0, "2": 1.0, "3": 1.0} and found["spearman"] == pytest.approx(1)
+    assert found["overlap"] == found["overlap_by_logprob"] == {"1": 1.0, "2": 1.0, "3": 1.0} and found["spearman"] == pytest.approx(1)
     assert found["examples_per_half"] == 3
 
 
@@ -172,13 +172,13 @@ def test_heads_that_matter_for_everything_can_be_put_back() -> None:
     scores = some_scores(
         table([0.9, 0.8, 0.3, 0.0]), logprob=table([4.0, 4.0, 1.0, 0.1]), control=table([3.5, 0.5, -0.02, 0.001])
     )
-    assert scores.ranking() == [HeadId(0, h) for h in (0, 1, 2, 3)]
+    assert scores.ranking() == scores.ranking("logprob") == [HeadId(0, h) for h in (0, 1, 2, 3)]
     assert scores.ranking("retrieval_minus_control") == [HeadId(0, h) for h in (1, 2, 0, 3)]
     assert scores.value_LH("retrieval_minus_control").tolist() == [[0.5, 3.5, 1.02, pytest.approx(0.099)]]
     assert scores.value_LH("ratio").tolist() == [[pytest.approx(4 / 3.5), 8, 100, 10]], "below 0.01 counts as 0.01"
     assert scores.ranking("ratio") == [HeadId(0, h) for h in (2, 3, 1, 0)]
     assert HeadPlan.top_k(scores, 1, by="retrieval_minus_control").kept == (HeadId(0, 1),)
-    with pytest.raises(ValueError, match="by is 'luck'; heads are ranked by 'retrieval', 'retrieval_minus_control'"):
+    with pytest.raises(ValueError, match="by is 'luck'; heads are ranked by 'retrieval', 'logprob'"):
         scores.ranking("luck")
     with pytest.raises(ValueError, match="no control drop; score again with control texts"):
         HeadPlan.top_k(some_scores(table([0.5])), 1, by="ratio")
