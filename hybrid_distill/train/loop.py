@@ -15,12 +15,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from hybrid_kernels.products import on_fast_cpu
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import (
@@ -263,7 +262,9 @@ class _Training:
         """Sum over all processes."""
         if self.world == 1:
             return values
-        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
+        reduced = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+        assert isinstance(reduced, Tensor)
+        return reduced
 
     def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
         """Return why this step must be left out, None for a good one. Raises Diverged where it may not be."""
@@ -310,8 +311,8 @@ class _Training:
         """Write the result and delete the checkpoints."""
         self.checkpoints.wait()
         is_whole = self.strategy.unshard()
-        student: Any = self.stage.student.eval()
-        student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
+        student = self.stage.student.eval()
+        nn.Module.to(student, student.device)  # all of it: beside a sharded teacher only what ran may have been moved
 
         def write() -> None:
             name, steps = self.config.name, self.config.steps
