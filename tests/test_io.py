@@ -88,7 +88,7 @@ def test_tensors_are_saved_with_the_users_file_mode(tmp_path: Path) -> None:
     path, plain = tmp_path / "weights.safetensors", tmp_path / "plain"
     plain.touch()
     tmp_path.joinpath(f".{path.name}.tmp").touch(0o600)  # left by a killed process
-    save_tensors(path, {"a": torch.ones(2, 3)}, {"note": "x"})
+    save_tensors(path, {"a": torch.ones(2, 3)})
     assert path.stat().st_mode == plain.stat().st_mode
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "note": "x"} and file.get_tensor("a").shape == (2, 3)
+        assert file.metadata() == {"format": "pt"} and file.get_tensor("a").shape == (2, 3)

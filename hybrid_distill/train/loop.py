@@ -80,8 +80,8 @@ def train_stage(
 
     ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto``,
-    ``never`` or a checkpoint's folder; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
+    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto`` or
+    ``never``; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
     ``trace-<process>.json``; ``tracked`` names the run in ``trackers``.
 
     Raises StageParentError, ValueError for a folder that holds a run with other settings, CorruptCheckpoint when no
@@ -110,8 +110,7 @@ def train_stage(
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    named = resume not in ("auto", "never")
-    if snapshot := checkpoint.load(resume) if named else checkpoints.latest():
+    if snapshot := checkpoints.latest():
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
