@@ -178,7 +178,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     """Write the student as a Hugging Face checkpoint."""
-    resume: str = "auto"
+    resume: Literal["auto", "never"] = "auto"
     """``auto`` resumes where the run directory stopped; ``never`` begins again, and removes what an earlier run has
     left there: scores, plan, stages, evaluations, export and report."""
     trackers: tuple[str, ...] = ()

@@ -54,11 +54,11 @@ def write_json(path: Path, record: Mapping[str, object], *, indent: int | None =
     write_text(path, json.dumps(record, indent=indent) + "\n")
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file, whole or not at all, with the mode that the user's umask gives to new files.
 
-    safetensors itself leaves a file that only its owner can read. ``metadata`` is by default ``{"format": "pt"}``,
-    without which transformers refuses the file. Raises SafetensorError or OSError, on a full disk for example.
+    safetensors itself leaves a file that only its owner can read. Raises SafetensorError or OSError, on a full disk
+    for example.
     """
     from safetensors.torch import save_file
 
@@ -66,7 +66,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         temporary.unlink(missing_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode
-        save_file(dict(tensors), temporary, metadata={"format": "pt", **(metadata or {})})
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})  # transformers refuses others
         temporary.chmod(mode)
 
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import tiny_world
-import torch
 
 from hybrid_distill import assets
 from hybrid_distill.assets.dictionaries import NOUNS
@@ -26,15 +25,6 @@ def tiny():
 def test_the_assets_fit_in_eight_megabytes() -> None:
     folder = assets.tiny_teacher_path().parent
     assert sum(path.stat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts) <= 8e6
-
-
-def test_the_teacher_is_a_llama_with_grouped_queries(tiny) -> None:
-    config = tiny[0].config
-    assert type(tiny[0]).__name__ == "LlamaForCausalLM"
-    assert config.num_hidden_layers >= 6
-    assert config.num_hidden_layers * config.num_attention_heads >= 48
-    assert config.num_key_value_heads < config.num_attention_heads
-    assert tiny[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(("n_pairs", "at_least"), [(16, 0.98), (32, 0.90)])
@@ -57,10 +47,6 @@ def test_no_document_uses_the_wording_of_the_probe(split) -> None:
     documents = assets.corpus_documents(split)
     assert len(documents) >= 300
     assert not [d for d in documents if any(words.lower() in d.lower() for words in wording)]
-
-
-def test_held_out_documents_are_not_in_the_training_split() -> None:
-    assert not set(assets.corpus_documents("train")) & set(assets.corpus_documents("held_out"))
 
 
 def test_the_control_split_is_in_the_wording_of_the_probe() -> None:

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
+from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
 from ..limits import first_line
 from ..model import layer_windows
 from ..pipeline import Run
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
-from ..pipeline.timing import training_time
 from ..plan import HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config

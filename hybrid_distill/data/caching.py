@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..distributed import alone_in, connect, on_main_process
 from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import finish_logits
+from ..model.modeling_hybrid import logits_of
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
@@ -53,12 +53,11 @@ def top_k_of(
     The forward pass is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
     """
     decoder, parts = decoder_of(teacher), []
-    embedding: Any = teacher.get_output_embeddings()
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16), on_fast_cpu(teacher.device):
         packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
         hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
-            logits_MV = finish_logits(embedding(hidden_ME), decoder.config)[:, :vocab_size]
+            logits_MV = logits_of(teacher, hidden_ME)[:, :vocab_size]
             log_probs_MV = (logits_MV.float() / temperature).log_softmax(-1)
             log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
             parts.append((ids_MK, log_probs_MK, log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)))

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from ..assets import prompts_path
 from ..io import Record, read_json
 from ..limits import Count, Positive, Share
 from ..probes.answering import left_pad
-from ..teacher import eval_mode, fingerprint, longest_context
+from ..teacher import eval_mode, fingerprint, generated, longest_context
 from .chat import check_template, rendered
 from .folder import SourcePlace, TokenHeader, write_tokens
 from .tokens import hash_of
@@ -126,8 +125,7 @@ def _written(
     )  # fmt: skip
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
-        generate: Any = model.generate  # its type is lost in transformers' decorators
-        out_BL = generate(inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
+        out_BL = generated(model, inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
     return tokenizer.batch_decode(out_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
 
 

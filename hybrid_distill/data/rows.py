@@ -110,9 +110,15 @@ def read_ahead(
     if not workers:
         yield from map(made.__getitem__, steps)
         return
-    options: dict[str, Any] = {"multiprocessing_context": "fork", "pin_memory": pinned, "num_workers": workers}
     loader = DataLoader(
-        made, batch_size=None, sampler=steps, worker_init_fn=_block_signals, generator=torch.Generator(), **options
+        made,
+        batch_size=None,
+        sampler=steps,
+        worker_init_fn=_block_signals,
+        generator=torch.Generator(),
+        multiprocessing_context="fork",
+        pin_memory=pinned,
+        num_workers=workers,
     )
     batches: Any = iter(loader)
     try:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import TextBatch, text_batches
 from ..progress import track
 from ..scoring import describe_run
-from ..teacher import ablate_heads, attention_sites, eval_mode
+from ..teacher import ablate_heads, attention_sites, eval_mode, text_config
 
 FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
@@ -187,7 +186,7 @@ def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
     ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if all stay the same. ``by_layer`` has
     retrieval and perplexity, first of the whole student (``layer`` None).
     """
-    config: Any = model.config
+    config = text_config(model)
     if config.model_type != HybridConfig.model_type:
         return None
     layers = {n: [HeadId(n, head) for head in config.recurrent_in(n)] for n in range(config.num_hidden_layers)}
@@ -276,7 +275,7 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
 def model_cache_bytes(model: PreTrainedModel) -> Record:
     """Return the memory fields of an `EvalResult`."""
     site = attention_sites(model)[0]
-    config: Any = model.config
+    config = text_config(model)
     shape = HeadPlan(config.num_hidden_layers, site.n_heads, site.n_kv_heads, kept=())
     plan, state = HeadPlan.all(shape), {"d_state": 0, "conv_width": 1}
     if config.model_type == HybridConfig.model_type:

@@ -100,6 +100,16 @@ def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:
     return weight is not None and weight.dim() == 1 and len(weight) > head_dim
 
 
+def text_config(model: Any) -> Any:
+    """Return the config of the language model inside ``model``."""
+    return model.config.get_text_config(decoder=True)
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the width of an attention head; configs without it divide the hidden size among the heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def decoder_of(model: PreTrainedModel) -> Any:
     """Return the decoder inside a causal language model; Llama-4 names a base model that it does not have."""
     return model.model if model.base_model is model else model.base_model

@@ -487,16 +487,9 @@ class HybridMixer(nn.Module):
         attention.config = _CutConfig(attention.config, n_kept, n_stored)
         return attention
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return (out_BLD, None): the teacher's output projection over all heads. See `heads` for the arguments."""
-        y_BLHP = self.heads(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        y_BLHP = self.heads(hidden_states, *args, **kwargs)
         return self.o_proj(y_BLHP.flatten(-2)), None
 
     def heads(

@@ -371,6 +371,12 @@ def finishes_logits(config: PretrainedConfig) -> bool:
     return any(getattr(config, name, None) is not None for name in LOGIT_OPTIONS)
 
 
+def logits_of(model: PreTrainedModel, hidden_BLD: Tensor) -> Tensor:
+    """Compute a decoder's logits from its last hidden states."""
+    embedding: Any = model.get_output_embeddings()
+    return finish_logits(embedding(hidden_BLD), decoder_of(model).config)
+
+
 def finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
     """Scale and cap logits behind the output embedding as some families do (`LOGIT_OPTIONS`)."""
     if getattr(config, "logits_scaling", None) is not None:

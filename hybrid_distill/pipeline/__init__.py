@@ -44,7 +44,7 @@ from ..train.loop import train_stage
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
 from .folder import outdated
-from .inputs import PROBE_SEEDS, Loaded, RunInputs, load, make_plan
+from .inputs import PROBE_SEEDS, RunInputs, load, make_plan
 
 log = logging.getLogger(__name__)
 
@@ -390,14 +390,14 @@ class Run(RunInputs):
         return stages
 
 
-def finished_run(folder: Path, teacher: Loaded | None = None) -> Run:
+def finished_run(folder: Path) -> Run:
     """Open the run in a folder for reading: whatever its config says of resuming, nothing in it begins again.
 
     The folder may have been moved since. Raises ValueError for another folder.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
-    return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto", out=folder), teacher)
+    return Run(dataclasses.replace(from_json(folder / "config.json"), resume="auto", out=folder))
 
 
 def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, HeadPlan]:

@@ -34,7 +34,7 @@ from ..probes.plain_text import text_rows
 from ..scoring import HeadScores
 from ..student.build import checked_sites, empty_student
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
-from ..train.checkpoint import MANIFEST, StageManifest
+from ..train.checkpoint import StageManifest
 from ..train.config import DistillConfig, StageConfig, TeacherConfig
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -142,13 +142,12 @@ class RunInputs:
     # Checks raise ValueError for input that a run would stop at, by names, headers and shapes; they read no weights.
 
     def checks(self) -> list[Callable[[], object]]:
-        return [self.check_settings, self.check_data, self.check_evaluation, self.check_student]
-
-    def check_settings(self) -> None:
-        """Check trackers and the checkpoint to resume from."""
-        check_trackers(self.config.trackers)
-        if self.config.resume not in ("auto", "never") and not (Path(self.config.resume) / MANIFEST).is_file():
-            raise ValueError(f"resume is {self.config.resume!r}; use auto, never, or the folder of a checkpoint.")
+        return [
+            partial(check_trackers, self.config.trackers),
+            self.check_data,
+            self.check_evaluation,
+            self.check_student,
+        ]
 
     def check_data(self) -> None:
         """Check sources, vocabularies, and that the teachers' positions reach over the rows; reads no text."""

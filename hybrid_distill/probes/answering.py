@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..progress import track
-from ..teacher import eval_mode
+from ..teacher import eval_mode, generated
 from . import Example, check_counts
 
 Tokens = tuple[int, ...]
@@ -123,8 +123,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
 
     A text that begins with that token itself, as chat templates write it, gets no second one.
     """
-    rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-    first: Any = tokenizer("a")["input_ids"]
+    rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    first: list[int] = tokenizer("a")["input_ids"]
     start = first[:1] if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id] else []
     return [tuple(row) if start and row[:1] == start else (*start, *row) for row in rows]
 
@@ -258,8 +258,8 @@ def generate_greedily(
     eos = getattr(model.generation_config, "eos_token_id", None)
     # Any special token fills rows behind their end: pads are masked.
     pads = (tokenizer.pad_token_id, eos[0] if isinstance(eos, list) else eos, tokenizer.eos_token_id, 0)
-    generate: Any = model.generate
-    output_BL = generate(
+    output_BL = generated(
+        model,
         input_ids=input_ids_BL,
         attention_mask=mask_BL,
         # One more token than the answer shows that a number has ended.

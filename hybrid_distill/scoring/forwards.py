@@ -4,8 +4,7 @@ Without a head of layer l
 
 - the layers below l compute what they always do: they run once, for all heads;
 - the attention of layer l does too, but for one slice of the input of its output projection: it also runs once, several
-  heads are taken out in one batch, and each costs the output projection and the layers above;
-- of the last layer only the positions that are read attend and pass the MLP: keys and values suffice for all others.
+  heads are taken out in one batch, and each costs the output projection and the layers above.
 
 All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
 
@@ -16,8 +15,8 @@ Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..model.layout import CACHE_NAMES
 from ..plan import HeadId
 from ..probes.answering import forward
 from ..teacher import (
@@ -44,7 +42,6 @@ from .probe_batch import ProbeBatch, Row, Rows
 
 log = logging.getLogger(__name__)
 
-POSITION_NAMES = ("position_ids", "cache_position")
 # A shortcut may differ from a plain forward by so many times as much as two plain forwards do.
 TIMES_THE_NOISE = 4
 
@@ -94,17 +91,12 @@ class Forwards:
 class FromLayer(Forwards):
     """Forwards that begin at the ablated layer, with several heads ablated in one batch.
 
-    Keeps the output of the layers below for each batch. ``answers_only`` runs the last layer on the positions that are
-    read.
+    Keeps the output of the layers below for each batch.
     """
-
-    answers_only: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.blocks = [block for _, block in decoder_blocks(self.model)]
-        self.last = len(self.blocks) - 1
-        self.answers_only = self.answers_only and self.last > 0
         self.begin([])
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
@@ -119,11 +111,7 @@ class FromLayer(Forwards):
         return sum(len(row.tokens) for row in rows) * sum(len(self.blocks) - layer for layer in layers)
 
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
-        found = []
-        for _, part in batch.parts(n_rows):
-            with self._short_last_layer(part):
-                found.append(part.read(part.logits(self.model)))
-        return torch.cat(found, dim=1)
+        return torch.cat([part.read(part.logits(self.model)) for _, part in batch.parts(n_rows)], dim=1)
 
     def _without(self, batch: ProbeBatch, layer: int, heads: Sequence[int], n_rows: int) -> Tensor:
         start, below = self.reached.get(batch, (0, None))
@@ -177,16 +165,6 @@ class FromLayer(Forwards):
         self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
     ) -> Tensor:
         """Return read_GQ of one forward from this layer up, its rows once for each head."""
-        begin = part.length - part.n_read if layer == self.last and self.answers_only else 0
-        with ExitStack() as patches:
-            if layer < self.last:
-                patches.enter_context(self._short_last_layer(part))
-            patches.enter_context(self._ablated(layer, heads, below_BLD[:, begin:], heads_BLHP[:, begin:]))
-            return part.read(part.logits(self.model, len(heads)))
-
-    @contextmanager
-    def _ablated(self, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor) -> Iterator[None]:
-        """Begin at this layer, once without each of the heads."""
         site = self.site_of[layer]
         heads_RLC = heads_BLHP.flatten(2).repeat(len(heads), 1, 1)
         with ExitStack() as patches:
@@ -194,69 +172,11 @@ class FromLayer(Forwards):
             patches.enter_context(replay_blocks(self.model, layer - 1, below))
             patches.enter_context(replaced_forward(site.module, lambda *_, **__: self.as_mixed(site.o_proj(heads_RLC))))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
-            yield
-
-    def _short_last_layer(self, part: ProbeBatch) -> AbstractContextManager[None]:
-        if not self.answers_only or part.n_read == part.length:
-            return nullcontext()
-        block = self.blocks[self.last]
-        return replaced_forward(block, _reading_only(block.forward, part.n_read, self.model))
+            return part.read(part.logits(self.model, len(heads)))
 
 
 class _Enough(Exception):
     """Everything wanted of a forward has been computed."""
-
-
-class _KeysAndValues:
-    """Stands in for a layer's cache: takes the keys and values of all positions, then returns them."""
-
-    found: tuple[Tensor, Tensor] | None = None
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        if self.found is None:
-            self.found = key, value
-            raise _Enough
-        return self.found
-
-
-def _reading_only(forward: Callable[..., object], n_read: int, model: PreTrainedModel) -> Callable[..., object]:
-    """Return a decoder layer's forward that computes the last ``n_read`` positions alone.
-
-    Attention modules pass their keys and values to a cache before they attend. A first call stops there, with those
-    of all positions; a second one runs on the positions that are read, as if the others had come before.
-    """
-
-    def short(hidden_RLD: Tensor, *args: object, **kwargs: object) -> object:
-        length = hidden_RLD.shape[1]
-        cache = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
-        kwargs[cache] = _KeysAndValues()
-        try:
-            forward(hidden_RLD, *args, **kwargs)
-        except _Enough:
-            pass
-        else:
-            raise TypeError("the last layer does not pass keys and values to a cache")
-        read = {name: _last_positions(value, name, n_read, length) for name, value in kwargs.items()}
-        if read.get("attention_mask") is None and n_read > 1 and model.config._attn_implementation == "sdpa":
-            # Without a mask, queries would be taken for the first positions.
-            seen = torch.ones(n_read, length, dtype=torch.bool, device=hidden_RLD.device)
-            read["attention_mask"] = seen.tril(length - n_read)[None, None]
-        return forward(hidden_RLD[:, -n_read:], *(_last_positions(a, "", n_read, length) for a in args), **read)
-
-    return short
-
-
-def _last_positions(value: object, name: str, n_read: int, length: int) -> object:
-    """Cut a layer's argument (rotations, masks, positions) to the last positions."""
-    if isinstance(value, tuple):
-        return tuple(_last_positions(each, name, n_read, length) for each in value)
-    if not isinstance(value, Tensor):
-        return value
-    if name in POSITION_NAMES:
-        return value[..., -n_read:]
-    if value.ndim >= 3 and value.shape[-2] == length:
-        return value[..., -n_read:, :]
-    return value
 
 
 def _filled_like(output: object) -> Callable[[Tensor], object]:
@@ -275,13 +195,10 @@ def fastest_exact(
     in_full = Forwards(model, sites, rows)
     reason: str | None = "its layers share modules"
     if not any(site.shared for site in sites):
-        plain = cache(partial(_plainly, in_full))
-        for answers_only in (True, False):
-            short = FromLayer(model, sites, rows, answers_only)
-            reason = next((r for sample in samples if (r := _differs(short, tuple(sample), plain))), None)
-            if reason is None:
-                return short
-            log.debug("answers_only=%s cannot be used: %s", answers_only, reason)
+        plain, short = cache(partial(_plainly, in_full)), FromLayer(model, sites, rows)
+        reason = next((r for sample in samples if (r := _differs(short, tuple(sample), plain))), None)
+        if reason is None:
+            return short
     log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
     return in_full
 

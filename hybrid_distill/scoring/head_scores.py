@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,12 +143,14 @@ class HeadScores:
         sites: Sequence[HeadSite],
         heads: Sequence[HeadId],
         differences: Mapping[str, Tensor],
-        **more: Any,
+        *,
+        baseline: Record,
+        provenance: Record,
     ) -> HeadScores:
         """Average one difference per head and example, with the standard error of the mean.
 
         ``differences`` holds [H, E] for ``heads`` by name: accuracy, logprob and, if measured, control; NaN marks an
-        example on which a head was not tried. Heads not named get NaN. ``more`` are other fields.
+        example on which a head was not tried. Heads not named get NaN.
         """
         tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
         for name, difference_HE in differences.items():
@@ -157,7 +158,7 @@ class HeadScores:
             squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
             tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
             tables[f"{name}_se_LH"] = spread(model, sites, heads, (squares_H / (n_H - 1).clamp(min=1) / n_H).sqrt())
-        return cls(sites[0].n_kv_heads, **tables, **more)  # type: ignore[arg-type]
+        return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""

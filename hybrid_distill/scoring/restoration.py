@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,15 +150,17 @@ def greedy_restoration(
     tokenizer: PreTrainedTokenizerBase,
     probe: Probe,
     k: int,
-    **options: Any,
+    *,
+    n_examples: int = 128,
+    progress: bool = True,
 ) -> list[HeadId]:
     """Choose ``k`` heads, each the one that adds most to the student with all before it.
 
     The gain is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
-    ``options`` are those of `score_restoration`.
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:
+        options = {"n_examples": n_examples, "progress": progress}
         scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:

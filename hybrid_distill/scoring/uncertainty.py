@@ -15,10 +15,8 @@ from torch import Tensor
 NUMBERS_AT_ONCE = 2**24
 
 
-def bootstrap_interval(
-    difference_HE: Tensor, *, confidence: float = 0.95, n_resamples: int = 1000, seed: int = 0
-) -> Tensor:
-    """Return [H, 2]: (low, high) of each head's mean over the examples, by the percentile bootstrap.
+def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
+    """Return [H, 2]: the 95 % interval of each head's mean over the examples, by the percentile bootstrap.
 
     NaN marks an example on which a head was not tried. Heads that were tried on equally many see the same resamples.
     """
@@ -39,8 +37,8 @@ def bootstrap_interval(
             np.mean,
             axis=1,
             method="percentile",
-            confidence_level=confidence,
-            n_resamples=n_resamples,
+            confidence_level=0.95,
+            n_resamples=1000,
             batch=max(1, NUMBERS_AT_ONCE // sample_HE.numel()),
             rng=np.random.default_rng(seed),
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +191,7 @@ def _trace(
     return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx, *found) for call, found in traced]
 
 
-def _measure_attention(found: list[Sequence[Tensor]], module: nn.Module, args: object, output: Any) -> None:
+def _measure_attention(found: list[Sequence[Tensor]], module: nn.Module, args: object, output: object) -> None:
     """Append the mean distance and the mean entropy of a layer's attention maps, [H] each (a forward hook)."""
     if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
         raise ValueError(f"{type(module).__name__} returns no attention maps; use --student.init teacher or fitted.")

@@ -1,11 +1,13 @@
 """Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
 
+from ..model.layout import head_dim_of, text_config
 from .hooks import (
     MixerCall,
     ablate_heads,
     ablate_heads_by_row,
     eager_attention,
     eval_mode,
+    generated,
     record_heads,
     replaced_forward,
     replay_blocks,
@@ -33,8 +35,6 @@ from .sites import (
     attention_sites,
     check_exists,
     decoder_blocks,
-    head_dim_of,
     head_kinds,
     head_sites,
-    text_config,
 )

@@ -107,9 +107,9 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
 class MixerCall(NamedTuple):
     """One call of a layer's mixer, or of a module around it: arguments, output, and the heads before ``o_proj``."""
 
-    args: tuple[Any, ...]
+    args: tuple[Tensor, ...]
     kwargs: Record
-    output: tuple[Any, ...]
+    output: tuple[Tensor, ...]
     heads_BLHP: Tensor
 
     @property
@@ -128,7 +128,7 @@ def watch_calls(site: HeadSite, watched: nn.Module, visit: Callable[[MixerCall],
     def before_projection(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         heads[:] = [args[0].unflatten(-1, (-1, site.head_dim))]
 
-    def after(module: nn.Module, args: tuple[object, ...], kwargs: Record, output: object) -> None:
+    def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: Record, output: Tensor | tuple[Tensor, ...]) -> None:
         visit(MixerCall(args, kwargs, output if isinstance(output, tuple) else (output,), heads[0]))
 
     with (
@@ -185,6 +185,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def generated(model: PreTrainedModel, **options: Any) -> Tensor:
+    """Return the tokens of ``model.generate``, whose type is lost in transformers' decorators."""
+    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
+    return generate(**options)
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from ..guard import check_checkpoint, check_no_run
 from ..io import read_json
 from ..limits import first_line
 from ..model.configuration_hybrid import rope_settings
+from ..model.layout import text_config
 from ..progress import Phase
 from .llamba import is_llamba, llamba_config, load_llamba
-from .sites import text_config
 
 TINY = "tiny"
 RECIPE_FLAG = "--teacher.path"

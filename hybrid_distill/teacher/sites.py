@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ..model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, find_layout
+from ..model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, find_layout, text_config
 from ..plan import HeadId
 
 SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
@@ -69,11 +69,6 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         f"{type(model).__name__} holds no list of {n_layers} decoder layers (num_hidden_layers of its "
         f"config); expected a decoder such as {SUPPORTED}."
     )
-
-
-def text_config(model: Any) -> Any:
-    """Return the config of the language model inside ``model``."""
-    return model.config.get_text_config(decoder=True)
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -195,8 +190,3 @@ def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> No
             f"head {head_id} does not exist: this model has layers 0..{n_layers - 1}{some} "
             f"with heads 0..{sites[0].n_heads - 1}."
         )
-
-
-def head_dim_of(config: Any) -> int:
-    """Return the width of an attention head; configs without it divide the hidden size among the heads."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -220,7 +220,7 @@ def load(folder: str | Path) -> Snapshot:
         for record in own_share(records):
             check_files(folder, record["files"])
         if not records:
-            problem = f"{folder} does not hold a complete checkpoint; pass another one, or --resume auto."
+            problem = f"{folder} does not hold a complete checkpoint."
     except CorruptCheckpoint as error:
         problem = str(error)
     if problems := [found for found in compute_everywhere(lambda: problem) if found]:

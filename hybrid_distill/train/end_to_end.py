@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import HybridForCausalLM, finish_logits, finishes_logits
+from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.build import unshare_weights
 from .config import DistillConfig, LongConfig
 from .losses import distillation_loss, next_token_labels
@@ -81,18 +81,16 @@ class EndToEnd(Stage[DistillConfig]):
         if isinstance(theirs, Tensor):
             with torch.no_grad():
                 is_head = fused and _is_product(self.teacher)
-                known = TeacherHead(theirs, _head(self.teacher).weight) if is_head else _logits(self.teacher, theirs)
+                known = TeacherHead(theirs, _head(self.teacher).weight) if is_head else logits_of(self.teacher, theirs)
         if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
             return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
-        return distillation_loss(_logits(self.model, ours_BLD), known, mask_BL, **options)
+        return distillation_loss(logits_of(self.model, ours_BLD), known, mask_BL, **options)
 
 
-def _head(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings()
-
-
-def _logits(model: PreTrainedModel, hidden_BLD: Tensor) -> Tensor:
-    return finish_logits(_head(model)(hidden_BLD), decoder_of(model).config)
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head
 
 
 def _is_product(model: PreTrainedModel) -> bool:

@@ -15,12 +15,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from hybrid_kernels.products import on_fast_cpu
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import (
@@ -81,8 +80,8 @@ def train_stage(
 
     ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
     ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto``,
-    ``never`` or a checkpoint's folder; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
+    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto`` or
+    ``never``; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
     ``trace-<process>.json``; ``tracked`` names the run in ``trackers``.
 
     Raises StageParentError, ValueError for a folder that holds a run with other settings, CorruptCheckpoint when no
@@ -111,8 +110,7 @@ def train_stage(
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    named = resume not in ("auto", "never")
-    if snapshot := checkpoint.load(resume) if named else checkpoints.latest():
+    if snapshot := checkpoints.latest():
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
@@ -263,7 +261,9 @@ class _Training:
         """Sum over all processes."""
         if self.world == 1:
             return values
-        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
+        reduced = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+        assert isinstance(reduced, Tensor)
+        return reduced
 
     def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
         """Return why this step must be left out, None for a good one. Raises Diverged where it may not be."""
@@ -310,8 +310,8 @@ class _Training:
         """Write the result and delete the checkpoints."""
         self.checkpoints.wait()
         is_whole = self.strategy.unshard()
-        student: Any = self.stage.student.eval()
-        student.to(student.device)  # all of it: beside a sharded teacher only what ran may have been moved
+        student = self.stage.student.eval()
+        nn.Module.to(student, student.device)  # all of it: beside a sharded teacher only what ran may have been moved
 
         def write() -> None:
             name, steps = self.config.name, self.config.steps

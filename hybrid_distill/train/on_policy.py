@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..data import Batch, pick_rows
 from ..model.modeling_hybrid import HybridForCausalLM
+from ..teacher import eval_mode, generated
 from .config import OnPolicyConfig
 from .end_to_end import EndToEnd
 from .stage import Stage, StageLoss, Totals, n_rows
@@ -22,9 +23,7 @@ KINDS_OF_ROWS = ("given", "own")
 class MixedBatch(Batch, total=False):
     """Rows as the data has them and rows that the student has written, of another length; either may be empty."""
 
-    own_input_ids: Tensor
-    own_seq_idx: Tensor
-    own_mask: Tensor
+    own: Batch
 
 
 class OnPolicy(EndToEnd):
@@ -62,11 +61,10 @@ class OnPolicy(EndToEnd):
 
     def _mixed(self, batch: Batch, rows: Sequence[int], writes: Sequence[bool], seeds: Sequence[int]) -> MixedBatch:
         given, written = ([row for row in rows if writes[row] == own] for own in (False, True))
-        mixed = cast(dict[str, Tensor], pick_rows(batch, given))
+        mixed: MixedBatch = {**pick_rows(batch, given)}
         if written:
-            own = self.own_text(pick_rows(batch, written), [seeds[row] for row in written])
-            mixed |= {f"own_{name}": tensor for name, tensor in own.items()}
-        return cast(MixedBatch, mixed)
+            mixed["own"] = self.own_text(pick_rows(batch, written), [seeds[row] for row in written])
+        return mixed
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """As `Stage.n_tokens`, of both kinds of rows."""
@@ -110,12 +108,10 @@ class OnPolicy(EndToEnd):
         return {"input_ids": written, "seq_idx": is_text.long() + 2 * after.long(), "mask": predicts}
 
     def _continued(self, ids_BL: Tensor, mask_BL: Tensor, seeds: Sequence[int]) -> Tensor:
-        model: Any = self.model
-        training = model.training
-        model.eval()
         sample = _SampleByRow(seeds, self.writing.sampling_temperature, ids_BL.device)
-        try:
-            return model.generate(
+        with eval_mode(self.model):
+            return generated(
+                self.model,
                 input_ids=ids_BL,
                 attention_mask=mask_BL.long(),
                 max_new_tokens=self.writing.new_tokens,
@@ -126,8 +122,6 @@ class OnPolicy(EndToEnd):
                 top_p=None,
                 pad_token_id=0,
             )
-        finally:
-            model.train(training)
 
 
 class _SampleByRow(LogitsProcessor):
@@ -148,5 +142,5 @@ class _SampleByRow(LogitsProcessor):
 
 def _kind_of(batch: Batch, kind: str) -> Batch:
     """Return the given rows of a `MixedBatch`, or the student's own, if need be none."""
-    tensors, prefix = cast(dict[str, Tensor], batch), "own_" if kind == "own" else ""
-    return cast(Batch, {name: tensors.get(prefix + name, tensors[name][:0]) for name in Batch.__required_keys__})
+    given: Batch = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"], "mask": batch["mask"]}
+    return given if kind == "given" else cast(MixedBatch, batch).get("own", pick_rows(given, slice(0)))

@@ -149,23 +149,6 @@ def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_pat
     assert not (tmp_path / "cache").exists()
 
 
-def test_another_tokenizers_tokens_are_refused(tokenizer, sources, tmp_path):
-    other = word_tokenizer()
-    other.add_tokens(["w1 w2"])
-    folder.write_tokens(tmp_path / "mine", sources[2:], tokenizer, name="mine")
-    folder.write_tokens(tmp_path / "others", sources[2:], other, name="others")
-    own, foreign = str(tmp_path / "mine"), str(tmp_path / "others")
-    prints = [data.tokenizer_fingerprint(t)[:12] for t in (tokenizer, other)]
-    check_sources(DataConfig(sources=(own, "tiny")), tokenizer)
-    tokenizer.name_or_path = "the/teacher"
-    said = rf"the/teacher \({prints[0]}\).*with others \({prints[1]}\).*prepare-data --tokenizer the/teacher"
-    for act in (check_sources, open_rows):
-        with pytest.raises(ValueError, match=said):
-            act(DataConfig(sources=(foreign, "tiny")), tokenizer)
-        with pytest.raises(ValueError, match=r"mixes tokens .*with mine .*with others"):
-            act(DataConfig(sources=(own, foreign)), tokenizer)
-
-
 def test_damage_is_named(tokenizer, sources, tmp_path):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     prepare.prepare(job)

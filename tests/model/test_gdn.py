@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_ssd import BATCH, HEAD_DIM, HEADS, LENGTHS, STATE, document_slices, documents, some_state
+from test_ssd import HEAD_DIM, LENGTHS, STATE, documents, some_state
+from test_ssd import delta_inputs as inputs
 from torch import Tensor
 
 from hybrid_distill.model import gated_delta
-from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, delta_step, gates, unit_keys
+from hybrid_distill.model.gated_delta import delta_scan, delta_step
 from hybrid_distill.model.mixer import SSMHeads
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """x, log a, the write gate, keys and C."""
-    x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
-    b, c = (torch.randn(BATCH, length, HEADS, STATE, dtype=dtype) for _ in range(2))
-    return [x, *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)), unit_keys(b), c]
 
 
 def step_by_step(
@@ -63,26 +57,6 @@ def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int) -> None:
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_scan_is_the_mixing_matrix_times_the_values(packed: bool) -> None:
-    x, *others = inputs(45)
-    seq_idx = documents(45) if packed else None
-    mixing_BHLS = delta_mixing_matrix(*others, seq_idx)
-    assert torch.equal(mixing_BHLS, mixing_BHLS.tril())
-    y, _ = delta_scan(x, *others, seq_idx_BL=seq_idx)
-    torch.testing.assert_close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), y, **EXACT)
-
-
-def test_packed_documents_equal_the_same_documents_alone() -> None:
-    args, seq_idx = inputs(77), documents(77)
-    y, state = delta_scan(*args, seq_idx_BL=seq_idx)
-    for row in range(BATCH):
-        for document in document_slices(seq_idx[row]):
-            y_alone, state_alone = delta_scan(*(t[row : row + 1, document] for t in args))
-            torch.testing.assert_close(y[row : row + 1, document], y_alone, **EXACT)
-        torch.testing.assert_close(state[row : row + 1], state_alone, **EXACT)
-
-
 def test_gradients_are_those_of_differences() -> None:
     args = [t[:1, :, :2].detach().requires_grad_() for t in inputs(7)]
     state, seq_idx = some_state()[:1, :2].requires_grad_(), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
@@ -109,21 +83,6 @@ def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
     largest = [t.abs().max() for t in found[1]]
     for place, (actual, expected) in enumerate(zip(*found, strict=True)):
         assert (actual - expected).abs().max() < 1e-5 * (largest[place] if place < 2 else max(largest[2:]))
-
-
-def test_half_precision_and_autocast_keep_states_in_fp32() -> None:
-    args = [t.bfloat16() for t in inputs(45)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, state = delta_scan(*args)
-    expected_y, expected_state = delta_scan(*(t.float() for t in args))
-    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(y, expected_y.bfloat16()) and torch.equal(state, expected_state)
-
-
-def test_no_tokens_leave_the_state_alone() -> None:
-    start = some_state()
-    y, state = delta_scan(*inputs(0), state_BHPN=start)
-    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM) and torch.equal(state, start)
 
 
 def test_the_kernel_is_called_as_it_defines_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,3 @@ def test_rows_of_the_same_data_at_their_own_length(tmp_path, monkeypatch):
     run.prepare()
     run.train(run.plan())
     assert lengths == [64, 320]
-
-
-def test_rows_beyond_the_teachers_positions_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"long.seq_len is 1025.*at most 1024"):
-        Run(long_run(tmp_path, 1025)).prepare()

@@ -1,10 +1,9 @@
 """The recurrence, its matmul form, its single step and its mixing matrix are one function."""
 
 import math
-import sys
-import types
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_distill.model import ssd
+from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, gates, unit_keys
 from hybrid_distill.model.ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
 
 # dtype of the inputs -> relative and absolute tolerance
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1e-2}
 LENGTHS = (1, 5, 31, 32, 33, 77)
 BATCH, HEADS, HEAD_DIM, STATE = 2, 3, 4, 5
 
@@ -28,6 +28,19 @@ def inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
     x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
     b, c = (torch.randn(BATCH, length, HEADS, STATE, dtype=dtype) for _ in range(2))
     return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
+
+
+def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """x, log a, the write gate, keys and C of the gated delta rule."""
+    x, _, b, c = inputs(length, dtype)
+    return x, *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)), unit_keys(b), c
+
+
+EVERY_RECURRENCE = pytest.mark.parametrize(
+    ("inputs", "scan", "matrix"),
+    [(inputs, ssd_scan, mixing_matrix), (delta_inputs, delta_scan, delta_mixing_matrix)],
+    ids=["ssd", "gated delta"],
+)
 
 
 def some_state(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -81,12 +94,14 @@ def test_states_are_carried_over_blocks_of_chunks(packed: bool, monkeypatch: pyt
     test_chunks_equal_reference(77, packed, 8)
 
 
+@EVERY_RECURRENCE
 @pytest.mark.parametrize("packed", [False, True])
-def test_scan_is_the_mixing_matrix_times_the_values(packed: bool) -> None:
-    x, log_a, b, c = inputs(45)
+def test_scan_is_the_mixing_matrix_times_the_values(packed: bool, inputs: Any, scan: Any, matrix: Any) -> None:
+    x, *others = inputs(45)
     seq_idx = documents(45) if packed else None
-    mixing_BHLS = mixing_matrix(log_a, b, c, seq_idx)
-    y, _ = ssd_scan(x, log_a, b, c, seq_idx_BL=seq_idx)
+    mixing_BHLS = matrix(*others, seq_idx)
+    assert torch.equal(mixing_BHLS, mixing_BHLS.tril())
+    y, _ = scan(x, *others, seq_idx_BL=seq_idx)
     close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), y)
 
 
@@ -103,14 +118,13 @@ def test_scan_is_prefill_then_steps() -> None:
     close(state, expected_state)
 
 
-def test_packed_documents_equal_the_same_documents_alone() -> None:
-    x, log_a, b, c = inputs(77)
-    seq_idx = documents(77)
-    y, state = ssd_scan(x, log_a, b, c, seq_idx_BL=seq_idx)
+@EVERY_RECURRENCE
+def test_packed_documents_equal_the_same_documents_alone(inputs: Any, scan: Any, matrix: Any) -> None:
+    args, seq_idx = inputs(77), documents(77)
+    y, state = scan(*args, seq_idx_BL=seq_idx)
     for row in range(BATCH):
         for document in document_slices(seq_idx[row]):
-            alone = (t[row : row + 1, document] for t in (x, log_a, b, c))
-            y_alone, state_alone = ssd_scan(*alone)
+            y_alone, state_alone = scan(*(t[row : row + 1, document] for t in args))
             close(y[row : row + 1, document], y_alone)
         close(state[row : row + 1], state_alone)
 
@@ -165,31 +179,22 @@ def test_another_document_changes_no_bit(changed: slice, monkeypatch: pytest.Mon
     assert torch.equal(maps, other_maps)
 
 
-def test_half_precision_keeps_states_in_fp32() -> None:
-    x, log_a, b, c = (t.bfloat16() for t in inputs(45))
-    y, state = ssd_scan(x, log_a, b, c)
-    expected_y, expected_state = ssd_scan(*(t.float() for t in (x, log_a, b, c)))
-    assert y.dtype == torch.bfloat16
-    assert state.dtype == torch.float32
-    assert torch.equal(y, expected_y.bfloat16())
-    assert torch.equal(state, expected_state)
-    assert ssd_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], state)[1].dtype == torch.float32
-
-
-def test_autocast_does_not_reach_the_recurrence() -> None:
-    args = inputs(45, torch.float32)
-    expected_y, expected_state = ssd_scan(*args)
+@EVERY_RECURRENCE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_half_precision_nor_autocast_reach_the_states(dtype: Any, inputs: Any, scan: Any, matrix: Any) -> None:
+    args = [t.to(dtype) for t in inputs(45, torch.float32)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, state = ssd_scan(*args)
-    assert torch.equal(y, expected_y)
-    assert torch.equal(state, expected_state)
+        y, state = scan(*args)
+    expected_y, expected_state = scan(*(t.float() for t in args))
+    assert (y.dtype, state.dtype) == (dtype, torch.float32)
+    assert torch.equal(y, expected_y.to(dtype)) and torch.equal(state, expected_state)
 
 
-def test_no_tokens_leave_the_state_alone() -> None:
+@EVERY_RECURRENCE
+def test_no_tokens_leave_the_state_alone(inputs: Any, scan: Any, matrix: Any) -> None:
     start = some_state()
-    y, state = ssd_scan(*inputs(0), state_BHPN=start)
-    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM)
-    assert torch.equal(state, start)
+    y, state = scan(*inputs(0), state_BHPN=start)
+    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM) and torch.equal(state, start)
 
 
 def test_raw_decay_gives_the_half_life() -> None:
@@ -229,19 +234,9 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed" if impl == "mamba_ssm" else None)
-    with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
-        ssd_scan(*args, impl="cuda")
-    with pytest.raises(RuntimeError, match=r"mamba_ssm is not installed\. Pass 'auto'"):
-        ssd_scan(*args, impl="mamba_ssm")
-    with pytest.raises(ValueError, match="chunk_size is 0"):
-        ssd_scan(*args, chunk_size=0)
-
-
-def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
-    for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
-    with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
-        ssd_scan(*inputs(3), impl="mamba_ssm")
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: "it is not installed")
+    for options in ({"impl": "cuda"}, {"chunk_size": 0}):
+        with pytest.raises(ValueError):
+            ssd_scan(*args, **options)
+    with pytest.raises(RuntimeError, match="it is not installed"):
+        ssd_scan(*args, impl="triton")

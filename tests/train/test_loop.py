@@ -196,17 +196,6 @@ def test_resume_never_begins_again(uninterrupted, tmp_path):
     assert (train("align", tmp_path, resume="never"), losses(tmp_path)) == uninterrupted["align"]
 
 
-def test_resume_from_a_named_checkpoint_drops_the_later_ones(uninterrupted, tmp_path):
-    with pytest.raises(Interrupted):
-        train("align", tmp_path, StoppingRows(small_rows(), 9))
-    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
-    assert names == ["step-00000008", "step-00000010"]
-    with pytest.raises(Interrupted):
-        train("align", tmp_path, StoppingRows(small_rows(), 8), resume=str(tmp_path / "checkpoints" / names[0]))
-    assert losses(tmp_path)[-1][0] == 9
-    assert (train("align", tmp_path), losses(tmp_path)) == uninterrupted["align"]
-
-
 def test_stages_follow_each_other_by_hash(tmp_path):
     student, teacher = small_models()
     fresh = weights_hash(student)

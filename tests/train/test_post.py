@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.cli.app import main, run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, TeacherConfig, from_json
-from hybrid_distill.data import DataConfig, PackedRows, check_same_vocabulary, check_sources, open_rows, write_tokens
+from hybrid_distill.data import DataConfig, PackedRows, check_sources, open_rows, write_tokens
 from hybrid_distill.data.chat import encode_conversation
 from hybrid_distill.data.documents import read_documents
 from hybrid_distill.evaluation.evaluate import EvalResult
@@ -231,11 +231,3 @@ def test_a_run_with_a_stage_of_its_own_data_and_teacher(tmp_path, monkeypatch, c
         run_recipe(config, [])  # finished stages are loaded
     ends = [(tmp_path / f"run{n}/stages/2-post/model.safetensors").read_bytes() for n in (0, 1)]
     assert ends[0] == ends[1], "prepared tokens are other rows"
-
-
-def test_a_teacher_with_another_vocabulary_is_refused_by_name():
-    other = chat_tokenizer()
-    other.add_tokens(["<more>"])
-    with pytest.raises(ValueError, match=r"mixed tokenizers: .*token 102 \('<more>'\)"):
-        check_same_vocabulary(chat_tokenizer(), other)
-    check_same_vocabulary(chat_tokenizer(None), chat_tokenizer())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from ...io import replacing
-from ...pipeline.timing import duration
+from ..memory.timing import duration
 from ..reporting.document import (
     ABSENT,
     NO_FIGURES,

@@ -10,8 +10,8 @@ import pandas as pd
 from ...evaluation.evaluate import EvalResult
 from ...io import Record, replacing
 from ...locking import is_locked
-from ...pipeline.timing import duration
 from ...plan import HeadPlan
+from ..memory.timing import duration
 from ..reporting import markdown_table
 from ..reporting.run import all_figures, metrics
 from .folder import Outcome, Sweep

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, cast
 
 from accelerate import Accelerator
 from torch import nn
@@ -36,7 +35,7 @@ class Fsdp2(Strategy):
             parameter.data = placeholder(parameter)
         for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
-        self.optimizer = cast(Any, accelerator.prepare(stage_adamw(self.stage)))
+        self.optimizer = accelerator.prepare(stage_adamw(self.stage))
 
     def unshard(self) -> bool:
         targets, is_main = trainable(self._whole), rank_and_world()[0] == 0

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..config import RunConfig
-from ..data import Batch, on_device
-from ..distributed import own_device
-from ..plan import HeadPlan
-from ..student.build import build_student
-from ..teacher import DTYPES, load_config
-from ..train.config import DistillConfig
-from ..train.stage import Stage
-from ..train.stages import make_stage
+from ...config import RunConfig
+from ...data import Batch, on_device
+from ...distributed import own_device
+from ...plan import HeadPlan
+from ...student.build import build_student
+from ...teacher import DTYPES, load_config
+from ...train.config import DistillConfig
+from ...train.stage import Stage
+from ...train.stages import make_stage
 
 LARGEST = 1e9
 """Parameters of the largest teacher that a dry run makes."""
