@@ -5,15 +5,18 @@ import math
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from head_tables import whole_scores
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
+from hybrid_distill.lab.reporting.heads import score_map
 from hybrid_distill.lab.reporting.run import read_record, write_report
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -148,6 +151,15 @@ def test_figures_are_there_readable_in_print_and_named_in_the_report(comparison:
     for name in names:
         with Image.open(comparison / name) as image:
             assert image.width >= 1200 and round(image.info["dpi"][0]) == 200
+
+
+@pytest.mark.parametrize("change", [{}, {"control_drop_LH": None}])
+def test_a_map_of_heads_of_which_some_do_not_exist(tmp_path: Path, change: dict[str, None]) -> None:
+    scores = replace(whole_scores(), **change)
+    score_map(scores, tmp_path / "map.svg", kept=scores.ranking()[:3])
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "map.svg").read_text())
+    assert ("Control: plain text" in comments) == (not change) and "Accuracy lost" in comments
+    assert "outlined: kept heads; grey: no attention head" in comments
 
 
 def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ import torch
 from test_pipeline import weights
 from training import small_run
 
-from hybrid_distill.cli.app import main
 from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import RunConfig, from_json
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config
@@ -55,37 +54,6 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     assert Counter(cell.selection for cell in cells) == {"none": 12, "all": 3, "top": 36, "random": 36, "layers": 12}
     assert {cell.heads for cell in cells if cell.selection == "layers"} == {8}
     assert grid("48,all", "4,8").cells(SHAPE) == [Cell("all", 48, None, 0)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--heads", ""], "--heads is empty"),
-        (["--heads", "0,49"], "k is 49"),
-        (["--d-state", "0,4"], "--d-state is '0,4'; pass whole numbers"),
-        (["--seeds", "0"], "--seeds is 0"),
-        (["--selection", "best"], "--selection is 'best'; choose from"),
-        (["--selection", "layers", "--heads", "2,4"], "no cell"),
-        (["--jobs", "0"], "--jobs is 0"),
-        (["--options", "timeout_min=5"], "--cluster"),
-        (["--cluster", "local", "--options", "timeout_min"], "NAME=VALUE"),
-        (["--set", "distill.steps"], "NAME=VALUE"),
-        (["--recipe", str(RECIPES / "sweep_llama_1b.py"), "--set", "teacher.path=no/such"], "no/such"),
-        (["--trackers", "mlflow"], "mlflow"),
-        (["--recipe", "README.md"], "is not a recipe"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    defaults = {"--recipe": str(RECIPES / "hybrid_tiny.py"), "--out": str(tmp_path / "sweep")}
-    argv = [word for pair in {**defaults, **dict(zip(flags[::2], flags[1::2]))}.items() for word in pair]
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", *argv])
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert said in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
 def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
