@@ -25,6 +25,10 @@ CASES = """
     evaluate: RUN_DIR is missing; --help lists the flags.
     evaluate {}: {} is an export, not a run; pass it to evaluate-suite --model {}.
     evaluate nowhere: nowhere is not a folder; pass the folder of a finished run.
+    evaluate-suite --model tiny --suite papers: pass paper
+    evaluate-suite --suite kv: name a model with --model
+    evaluate-suite --model tiny --suite kv --pairs many: --pairs is 'many'
+    evaluate-suite --model tiny --suite piqa,kv --data-dir {}: lacks piqa/validation.jsonl; write them
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe; pass its name or file first
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,
@@ -68,7 +72,7 @@ CASES = """
     analyze maps --model {models}/falcon_mamba: 64 channels a layer, too many to look through; name some
     analyze mask --aggregate L0H8 --pairs 2 --examples 2: with heads 0..7
     analyze mask --tasks knowledge --pairs 2 --examples 2: stands in 0 lines of its prompt
-    analyze replace-layer --student /no/student --together 0: together is 0
+    analyze replace-layer --student /no/student: /no/student
 """
 WRITES = {"score": "{}/scores.json", "sweep": "{}/out", "analyze": "{}/out"}
 
@@ -78,6 +82,8 @@ def test_bad_input_ends_in_one_line(
     case: str, random_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, said = case.split(": ", 1)
+    if words.startswith("evaluate-suite"):
+        pytest.importorskip("lm_eval")
     (tmp_path / "gate").mkdir()
     words = words.replace("{models}", str(random_models)).replace("{long}", "heart " * 1100)
     argv = shlex.split(words.replace("{}", str(tmp_path)))

@@ -250,14 +250,6 @@ def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
         torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
 
 
-def test_a_finished_sweep_runs_nothing_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.safetensors")}
-    job = SweepJob(out=finished, heads="0,2,all", d_state="4", seeds=1, selection="random")
-    sweep(job, recipe())
-    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*.safetensors")}
-    assert "3 of 3 cells" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
 def test_trackers_are_told_the_group(tracker: str, tmp_path: Path) -> None:
     told: dict[str, Any] = {}
