@@ -12,8 +12,8 @@ import tyro
 
 from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, on_main_process
-from ..lab.reporting import can_draw
-from ..lab.reporting.heads import score_map
+from ..lab.reporting import can_draw, text_table
+from ..lab.reporting.heads import score_map, score_table
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes.checks import check_answerable
 from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
@@ -123,18 +123,11 @@ def run_score(job: ScoreJob) -> HeadScores:
     return scores
 
 
-def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
+def table(scores: HeadScores, k: int) -> str:
     """List the first heads with the loss without each, and how sure the order is."""
     ranking = scores.ranking()
-    lines = [f"{scores.provenance.get('method', '')}; changes without the head:"]
-    lines.append(f"{'':>4}{'head':<9}{'accuracy':>12}{'log-probability':>18}{'plain text':>14}")
-    for place, head in enumerate(ranking[:shown], start=1):
-        control = "" if scores.control_drop_LH is None else f"{scores.control_drop_LH[head].item():+.4f}"
-        accuracy, logprob = 0.0 - scores.accuracy_drop_LH[head].item(), 0.0 - scores.logprob_drop_LH[head].item()
-        lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
-        if place == k < min(shown, len(ranking)):
-            lines.append(f"    {f' cut after k = {k} ':-^53}")
-    lines.append("accuracy in points, the others in nats: of an answer, of a token.")
+    shown = score_table(scores, top=SHOWN, kept=ranking[:k])
+    lines = [f"{scores.provenance.get('method', '')}: lost without the head, ± one standard error", text_table(shown)]
     if scores.agreement:
         shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get("overlap", {}).items()]
         lines.append(f"split-half overlap: {', '.join(shares)}")

@@ -34,7 +34,7 @@ class Measure(NamedTuple):
         return getattr(scores, f"{self.name}_drop_LH") is not None
 
 
-ACCURACY = Measure("accuracy", "Accuracy lost", "points", "KV accuracy, points", BLUE, 1, 100.0)
+ACCURACY = Measure("accuracy", "Accuracy lost", "points", "accuracy, points", BLUE, 1, 100.0)
 LOGPROB = Measure("logprob", "Log-probability lost", "nats", "answer's log-probability, nats", SKY, 3)
 CONTROL = Measure("control", "Control: plain text", "nats per token", "plain text, nats per token", GREEN, 4)
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -45,7 +44,7 @@ def evaluate_suite(job: SuiteJob) -> tuple[str, Path, list[str]]:
         teacher = None if job.teacher is None else _teacher(job, job.teacher)
         text = tables(result, teacher)
         if teacher is not None:
-            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
+            result.comparison = {"teacher": teacher.model, **compare(result, teacher)}
         on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
     return text, job.folder / TABLE, list(result.failed)
 
