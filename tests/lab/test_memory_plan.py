@@ -115,7 +115,7 @@ def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) ->
     stage = benchmark.make_real_stage(case, "cpu")
     stage.student.set_ssm_implementation("triton")
     saved = benchmark.saved_tensors(stage, benchmark.make_batch(case, 600, "cpu"))
-    kernels, plain = (benchmark.predict(case, device).activations for device in ("cuda", "cpu"))
+    kernels, plain = (benchmark.predict(case, device)["activations"] for device in ("cuda", "cpu"))
     assert kernels == pytest.approx(saved, rel=0.15)
     assert kernels < 0.7 * plain
 
@@ -167,7 +167,7 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
     n = DISTILL_1B.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {name: (plan.trained_parameters, plan.gradients, plan.optimizer) for name, plan in plans.items()}
+    held = {name: (plan["trained parameters"], plan["gradients"], plan["optimizer"]) for name, plan in plans.items()}
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -175,11 +175,11 @@ def test_what_is_always_there_is_arithmetic() -> None:
         "zero3": (n, n // 2, n),
         "fsdp2": (n // 2, n // 2, n),
     }
-    assert len({plan.teacher for plan in plans.values()}) == 1, "every process has a whole teacher"
+    assert len({plan["teacher"] for plan in plans.values()}) == 1, "every process has a whole teacher"
 
 
 def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
-    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how).teacher for how in ("replicated", "sharded"))
+    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how)["teacher"] for how in ("replicated", "sharded"))
     layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
     assert sharded == 16 * layer // 8 + embedding + 2 * layer

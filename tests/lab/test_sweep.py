@@ -102,36 +102,25 @@ class Scripted:
 
     slots: int
     ends: dict[str, str | None]
-    jobs: list[ScriptedJob] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+    busy: set[int] = field(default_factory=set)
     at_once: int = 0
 
-    @property
-    def begun(self) -> list[str]:
-        return [job.task.name for job in self.jobs]
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Any:
+        assert 0 <= slot < self.slots and slot not in self.busy
+        self.begun.append(task.name)
+        self.busy.add(slot)
+        self.at_once, looks = max(self.at_once, len(self.busy)), iter(range(5))
 
-    def start(self, sweep: Sweep, task: Task, slot: int) -> ScriptedJob:
-        busy = [job.slot for job in self.jobs if job.looks > 0]
-        assert 0 <= slot < self.slots and slot not in busy
-        self.jobs.append(ScriptedJob(task, slot, self.ends.get(task.name, "")))
-        self.at_once = max(self.at_once, len(busy) + 1)
-        return self.jobs[-1]
+        def done() -> bool:
+            if next(looks, None) is not None:
+                return False
+            if (error := self.ends.get(task.name, "")) is not None:
+                end(task, error)
+            self.busy.remove(slot)
+            return True
 
-
-@dataclass
-class ScriptedJob:
-    task: Task
-    slot: int
-    error: str | None
-    looks: int = 6
-    state: str = "OUT_OF_MEMORY"
-
-    def done(self) -> bool:
-        self.looks -= 1
-        if self.looks == 0 and self.error is not None:
-            end(self.task, self.error)
-        return self.looks <= 0
-
-    def cancel(self) -> None: ...
+        return SimpleNamespace(done=done, state="OUT_OF_MEMORY")
 
 
 def end(task: Task, error: str = "") -> None:
