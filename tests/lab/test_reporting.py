@@ -17,7 +17,7 @@ from PIL import Image
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
 from hybrid_distill.lab.reporting.heads import score_map
-from hybrid_distill.lab.reporting.run import read_record, write_report
+from hybrid_distill.lab.reporting.run import RunRecord, write_report
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
@@ -187,4 +187,4 @@ def test_dictionary_size_of_the_results(comparison: Path, tmp_path: Path) -> Non
     copy = shutil.copytree(comparison, tmp_path / "copy")
     record = json.loads((copy / "compare.json").read_text())
     (copy / "compare.json").write_text(json.dumps({**record, "n_pairs": 8}))
-    assert read_record(copy).n_pairs == 8
+    assert RunRecord(copy).n_pairs == 8
