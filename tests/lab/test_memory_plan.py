@@ -139,7 +139,6 @@ def test_two_processes_take_what_the_plan_divides() -> None:
 # Shapes of real models, without weights.
 
 LLAMA_1B = LlamaConfig(**benchmark.SHAPES["llama-3.2-1b"])
-LLAMA_8B = LlamaConfig(**benchmark.SHAPES["llama-3.1-8b"])
 
 
 def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 64) -> tuple[Any, PreTrainedModel]:
