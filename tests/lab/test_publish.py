@@ -11,8 +11,8 @@ import torch
 from students import byte_tokenizer, only_error, tiny_student
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.cli.publish import command as publish
 from hybrid_distill.export import GateReport, export_checkpoint
+from hybrid_distill.lab.publish import publish
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
@@ -45,7 +45,7 @@ def copied(exported, tmp_path) -> Path:
 
 
 def test_a_dry_run_lists_every_file_and_the_card(exported, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("hybrid_distill.cli.publish.HfApi", None)
+    monkeypatch.setattr("hybrid_distill.lab.publish.HfApi", None)
     main(["publish", str(exported), "--push-to-hub", "me/student", "--dry-run"])
     said = capsys.readouterr().out
     files = [path for path in exported.rglob("*") if path.is_file()]
@@ -95,8 +95,8 @@ def test_what_is_uploaded_is_what_was_listed(copied, monkeypatch) -> None:
         def upload_folder(self, **options: Any) -> None:
             calls["uploaded"] = options
 
-    monkeypatch.setattr("hybrid_distill.cli.publish.HfApi", Hub)
-    monkeypatch.setattr("hybrid_distill.cli.publish.verify_export", lambda path: GateReport())
+    monkeypatch.setattr("hybrid_distill.lab.publish.HfApi", Hub)
+    monkeypatch.setattr("hybrid_distill.lab.publish.verify_export", lambda path: GateReport())
     publish(copied, "me/student")
     assert calls["made"] == ("me/student", {"private": True, "exist_ok": True})
     names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
