@@ -285,16 +285,14 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
 def predicted(plan: MemoryPlan) -> dict[str, int]:
     """Under the names of `measure`."""
     found = {
-        "trained": plan.trained_parameters,
-        "frozen": plan.frozen_parameters,
-        "gradients": plan.gradients,
-        "optimizer": plan.optimizer,
-        "teacher": plan.teacher,
-        "activations and bf16 copies": plan.activations + plan.bf16_copies,
+        "trained": plan["trained parameters"],
+        "frozen": plan["frozen parameters"],
+        **{name: plan[name] for name in ("gradients", "optimizer", "teacher")},
+        "activations and bf16 copies": plan["activations"] + plan["bf16 copies"],
     }
-    if plan.loss_chunk:
-        found["loss"] = plan.loss_chunk
-    return {**found, "total": plan.total}
+    if plan["loss chunk"]:
+        found["loss"] = plan["loss chunk"]
+    return {**found, "total": sum(plan.values())}
 
 
 def compare(measured: dict[str, int], expected: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -453,7 +451,7 @@ def plans() -> list[dict[str, Any]]:
     """Predict the memory of large models on several GPUs from their shapes; nothing is measured."""
     found = []
     for case in (*large_cases("llama-3.2-1b"), *large_cases("llama-3.1-8b", rows=(1, 1))):
-        totals = {s: predict(case, "cuda", world=GPUS, strategy=s).total for s in STRATEGIES}
+        totals = {s: sum(predict(case, "cuda", world=GPUS, strategy=s).values()) for s in STRATEGIES}
         found.append({"case": case.named(), "rows": case.rows, "length": case.length, "gpus": GPUS, "totals": totals})
     return found
 

@@ -18,20 +18,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import pandas as pd
 from provenance import about, write
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.lab.analysis.rankings import comparison_table
+from hybrid_distill.lab.analysis.rankings import Ranking, compare_rankings
+from hybrid_distill.lab.reporting import ABSENT, text_table
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -161,6 +164,24 @@ def report(out: Path) -> dict[str, Any]:
     record["rankings"] = comparison_table(found, 4).splitlines()
     print("rankings of the first seed:", *record["rankings"], sep="\n")
     return record
+
+
+def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
+    """Compare every ranking with every other: overlap@k above the diagonal, Spearman's correlation below it.
+
+    Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
+    """
+
+    def cell(i: int, a: Ranking, j: int, b: Ranking) -> str:
+        compared = compare_rankings(a, b, [k])
+        if i < j:
+            return f"{compared.overlap[k]:.0%}" if k in compared.overlap else ABSENT
+        return ABSENT if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
+
+    table = pd.DataFrame({f"overlap@{k} \\ Spearman": [f"({i}) {name}" for i, name in enumerate(named, start=1)]})
+    for j, b in enumerate(named.values()):
+        table[f"({j + 1})"] = ["" if i == j else cell(i, a, j, b) for i, a in enumerate(named.values())]
+    return text_table(table)
 
 
 def _cell(values: list[float]) -> str:

@@ -13,8 +13,8 @@ import pytest
 from training import small_run
 
 from hybrid_distill.cli.app import main
+from hybrid_distill.cli.demo import Variant, compare
 from hybrid_distill.config import PlanConfig, TeacherConfig, current_flags, from_record, to_json
-from hybrid_distill.lab.sweep.compare import compare, variants
 from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
@@ -51,8 +51,8 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> Non
 
 def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> None:
     base = small_run(tmp_path / "compare")
-    students = [v for v in variants(3, restoration=True) if v.name in ("none", "restoration")]
-    out = compare(base, students)
+    plans = {"none": PlanConfig("none", k=0), "restoration": PlanConfig("restoration", k=3)}
+    out = compare(base, [Variant(name, name, plan) for name, plan in plans.items()]).parent
     assert list(weights(out)) == ["aligned/stages/1-align", "none/stages/1-distill", "restoration/stages/1-distill"]
     record = json.loads((out / "compare.json").read_text())["students"]
     assert [(s["selection"], s["k"]) for s in record] == [("none", 0), ("restoration", 3)]

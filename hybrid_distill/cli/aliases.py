@@ -13,6 +13,8 @@ DROPPED = {
     ("memory", "--published"): 0,
     ("prepare-data", "--workers"): 1,
     ("cache-logits", "--student-run"): 1,
+    ("analyze", "--together"): 1,
+    **{("score", flag): 1 for flag in ("--combine", "--method", "--prefilter", "--weights")},
 }
 """Flags that have lost their meaning, and how many values each had."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}

@@ -12,7 +12,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
-from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, MemoryPlan, StageShape, memory_plan
+from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_plan
 from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
 from ..limits import first_line
@@ -90,17 +90,18 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
 
 
 class _PlannedStage(NamedTuple):
-    """Plans of a stage by strategy, as its config has it and with gradient checkpointing the other way round."""
+    """Bytes of a stage, parts by strategies: as its config has it, with gradient checkpointing the other way round."""
 
     config: StageConfig
     heading: str
-    own: dict[str, MemoryPlan]
-    others: dict[str, MemoryPlan]
+    own: pd.DataFrame
+    others: pd.DataFrame
 
-    def best(self, strategy: str, budget: float) -> MemoryPlan | None:
-        """Return the plan to recommend if one fits; gradient checkpointing that was asked for stays."""
+    def best(self, strategy: str, budget: float) -> float | None:
+        """Return the total to recommend if one fits; gradient checkpointing that was asked for stays."""
         choices = [self.own] if self.config.gradient_checkpointing else [self.own, self.others]
-        return next((p[strategy] for p in choices if strategy in p and p[strategy].total <= budget), None)
+        totals = (choice[strategy].sum() for choice in choices if strategy in choice)
+        return next((total for total in totals if total <= budget), None)
 
 
 def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
@@ -116,11 +117,11 @@ def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Plann
         memory_plan, shape, world=config.gpus, micro_batch=micro_batch, seq_len=length,
         micro_batches=-(-rows // micro_batch), teacher_sharding=config.teacher_sharding,
     )  # fmt: skip
+    names = [name for name in strategies if shape.shardable or name not in ("zero3", "fsdp2")]
     own, others = (
-        {name: plan_for(strategy=name, gradient_checkpointing=checkpoints) for name in strategies
-         if shape.shardable or name not in ("zero3", "fsdp2")}
+        pd.DataFrame({name: plan_for(strategy=name, gradient_checkpointing=checkpoints) for name in names})
         for checkpoints in (stage.gradient_checkpointing, not stage.gradient_checkpointing)
-    )  # fmt: skip
+    )
     segments = getattr(stage, "segment_len", None)
     words = [f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens", stage.precision]
     words += [f"segments of {segments:,}"] if segments else []
@@ -133,19 +134,19 @@ def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str
     """Name one command under which every stage fits; or what to change."""
     budget = HEADROOM * config.gpu_memory * GB
     for strategy in STRATEGIES:
-        plans = [plan for stage in stages if (plan := stage.best(strategy, budget))]
-        if len(plans) == len(stages):
+        totals = [total for stage in stages if (total := stage.best(strategy, budget))]
+        if len(totals) == len(stages):
             break
     else:
-        least = {s.config.name: min(p.total for plans in (s.own, s.others) for p in plans.values()) for s in stages}
+        least = {stage.config.name: min(stage.own.sum().min(), stage.others.sum().min()) for stage in stages}
         needs = ", ".join(f"{name} {_size(total)}" for name, total in least.items())
         return (
             f"Cannot be launched: no strategy fits every stage in {_size(budget)}; they need at least: {needs}. "
             "Pass smaller micro-batches, more --gpus, or GPUs with more memory (--gpu-memory)."
         )
-    changed = [stage.config.name for stage, plan in zip(stages, plans) if plan != stage.own[strategy]]
+    changed = [stage.config.name for stage, total in zip(stages, totals) if total != stage.own[strategy].sum()]
     flags = "".join(f" --{name.replace('_', '-')}.gradient-checkpointing" for name in changed)
-    needed = f"needs {_size(max(plan.total for plan in plans))}"
+    needed = f"needs {_size(max(totals))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
     launch = f"accelerate launch --config_file {LAUNCH[strategy]} --num_processes {config.gpus}"
@@ -175,18 +176,17 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
         f"Memory of {process} while training (1 GB = 1e9 bytes):",
         *map(_table, stages),
     ]
-    shows_communication = any(plan.communication for stage in stages for plan in stage.own.values())
+    shows_communication = any(stage.own.loc["communication"].any() for stage in stages)
     return "\n".join([*lines, *([COMMUNICATION] if shows_communication else [])])
 
 
 def _table(stage: _PlannedStage) -> str:
     """Tabulate parts by strategies."""
-    plans = list(stage.own.values())
-    unit, name = (GB, "GB") if plans[0].total >= GB else (MB, "MB")
-    rows = {part: [plan.parts[part] for plan in plans] for part in plans[0].parts}
-    rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
+    own, total = stage.own[stage.own.any(axis=1)], stage.own.sum()
+    unit, name = (GB, "GB") if total.iloc[0] >= GB else (MB, "MB")
     other = f"total {'without' if stage.config.gradient_checkpointing else 'with'} gradient checkpointing"
-    rows |= {"total": [plan.total for plan in plans], other: [plan.total for plan in stage.others.values()]}
-    cells = [[part, *(f"{size / unit:,.2f}" for size in sizes)] for part, sizes in rows.items()]
-    table = text_table(pd.DataFrame(cells, columns=[name, *(stage.own if len(plans) > 1 else [""])]))
-    return f"\n{stage.heading}\n{textwrap.indent(table, '    ')}"
+    sizes = pd.concat([own, pd.DataFrame({"total": total, other: stage.others.sum()}).T]) / unit
+    table = sizes.apply(lambda column: column.map("{:,.2f}".format)).rename_axis(name).reset_index()
+    if len(total) == 1:
+        table.columns = [name, ""]
+    return f"\n{stage.heading}\n{textwrap.indent(text_table(table), '    ')}"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tyro
 
-from ..distributed import is_launched_main
+from ..distributed import alone_in, is_launched_main, on_main_process
+from ..io import write_text
 from ..lab.suites.job import SuiteJob
-from ..lab.suites.running import evaluate_suite
+from ..lab.suites.results import FILE, SuiteResult, compare, tables
+from ..lab.suites.running import run_suite
+from ..lab.suites.tasks import check_job
+from ..teacher import load_on_own_device
+
+TABLE = "results.md"
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
@@ -16,8 +24,26 @@ def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
     `hybrid-distill evaluate-suite --model PATH --suite paper --teacher PATH --data-dir questions/`.
     `accelerate launch -m hybrid_distill evaluate-suite ...` shares the questions between processes.
     """
-    tables, path, failed = evaluate_suite(job)
+    if job.model is None:
+        raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
+    check_job(job)
+    with alone_in(job.folder):
+        result, teacher = _measure(job, job.model, "--model", job.folder), None
+        if job.teacher and (Path(job.teacher).is_file() or (Path(job.teacher) / FILE).is_file()):
+            teacher = SuiteResult.load(Path(job.teacher))  # measured before
+        elif job.teacher:
+            teacher = _measure(job, job.teacher, "--teacher", job.folder / "teacher")
+        if teacher is not None:
+            result.comparison = {"teacher": teacher.model, **compare(result, teacher)}
+        text, table = tables(result, teacher), job.folder / TABLE
+        on_main_process(lambda: (result.save(job.folder / FILE), write_text(table, f"{text}\n")))
     if is_launched_main():
-        print(f"{tables}\n\ntable: {path}")
-        if failed:
-            raise ValueError(f"{len(failed)} without a figure: {path} says why; call again to retry.")
+        print(f"{text}\n\ntable: {table}")
+        if result.failed:
+            raise ValueError(f"{len(result.failed)} without a figure: {table} says why; call again to retry.")
+
+
+def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
+    """Run all tasks on the model that ``flag`` names."""
+    options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
+    return run_suite(*load_on_own_device(name, dtype=job.dtype, **options), job, out)

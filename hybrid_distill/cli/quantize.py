@@ -1,20 +1,49 @@
-"""`hybrid-distill quantize`: an export in 8 bits."""
+"""`hybrid-distill quantize`: an export with its linear projections in 8 bits, by torchao."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from pathlib import Path
 from typing import Literal
 
 import tyro
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from ..lab.quantize import quantize
+from ..export.card import quantized_card
+from ..export.checkpoint import replacing_folder
+from ..export.gate import check_not_quantized, copy_record, run_gate
+from ..guard import check_checkpoint, load_student
+from ..io import Record, write_json, write_text
+
+Numbers = Literal["int8", "fp8"]
+IN_FULL = ("lm_head", "a_proj")
+"""Linears that stay as they are: the output embedding, and the decays, whose small errors add up over a context."""
+TOLERANCE = {"int8": 0.05, "fp8": 0.3}
+"""Largest difference of logits from the unquantized student's, relative to its largest logit (docs/publishing.md)."""
+TRAVELS = (
+    "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "plan.json", "head_scores.json", "training.json",
+)  # fmt: skip
+
+
+def _config(to: Numbers, student: PreTrainedModel) -> TorchAoConfig:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    kind = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[to]
+    # Whole names: transformers does not find a part of one.
+    in_full = [name for name, _ in student.named_modules() if name.split(".")[-1] in IN_FULL]
+    return TorchAoConfig(kind(), modules_to_not_convert=in_full)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def command(
     path: tyro.conf.Positional[Path],
     out: tyro.conf.Positional[Path],
     /,
-    to: Literal["int8", "fp8"] = "int8",
+    to: Numbers = "int8",
     tolerance: float | None = None,
 ) -> None:
     """Write an export again with the weights of its linear projections in 8 bits; needs torchao.
@@ -28,4 +57,28 @@ def command(
         tolerance: Largest difference of logits from the student's, as a share of its largest one: by default 0.05 for
             int8, 0.3 for fp8.
     """
-    print(quantize(path, out, to, tolerance))
+    limit = TOLERANCE[to] if tolerance is None else tolerance
+    if not 0 < limit < 1:
+        raise ValueError(f"--tolerance is {tolerance}; pass a share of the largest logit, such as {TOLERANCE[to]}.")
+    if out.exists():
+        raise ValueError(f"{out} exists; pass a new folder.")
+    check_checkpoint(path, numbers=False)  # load_student looks at them
+    check_not_quantized(path)
+    student, _ = load_student(path)
+    if not (path / "gate" / "reference.safetensors").is_file():
+        raise ValueError(f"{path} has no gate/reference.safetensors to compare the copy with; export it again.")
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError("quantize needs torchao, which is not installed; pip install torchao.")
+    options: Record = {"dtype": student.dtype, "quantization_config": _config(to, student)}
+    copy = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+    with replacing_folder(out) as new:
+        copy.save_pretrained(new)
+        for pattern in TRAVELS:
+            for file in path.glob(pattern):
+                shutil.copyfile(file, new / file.name)
+        copy_record(path, new, {"to": to, "limit": limit, "not_quantized": IN_FULL})
+        report = run_gate(new, "cpu", called=out).require(out)
+        write_json(new / "gate" / "report.json", report.to_dict())
+        if (card := path / "README.md").is_file():
+            write_text(new / "README.md", quantized_card(card.read_text(encoding="utf-8"), to, limit))
+    print(f"{_weight_bytes(path):,} bytes of weights -> {_weight_bytes(out):,} in {to}: {out}\n{report.table()}")

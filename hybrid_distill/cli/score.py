@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,8 @@ import tyro
 
 from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, on_main_process
-from ..lab.reporting import can_draw
+from ..lab.reporting import can_draw, text_table
+from ..lab.reporting.heads import score_map, score_table
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes import queries_of
 from ..probes.checks import check_answerable
@@ -22,8 +22,6 @@ from ..probes.registry import make_probe
 from ..progress import finish
 from ..scoring import HeadScores, score_heads
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context
-
-log = logging.getLogger(__name__)
 
 SHOWN = 20
 
@@ -52,12 +50,8 @@ class ScoreJob:
     """JSON lines of questions for letters; by default the embedded facts."""
     examples: Count = 128
     """Prompts, at most, for each head."""
-    method: Literal["ablation"] = "ablation"
-    """``ablation`` zeroes a head; mean ablation and estimates were removed."""
     k: Count = 20
     """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
-    prefilter: Count | None = None
-    """Removed: every head is scored."""
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
     control_texts: str = TINY
@@ -74,21 +68,12 @@ class ScoreJob:
     allow_bin: bool = False
     """Load weights that are a pickle (``*.bin``) too."""
     seed: CountOrZero = 0
-    combine: str | None = None
-    """Removed: a ranking is by one probe."""
-    weights: str | None = None
-    """Removed with --combine."""
     out: Path = Path("scores.json")
-    """File for the scores; figures, and the measurements of an interrupted run, stand beside it."""
+    """File for the scores; a figure, and the measurements of an interrupted run, stand beside it."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
         check_form("--form", self.form)
-        for flag, value in (("combine", self.combine), ("weights", self.weights)):
-            if value is not None:
-                raise ValueError(f"--{flag} is {value!r}: rankings are not combined any more; pass one --probe alone.")
-        if self.prefilter is not None:
-            log.warning("--prefilter is ignored: every head is scored exactly, and racing drops those that cannot win.")
         if "," in self.probe:
             raise ValueError(f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for each.")
         if self.out.is_dir():
@@ -96,7 +81,7 @@ class ScoreJob:
 
 
 def run_score(job: ScoreJob) -> HeadScores:
-    """Score as the job says; write ``out``, and figures if matplotlib is installed.
+    """Score as the job says; write ``out``, and a figure if matplotlib is installed.
 
     Under ``accelerate launch`` processes share the work; all of them return the scores. Everything that can be refused
     without scoring is refused first. A stopped run leaves its measurements (``*.partial.json``), from which the same
@@ -137,30 +122,16 @@ def run_score(job: ScoreJob) -> HeadScores:
         )
         scores = replace(scores, provenance={**scores.provenance, **found})
         on_main_process(partial(scores.save, job.out))
-        on_main_process(lambda: (_draw(scores, job), partial_path.unlink(missing_ok=True)))
+        figure = partial(score_map, scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
+        on_main_process(lambda: (can_draw() and figure(), partial_path.unlink(missing_ok=True)))
     return scores
 
 
-def _draw(scores: HeadScores, job: ScoreJob) -> None:
-    if can_draw():
-        from ..lab.reporting.heads import score_bars, score_map
-
-        score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
-        score_bars(scores, job.out.with_suffix(".bars.png"), k=job.k)
-
-
-def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
+def table(scores: HeadScores, k: int) -> str:
     """List the first heads with the loss without each, and how sure the order is."""
     ranking = scores.ranking()
-    lines = [f"{scores.provenance.get('method', '')}; changes without the head:"]
-    lines.append(f"{'':>4}{'head':<9}{'accuracy':>12}{'log-probability':>18}{'plain text':>14}")
-    for place, head in enumerate(ranking[:shown], start=1):
-        control = "" if scores.control_drop_LH is None else f"{scores.control_drop_LH[head].item():+.4f}"
-        accuracy, logprob = 0.0 - scores.accuracy_drop_LH[head].item(), 0.0 - scores.logprob_drop_LH[head].item()
-        lines.append(f"{place:>3} {head!s:<9}{100 * accuracy:>+10.1f} p{logprob:>+18.3f}{control:>14}")
-        if place == k < min(shown, len(ranking)):
-            lines.append(f"    {f' cut after k = {k} ':-^53}")
-    lines.append("accuracy in points, the others in nats: of an answer, of a token.")
+    shown = score_table(scores, top=SHOWN, kept=ranking[:k])
+    lines = [f"{scores.provenance.get('method', '')}: lost without the head, ± one standard error", text_table(shown)]
     if scores.agreement:
         for name, what in (("overlap", ""), ("overlap_by_logprob", " by log-probability")):
             shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get(name, {}).items()]
@@ -171,7 +142,7 @@ def table(scores: HeadScores, k: int, shown: int = SHOWN) -> str:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
-    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and figures.
+    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and a figure.
 
     Continues where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
     """

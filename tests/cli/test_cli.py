@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from training import refusal, small_run
 import hybrid_distill
 from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
-from hybrid_distill.cli import app, main, run_recipe
+from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
@@ -31,7 +30,6 @@ from hybrid_distill.cli.parsing import flags_of
 from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import RunConfig, current_flags, from_json
 from hybrid_distill.pipeline import Run, run
-from hybrid_distill.plan import HeadId, HeadPlan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 check_supported = provenance.check_supported.__wrapped__  # without its cache
@@ -90,12 +88,6 @@ def test_bad_input_is_named_and_leaves_nothing_in_the_way_of_the_corrected_comma
 ) -> None:
     assert said in refusal(capsys, small_run(tmp_path / "run"), *flags.format(bad).split())
     assert not (tmp_path / "run").exists()
-
-
-def test_a_plan_for_another_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    HeadPlan(6, 8, 4, (HeadId(0, 0),), teacher="0123456789abcdef").save(tmp_path / "plan.json")
-    flags = ["--plan.selection", "file", "--plan.file", str(tmp_path / "plan.json")]
-    assert "0123456789abcdef" in refusal(capsys, small_run(tmp_path / "run"), *flags)
 
 
 def test_a_run_its_config_and_another_config(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,35 +203,6 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", said)
 
 
-def test_slow_imports_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(app, "QUIET", 0.01)
-    monkeypatch.delitem(sys.modules, "torch")
-    with app._loading():
-        time.sleep(0.5)
-    assert capsys.readouterr().err == "loading torch and transformers ...\n"
-
-
-@pytest.mark.parametrize(
-    ("package", "version", "said"),
-    [
-        ("torch", "2.5.1", "this is torch 2.5.1. Version 2.6 to 2.x is supported; pip install 'torch>=2.6'."),
-        ("transformers", None, "transformers is not installed. Version 4.56 to 5.x is needed; pip install"),
-        ("python", "3.9.18", "this is python 3.9.18. Version 3.10 to 3.13 is supported; use Python 3.10 to 3.13."),
-        ("platform", "win32", "this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2."),
-    ],
-)
-def test_an_unsupported_version_is_named_with_the_range(
-    package: str, version: str | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {"torch": "2.10.0+cpu", "transformers": "5.23.0", package: version}
-    monkeypatch.setattr(provenance, "installed", lambda _: {name: v for name, v in found.items() if v})
-    monkeypatch.setattr(provenance.platform, "python_version", lambda: found.get("python", "3.13.0"))
-    monkeypatch.setattr(provenance.sys, "platform", found.get("platform", "linux"))
-    with pytest.raises(ValueError) as raised:
-        check_supported()
-    assert str(raised.value).startswith(said)
-
-
 def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     project = (RECIPES.parent / "pyproject.toml").read_text()
     needed = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={}"'}
@@ -320,12 +283,13 @@ def parser_of(words: str) -> argparse.ArgumentParser:
 def test_every_flag_of_the_first_version_is_accepted() -> None:
     """flags_of_first_version.json lists them by command; `RunConfig` stands for a recipe's."""
     record = json.loads(Path(__file__).with_name("flags_of_first_version.json").read_text())
-    missing, known = [], {*MOVED, *DROPPED}
+    missing, gone = [], {*MOVED, *DROPPED}
     for words, flags in record.items():
         parsers = [parser_of(name) for name in (words, *(["evaluate-suite"] if words == "evaluate" else []))]
         accepted = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-        known |= {(words, flag) for flag in flags if current_flags([flag])[0] in accepted}
-        missing += [(words, flag) for flag in flags if (words, flag) not in known]
+        name = in_current_words(words.split())[0]
+        known = {flag for flag in flags if current_flags([flag])[0] in accepted or (name, flag) in gone}
+        missing += [(words, flag) for flag in flags if flag not in known]
     assert missing == [] and sum(map(len, record.values())) > 400
 
 
@@ -376,35 +340,6 @@ def test_a_dry_run_without_the_teacher_says_so_in_one_line(tmp_path: Path, capsy
     assert "--teacher tiny" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("memory --batch -1", "--batch is -1; it must be a whole number of at least 1."),
-        ("score --seed -1", "--seed is -1; it must be a whole number of at least 0."),
-        ("score --k many", "--k is 'many'; it must be a whole number."),
-        ("score --k 9999 --out {}/scores.json", "--k is 9999, and tiny has 48 heads; pass at most 48."),
-        ("verify nowhere --device foo", "--device is 'foo', which is not usable"),
-        ("score --exampels 3 --sede 4", "--exampels, --sede are not recognized; did you mean --examples, --seed?"),
-        ("score --n-examples many", "--examples is 'many'; it must be a whole number."),
-        ("export --out x", "--model PATH is missing; --help lists the flags."),
-        ("evaluate", "RUN_DIR is missing; --help lists the flags."),
-        ("evaluate {}", "{} is an export, not a run; pass it to evaluate-suite --model {}."),
-        ("evaluate nowhere", "nowhere is not a folder; pass the folder of a finished run."),
-        ("run", "no recipe; pass its name or file first"),
-    ],
-)
-def test_a_bad_value_of_a_command_ends_in_one_line(
-    tmp_path: Path, words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "gate").mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        main(words.format(tmp_path).split())
-    said_all = capsys.readouterr().err.splitlines()
-    assert said_all[-1].startswith(f"error: {said.replace('{}', str(tmp_path))}") and not any(
-        line.startswith("error") for line in said_all[:-1]
-    )
-
-
 def test_recipes_are_listed_printed_and_found_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,7 +353,3 @@ def test_recipes_are_listed_printed_and_found_by_name(
         assert find_recipe(Path(name)) == RECIPES / "hybrid_tiny.py"
     (tmp_path / "tiny.py").touch()
     assert find_recipe(Path("tiny.py")) == Path("tiny.py"), "a file of the user's comes first"
-    with pytest.raises(SystemExit, match="2"):
-        main(["recipes", "large"])
-    said = capsys.readouterr().err
-    assert said.startswith("error: large is not a recipe; pass a Python file with config(), or one of llama_1b, ")

@@ -35,20 +35,15 @@ def test_the_embedded_teachers_circuit_ranks_first(scored: Path) -> None:
     assert scores.accuracy_interval_LH2 is not None and scores.agreement is not None
     assert scores.control_drop_LH is not None
     assert scores.n_examples_LH is not None and scores.provenance["race"]["k"] == 4
-    assert {path.name for path in scored.parent.iterdir()} == {"scores.json", "scores.map.png", "scores.bars.png"}
+    assert {path.name for path in scored.parent.iterdir()} == {"scores.json", "scores.map.png"}
 
 
 def test_the_table_names_heads_and_ties(scored: Path) -> None:
     scores = HeadScores.load(scored)
     shown = table(scores, 4)
-    assert f"  1 {scores.ranking()[0]}" in shown and "split-half overlap: top 1" in shown
-    assert "cut after k = 4" in shown.splitlines()[6] and "warning" not in shown
+    assert f"1     {scores.ranking()[0]}   yes" in shown and "split-half overlap: top 1" in shown
+    assert shown.count(" yes ") == 4 and "warning" not in shown
     assert "the cut at k = 20 falls inside a tie" in table(scores, 20)
-
-
-def test_a_prefilter_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    ScoreJob(prefilter=8)
-    assert "--prefilter is ignored" in caplog.text
 
 
 def test_a_stopped_run_continues_from_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,25 +74,3 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
         compare_files(published, published)
     with pytest.raises(ValueError, match=r"nosuch\.json does not exist"):
         compare_files(scored, Path("nosuch.json"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--pairs", "10,x"], "--pairs is '10,x'"),
-        (["--pairs", "8,0"], "whole numbers of at least 1"),
-        (["--probe", "sudoku"], "there is no probe 'sudoku'"),
-        (["--probe", "needle"], "a shorter filler (--lengths)"),
-        (["--probe", "copy", "--min-accuracy", "0.99"], "Take an easier probe"),
-        (["--probe", "kv,needle"], "--probe is 'kv,needle': a ranking is by one probe"),
-        (["--combine", "max_drop"], "--combine is 'max_drop': rankings are not combined any more"),
-        (["--model", "./nosuch"], "--model './nosuch' is not a folder"),
-    ],
-)
-def test_bad_input_ends_in_one_line(flags: list[str], message: str, tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as exited:
-        run("--out", tmp_path / "s.json", "--examples", 20, "--n-control-texts", 1, *flags)
-    assert exited.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
-    assert not list(tmp_path.glob("*.json"))

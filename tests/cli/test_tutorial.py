@@ -20,7 +20,7 @@ NUMBER = r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 def shape(text: str) -> str:
     """The words of a text, with # for numbers and heads, without warnings; what is repeated in a row counts once."""
     text = re.sub(r"(?s)warning:.*?elsewhere\.", "", text)
-    text = re.sub(r"L\d+H\d+", "#", re.sub(NUMBER, "#", text))
+    text = re.sub(r"\s+(± #|yes\b)", "", re.sub(r"L\d+H\d+", "#", re.sub(NUMBER, "#", text)))
     words = " ".join(re.sub(r"#(?:\s*[,/]?\s*#)*,?", "#", text).split())
     return re.sub(r"((?:\S+ ){1,12}?)\1+", r"\1", f"{words} ")
 

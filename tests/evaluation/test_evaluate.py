@@ -8,7 +8,7 @@ import torch
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
-from hybrid_distill.evaluation.evaluate import EvalResult, agreement, compare_on_text, evaluate, model_cache_bytes
+from hybrid_distill.evaluation.evaluate import EvalResult, agreement, compare_on_text, evaluate
 from hybrid_distill.model import layer_windows
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 from hybrid_distill.probes.knowledge import Knowledge
@@ -90,14 +90,6 @@ def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, f
         assert dataclasses.asdict(size) == cache.nbytes()
 
 
-def test_evaluations_count_windows(family_model) -> None:
-    """1 of 3 layers sees everything: 4 KV heads of 8 in bfloat16, 2048 tokens there and 5 in the others."""
-    teacher = family_model("gemma3", **WINDOWS["gemma3"])
-    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
-    for model in (teacher, student):
-        assert model_cache_bytes(model)["cache_bytes"][2048] == 2 * 4 * 8 * 2 * (2048 + 5 + 5)
-
-
 @torch.no_grad()
 def test_perplexity_and_agreement_by_hand(model, family_model, tokenizer) -> None:
     teacher = family_model("llama", vocab_size=len(WORDS) + 1, num_hidden_layers=2, seed=1)
@@ -124,12 +116,6 @@ def test_vocabularies_padded_differently_are_compared_on_what_they_share() -> No
         same_BT, kl_BT = agreement(longer, shorter)
         assert same_BT.all()
         torch.testing.assert_close(kl_BT, torch.zeros(2, 3))
-
-
-def test_texts_without_a_next_token_are_refused(model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="none of the 2 texts has two tokens"):
-        list(text_batches(model, tokenizer, ["one", "two"], max_tokens=8, batch_size=2))
-    assert list(text_batches(model, tokenizer, [], max_tokens=8, batch_size=2)) == []
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,6 @@ from hybrid_distill.lab.analysis.patterns import (
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import Tokens, answer_choices, encode_example
-from hybrid_distill.probes.knowledge import LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import HeadKind, ablate_heads, eager_attention, load_teacher
@@ -70,14 +69,6 @@ def test_lines_are_marked(tiny: tuple) -> None:
     own = mark_prompt(tiny[1], "heart bench ivory\nheart\nThe value of")
     found = [(words(own, s.content), words(own, s.summary)) for s in own.segments]
     assert found == [("heart bench", "ivory ↵"), ("", "heart ↵")] and own.answer is None
-
-
-def test_options_are_summed_up_by_their_last_word(tiny: tuple) -> None:
-    example = LetterChoice.from_file(n_options=3, seed=0).examples(1)[0]
-    marked = mark_example(tiny[1], example)
-    for letter, segment in zip("ABC", marked.segments, strict=True):
-        assert marked.labels[segment.content[0]] == letter and marked.labels[segment.summary[-1]] == "↵"
-    assert words(marked, marked.segments[marked.answer or 0].content).startswith(example.answer.strip())
 
 
 # Tokens 0 1 | 2 3 | 4: two segments of one word and its summary, and the question's last token.
@@ -133,7 +124,6 @@ def test_the_command_finds_the_embedded_teachers_circuit(scores: Path, tmp_path:
     run("maps", "--scores", scores, "--pairs", 8, "--examples", 2, "--k", 4, "--out", tmp_path)
     printed = capsys.readouterr().out
     assert "L2H6" in printed and "L5H5" in printed, "they gather and aggregate: docs/results_tiny.md"
-    assert "overlap@10" in printed
     assert {p.name for p in tmp_path.iterdir()} == {
         f"maps.{end}" for end in ("md", "csv", "png", "patterns.md", "patterns.csv")
     }

@@ -16,8 +16,6 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Row, Table, Task, accuracy_task
 from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHeads, parse_kept, without_layers
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes import Example
-from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
@@ -200,22 +198,8 @@ def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
         assert float(intact[name]) > 80 and float(without[name]) < 40
 
 
-def as_example(made: dict) -> Example:
-    """Ask as lm-eval does in arc_easy: the choice with the highest summed log-probability."""
-    choices = tuple(f" {text}" for text in made["choices"]["text"])
-    answer = choices[made["choices"]["label"].index(made["answerKey"])]
-    return Example(f"Question: {made['question']}\nAnswer:", answer, choices)
-
-
-def test_the_figure_is_our_own_of_the_same_questions_with_and_without_heads(tmp_path: Path) -> None:
+def test_tasks_of_lm_eval_are_columns(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    model, tokenizer = load_teacher(TINY)  # which is neither always right nor never on questions in its words
-    rows = [{**row("arc_easy", n), "question": f"Memorize the following dictionary: bird:{n}"} for n in range(12)]
-    write_rows(tmp_path / "arc_easy/test.jsonl", rows)
-    (task,) = Questions(tasks="lm_eval:arc_easy", data_dir=tmp_path, examples=10).make(model, tokenizer)
-    assert task.column.header == "arc_easy, %"
-    for heads in ([], [HeadId(5, 5), HeadId(0, 1), HeadId(2, 6)]):
-        with ablate_heads(model, heads):
-            found = task.measure(model, tokenizer)
-            own = answer_choices(model, tokenizer, [as_example(made) for made in rows[:10]]).accuracy
-        assert found == pytest.approx(100 * own)
+    write_rows(tmp_path / "arc_easy/test.jsonl", [row("arc_easy", n) for n in range(4)])
+    (task,) = Questions(tasks="lm_eval:arc_easy", data_dir=tmp_path, examples=3).make(*load_teacher(TINY))
+    assert task.column.header == "arc_easy, %" and 3 * task.measure(*load_teacher(TINY)) % 100 == pytest.approx(0)

@@ -60,41 +60,38 @@ HALF = [replace(ALIGN, **BF16), replace(DISTILL, **BF16)]
 """Stages whose teacher is in bfloat16 too."""
 
 
+CONFIGS = [
+    ALIGN,
+    *HALF,
+    replace(ALIGN, **AGAIN),
+    replace(ALIGN, target="layer"),
+    replace(ALIGN, train="mixer"),
+    DISTILL,
+    replace(DISTILL, **AGAIN),
+    replace(DISTILL, train="ssm", **BF16),
+    replace(DISTILL, train="mixer", **BF16, **AGAIN),
+    replace(DISTILL, kind="jsd", fused=False),
+    LongConfig(segment_len=32),
+    LongConfig(segment_len=32, train="ssm", **BF16),
+    MATRIX,
+    replace(MATRIX, **AGAIN),
+]
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        ALIGN,
-        *HALF,
-        replace(ALIGN, **AGAIN),
-        replace(ALIGN, target="layer"),
-        replace(ALIGN, train="mixer"),
-        DISTILL,
-        replace(DISTILL, **AGAIN),
-        replace(DISTILL, train="ssm", **BF16),
-        replace(DISTILL, train="mixer", **BF16, **AGAIN),
-        replace(DISTILL, kind="jsd", fused=False),
-        LongConfig(segment_len=32),
-        LongConfig(segment_len=32, train="ssm", **BF16),
-        MATRIX,
-        replace(MATRIX, **AGAIN),
-    ],
-    ids=lambda config: " ".join(str(value) for value in vars(config).values() if isinstance(value, str | bool)),
+    ("config", "recurrence"),
+    [*((config, "discrete") for config in CONFIGS), *((config, "gdn") for config in (ALIGN, HALF[1], MATRIX))],
+    ids=str,
 )
-def test_the_plan_says_what_a_step_takes(config: StageConfig) -> None:
+def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -> None:
     """Every part that is 2 % of the peak or more within 15 %, parameters and optimizer to the byte."""
-    case = small_case(config, torch.bfloat16 if config in HALF else torch.float32)
+    case = small_case(config, torch.bfloat16 if config in HALF else torch.float32, recurrence=recurrence)
     record = benchmark.one_process(case._replace(kept=0) if config.name == "matrix" else case, "cpu")
     parts = record["parts"]
     assert not record["misses"], benchmark.show(record)
     for name in ("trained", "frozen", "gradients", "teacher"):
         assert parts[name]["predicted"] == parts[name]["measured"], name
     assert parts["optimizer"]["predicted"] == pytest.approx(parts["optimizer"]["measured"], rel=0.01)
-
-
-@pytest.mark.parametrize("config", [ALIGN, HALF[1], MATRIX], ids=["align", "distill in bf16", "matrix"])
-def test_the_plan_knows_the_delta_rule(config: StageConfig) -> None:
-    case = small_case(config, kept=3 * (config is not MATRIX), recurrence="gdn")
-    assert not (record := benchmark.one_process(case, "cpu"))["misses"], benchmark.show(record)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])  # no gate, more norms, wider heads
@@ -118,7 +115,7 @@ def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) ->
     stage = benchmark.make_real_stage(case, "cpu")
     stage.student.set_ssm_implementation("triton")
     saved = benchmark.saved_tensors(stage, benchmark.make_batch(case, 600, "cpu"))
-    kernels, plain = (benchmark.predict(case, device).activations for device in ("cuda", "cpu"))
+    kernels, plain = (benchmark.predict(case, device)["activations"] for device in ("cuda", "cpu"))
     assert kernels == pytest.approx(saved, rel=0.15)
     assert kernels < 0.7 * plain
 
@@ -142,7 +139,6 @@ def test_two_processes_take_what_the_plan_divides() -> None:
 # Shapes of real models, without weights.
 
 LLAMA_1B = LlamaConfig(**benchmark.SHAPES["llama-3.2-1b"])
-LLAMA_8B = LlamaConfig(**benchmark.SHAPES["llama-3.1-8b"])
 
 
 def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 64) -> tuple[Any, PreTrainedModel]:
@@ -170,7 +166,7 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
     n = DISTILL_1B.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {name: (plan.trained_parameters, plan.gradients, plan.optimizer) for name, plan in plans.items()}
+    held = {name: (plan["trained parameters"], plan["gradients"], plan["optimizer"]) for name, plan in plans.items()}
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -178,25 +174,14 @@ def test_what_is_always_there_is_arithmetic() -> None:
         "zero3": (n, n // 2, n),
         "fsdp2": (n // 2, n // 2, n),
     }
-    assert len({plan.teacher for plan in plans.values()}) == 1, "every process has a whole teacher"
+    assert len({plan["teacher"] for plan in plans.values()}) == 1, "every process has a whole teacher"
 
 
 def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
-    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how).teacher for how in ("replicated", "sharded"))
+    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how)["teacher"] for how in ("replicated", "sharded"))
     layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
-
-
-def test_more_rows_more_processes_and_recompute() -> None:
-    one, two = (big_plan(DISTILL_1B, micro_batch=rows) for rows in (1, 2))
-    assert two.activations == pytest.approx(2 * one.activations, rel=1e-6)
-    assert two.trained_parameters == one.trained_parameters
-    few, many = (big_plan(DISTILL_1B, "zero2", world=world) for world in (8, 64))
-    assert many.optimizer == pytest.approx(few.optimizer / 8) and many.activations == few.activations
-    again = big_plan(DISTILL_1B, gradient_checkpointing=True)
-    assert again.activations < 0.1 * big_plan(DISTILL_1B).activations
-    assert again.total < big_plan(DISTILL_1B).total
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +200,7 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsy
 
 
 def test_a_dry_run_for_one_gpu() -> None:
+    assert all((ROOT / launch.split()[0]).is_file() for launch in LAUNCH.values()), "files for several are there"
     printed = describe(replace(small_run(), gpus=1), "small.py --seed 1")
     assert "zero2" not in printed and "communication" not in printed
     assert "hybrid-distill run small.py --seed 1\n" in printed
@@ -237,11 +223,6 @@ def test_a_dry_run_says_which_stage_cannot_run() -> None:
         describe(run)
     with pytest.raises(ValueError, match="distill: 2 rows of a step cannot be shared by 3 GPUs"):
         describe(replace(small_run(), gpus=3))
-
-
-def test_launch_files_that_are_named_are_there() -> None:
-    for launch in LAUNCH.values():
-        assert (ROOT / launch.split()[0]).is_file()
 
 
 def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path) -> None:

@@ -101,7 +101,5 @@ def test_what_is_uploaded_is_what_was_listed(copied, monkeypatch) -> None:
     assert calls["made"] == ("me/student", {"private": True, "exist_ok": True})
     names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
     assert set(calls["uploaded"]["allow_patterns"]) == names
-    with pytest.raises(ValueError, match="OWNER/NAME"):
-        publish(copied, "student")
     with pytest.raises(ValueError, match="Repo id"):
         publish(copied, "me/not a name")

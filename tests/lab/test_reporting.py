@@ -5,16 +5,19 @@ import math
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from head_tables import whole_scores
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
-from hybrid_distill.lab.reporting.run import read_record, write_report
+from hybrid_distill.lab.reporting.heads import score_map
+from hybrid_distill.lab.reporting.run import RunRecord, write_report
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
@@ -150,6 +153,15 @@ def test_figures_are_there_readable_in_print_and_named_in_the_report(comparison:
             assert image.width >= 1200 and round(image.info["dpi"][0]) == 200
 
 
+@pytest.mark.parametrize("change", [{}, {"control_drop_LH": None}])
+def test_a_map_of_heads_of_which_some_do_not_exist(tmp_path: Path, change: dict[str, None]) -> None:
+    scores = replace(whole_scores(), **change)
+    score_map(scores, tmp_path / "map.svg", kept=scores.ranking()[:3])
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "map.svg").read_text())
+    assert ("Control: plain text" in comments) == (not change) and "Accuracy lost" in comments
+    assert "outlined: kept heads; grey: no attention head" in comments
+
+
 def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.lab.reporting.figures.find_spec", lambda name: None)
     write_run(tmp_path / "run", TOP, evaluation((1, 1, 0.97, 0.9)), start=1.0)
@@ -171,16 +183,8 @@ def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     assert "| top 4 heads | 4 |" in text
 
 
-def test_refuses_a_directory_that_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is neither a run nor a comparison"):
-        write_report(tmp_path)
-    (tmp_path / "compare.json").write_text('{"students": 3}')
-    with pytest.raises(ValueError, match=r"compare\.json has no students"):
-        write_report(tmp_path)
-
-
 def test_dictionary_size_of_the_results(comparison: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(comparison, tmp_path / "copy")
     record = json.loads((copy / "compare.json").read_text())
     (copy / "compare.json").write_text(json.dumps({**record, "n_pairs": 8}))
-    assert read_record(copy).n_pairs == 8
+    assert RunRecord(copy).n_pairs == 8

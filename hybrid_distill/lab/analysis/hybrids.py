@@ -62,12 +62,9 @@ class ReplaceLayer(Experiment):
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
     by: Literal["layer", "head"] = "layer"
     """One ``layer`` at a time, or one ``head``."""
-    together: int = 1
-    """Then add to the best one the layer, or head, that helps most beside it, up to so many."""
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
-        check_counts(together=self.together)
         student, teacher, tokenizer = self.load()
         table = self.table(Bench(student, tokenizer, self.questions.make(student, tokenizer)), teacher)
         return self.save(table, draw_bars, most=SHOWN)
@@ -95,37 +92,24 @@ class ReplaceLayer(Experiment):
         return student.eval(), teacher, tokenizer
 
     def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
-        """Make a row for the student, each layer or head put back alone (heads: best first), the teacher.
-
-        With ``together`` above 1, rows follow in which the best one gets company, one more in each: whatever does most
-        for the first task.
-        """
+        """Make a row for the student, each layer or head put back alone (heads: best first), the teacher."""
         student, of_heads = bench.model, self.by == "head"
         assert isinstance(student, HybridForCausalLM)
         n_parts = {site.layer: site.n_heads if of_heads else 1 for site in head_sites(student)}
-        parts = [HeadId(layer, part) for layer, n in n_parts.items() for part in range(n)]
 
-        def put_back(chosen: Sequence[HeadId], group: str = "") -> Variant:
-            layers = [part.layer for part in chosen]
-            restored = restore_heads(student, teacher, chosen) if of_heads else restore_layers(student, teacher, layers)
-            named = " + ".join(map(str, chosen if of_heads else layers))
-            label = f"{self.by}s {named}" if len(chosen) > 1 else named if of_heads else f"layer {named}"
-            return Variant(label, restored, group)
+        def put_back(part: HeadId) -> Variant:
+            if of_heads:
+                return Variant(str(part), restore_heads(student, teacher, [part]))
+            return Variant(f"layer {part.layer}", restore_layers(student, teacher, [part.layer]))
 
         def worth(row: Row) -> float:
             return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
 
-        alone = [Variant("none", nullcontext()), *(put_back([part]) for part in parts)]
+        parts = [HeadId(layer, part) for layer, n in n_parts.items() for part in range(n)]
+        alone = [Variant("none", nullcontext()), *map(put_back, parts)]
         table = bench.table(f"one {self.by} of the teacher put back", "put back", alone)
         intact, *tried = table.rows
         rows = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)]
-        chosen, left = list[HeadId](), [*parts]
-        for _ in range(min(self.together, len(parts))):
-            if chosen:
-                tried = bench.table("", "together", [put_back([*chosen, part], "together") for part in left]).rows
-                rows.append(max(tried, key=worth))
-            best = max(range(len(left)), key=lambda place: worth(tried[place]))
-            chosen.append(left.pop(best))
         whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
         return table._replace(rows=[*rows, *whole.rows])
 

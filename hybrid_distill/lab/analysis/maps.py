@@ -27,7 +27,6 @@ from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Sub
 from .figures import draw_bars, draw_maps
 from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
 from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
-from .rankings import comparison_table
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions that mask searches heads on
@@ -67,7 +66,7 @@ class Maps(Experiment):
     k: int = 3
     """Heads of each pattern to show."""
     scores: Path | None = None
-    """A scores.json: the patterns' rankings are compared with it."""
+    """A scores.json: its place by ablation is shown for each head."""
     max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
@@ -88,8 +87,7 @@ class Maps(Experiment):
                 rows = [row._replace(values=(*row.values, place)) for row, place in zip(table.rows, places)]
                 columns = [*table.columns, Column("place by ablation", "", digits=0)]
                 table = table._replace(columns=columns, rows=rows)
-                shown = [comparison_table({**named, "ablation": ablation}, min(10, len(ablation), len(found)))]
-            shown = [self.save(table, suffix=".patterns"), *shown]
+            shown = [self.save(table, suffix=".patterns")]
             chosen = chosen if chosen or ssm_heads else first
         prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)

@@ -201,24 +201,16 @@ def check_prompt(
     if not ids or (context is not None and len(ids) > context):
         limit = "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
-    if (needed := mixing_bytes(model, len(ids), heads, kind) / 2**30) > max_gb:
+    making = 0  # beside the matrices that are kept
+    for site in sites_of(model, heads, kind):
+        mixer: Mixer = site.module  # every state of a Mamba-1 channel has a matrix of its own
+        mixed = BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1)
+        making = max(making, mixed, 8 * site.n_heads if site.kind in ("attention", "hybrid") else 0)
+    if (needed := len(ids) ** 2 * (4 * len(heads) + making) / 2**30) > max_gb:
         raise ValueError(
             f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed:.1f} GiB, more than the "
             f"{max_gb:.1f} GiB allowed; take a shorter prompt or fewer heads, or allow more with --max-gb."
         )
-
-
-def mixing_bytes(model: PreTrainedModel, n_tokens: int, heads: Sequence[HeadId], kind: HeadKind | None = None) -> int:
-    """Estimate the memory of these matrices, beside the model, and of making them."""
-
-    def working(site: HeadSite) -> int:
-        mixer: Mixer = site.module  # every state of a Mamba-1 channel has a matrix of its own
-        mixed = BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1)
-        eager = site.n_heads * (4 + 2 * model.dtype.itemsize)  # the scores, and their softmax in float32
-        return max(mixed, eager) if site.kind in ("attention", "hybrid") else mixed
-
-    most = max(map(working, sites_of(model, heads, kind)), default=0)
-    return n_tokens**2 * (max(4, model.dtype.itemsize) * len(heads) + most)
 
 
 def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[HeadMix]:

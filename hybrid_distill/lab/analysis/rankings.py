@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -15,13 +15,12 @@ from ...io import refused
 from ...plan import HeadId, HeadPlan
 from ...scoring import HeadScores
 from ...scoring.uncertainty import statistic
-from ..reporting import ABSENT, text_table
+from ..reporting import text_table
 
 Ranking = HeadScores | Sequence[HeadId]
 
 
-@dataclass(frozen=True)
-class RankingComparison:
+class RankingComparison(NamedTuple):
     """Agreement of two rankings.
 
     ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` that of two random rankings of
@@ -34,14 +33,6 @@ class RankingComparison:
     spearman: float
     kendall: float
     n_common: int
-
-    def table(self) -> str:
-        """Return plain text, for a terminal."""
-        rows = [
-            (f"overlap@{k}", f"{share:.0%}", f"by chance {self.chance[k]:.0%}") for k, share in self.overlap.items()
-        ]
-        rows += [("Spearman", f"{self.spearman:+.2f}", ""), ("Kendall tau", f"{self.kendall:+.2f}", "")]
-        return text_table(pd.DataFrame([*rows, ("heads in both", self.n_common, "")], columns=["agreement", "", " "]))
 
 
 def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
@@ -88,7 +79,11 @@ def compare_files(a: Path, b: Path) -> str:
     first, second = (scores.get(path) or load_ranking(path, shape) for path in (a, b))
     forms = [r.provenance.get("probe", {}).get("prompt_form", "plain") for r in scores.values()]
     note = f"prompts have other forms: {' and '.join(forms)}\n" if len(set(forms)) > 1 else ""
-    return note + compare_rankings(first, second).table()
+    found = compare_rankings(first, second)
+    rows = [(f"overlap@{k}", f"{share:.0%}", f"by chance {found.chance[k]:.0%}") for k, share in found.overlap.items()]
+    rows += [("Spearman", f"{found.spearman:+.2f}", ""), ("Kendall tau", f"{found.kendall:+.2f}", "")]
+    rows.append(("heads in both", str(found.n_common), ""))
+    return note + text_table(pd.DataFrame(rows, columns=["agreement", "", " "]))
 
 
 def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
@@ -112,21 +107,3 @@ def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
 def _fits(entry: Mapping[str, object], shape: HeadPlan) -> bool:
     names = ("n_layers", "n_heads", "n_kv_heads")
     return all(entry.get(name, getattr(shape, name)) == getattr(shape, name) for name in names)
-
-
-def comparison_table(named: Mapping[str, Ranking], k: int) -> str:
-    """Compare every ranking with every other: overlap@k above the diagonal, Spearman's correlation below it.
-
-    Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
-    """
-
-    def cell(i: int, a: Ranking, j: int, b: Ranking) -> str:
-        compared = compare_rankings(a, b, [k])
-        if i < j:
-            return f"{compared.overlap[k]:.0%}" if k in compared.overlap else ABSENT
-        return ABSENT if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
-
-    table = pd.DataFrame({f"overlap@{k} \\ Spearman": [f"({i}) {name}" for i, name in enumerate(named, start=1)]})
-    for j, b in enumerate(named.values()):
-        table[f"({j + 1})"] = ["" if i == j else cell(i, a, j, b) for i, a in enumerate(named.values())]
-    return text_table(table)

@@ -9,7 +9,6 @@ NCCL, and fragmentation. benchmarks/memory_plan.py compares every part with meas
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -101,30 +100,8 @@ def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes of one process at its fullest, part by part. Parts that are never there together share a line."""
-
-    strategy: str
-    trained_parameters: int
-    frozen_parameters: int
-    gradients: int
-    optimizer: int
-    communication: int  # buckets, and parameters gathered for use
-    teacher: int
-    activations: int  # kept for the backward
-    bf16_copies: int  # of float32 weights, by autocast
-    loss_chunk: int  # logits of a chunk of tokens, and the gradients that are computed with the loss
-    layer_workspace: int  # of one layer's forward or backward, beyond the loss chunk in whose place it comes
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Lines of a table, by name."""
-        return {name.replace("_", " "): size for name, size in asdict(self).items() if name != "strategy"}
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+MemoryPlan = dict[str, int]
+"""Bytes of one process at its fullest, by part. Parts that are never there together share a line."""
 
 
 def memory_plan(
@@ -160,21 +137,22 @@ def memory_plan(
     if teacher_sharding == "sharded":  # a share of the layers, the layer that runs, and the next one
         in_layers = shape.n_layers * shape.teacher_layer_bytes
         teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
-    return MemoryPlan(
-        strategy,
-        *_shares(shape, strategy, world, micro_batches, reduce_bucket * FP32),
-        teacher=teacher,
-        activations=int(tokens * activations),
-        bf16_copies=BF16 * copied if shape.bf16 else 0,
-        loss_chunk=loss,
-        layer_workspace=max(0, work - loss),
-    )
+    names = ("trained parameters", "frozen parameters", "gradients", "optimizer", "communication")
+    return {
+        **dict(zip(names, _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32), strict=True)),
+        "teacher": teacher,
+        "activations": int(tokens * activations),  # kept for the backward
+        "bf16 copies": BF16 * copied if shape.bf16 else 0,  # of float32 weights, by autocast
+        "loss chunk": loss,  # logits of a chunk of tokens, and the gradients that are computed with the loss
+        "layer workspace": max(0, work - loss),  # of one layer, beyond the loss chunk in whose place it comes
+    }
 
 
 def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int) -> tuple[int, ...]:
     """Return a process's bytes of trained and frozen parameters, gradients, optimizer and communication.
 
-    As in DeepSpeed 0.19, whose optimizer works on a copy of the float32 weights of its own share.
+    As in DeepSpeed 0.19, whose optimizer works on a copy of the float32 weights of its own share. Communication is
+    buckets, and parameters gathered for use.
     """
     whole, frozen = shape.trained * FP32, shape.frozen_bytes
     held, share = whole + frozen, -(-whole // world)

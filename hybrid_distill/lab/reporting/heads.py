@@ -1,4 +1,4 @@
-"""Figures and table of head scores."""
+"""Figure and table of head scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 from ...plan import HeadId
 from ...scoring import HeadScores
 from .document import Figure, with_error
-from .figures import BLACK, BLUE, GREEN, GREY, PALE, SKY, VERMILION, as_block, figure, has_matplotlib, name_points
+from .figures import BLUE, GREEN, GREY, SKY, VERMILION, as_block, figure, has_matplotlib, name_points
 
 
 class Measure(NamedTuple):
@@ -27,14 +27,14 @@ class Measure(NamedTuple):
     scale: float = 1.0
 
     def of(self, scores: HeadScores, part: str) -> np.ndarray:
-        """Return a tensor of the scores: ``drop_LH``, ``se_LH`` or ``interval_LH2``."""
+        """Return a table of the scores: ``drop_LH`` or ``se_LH``."""
         return self.scale * getattr(scores, f"{self.name}_{part}").numpy()
 
-    def is_in(self, scores: HeadScores, part: str = "drop_LH") -> bool:
-        return getattr(scores, f"{self.name}_{part}") is not None
+    def is_in(self, scores: HeadScores) -> bool:
+        return getattr(scores, f"{self.name}_drop_LH") is not None
 
 
-ACCURACY = Measure("accuracy", "Accuracy lost", "points", "KV accuracy, points", BLUE, 1, 100.0)
+ACCURACY = Measure("accuracy", "Accuracy lost", "points", "accuracy, points", BLUE, 1, 100.0)
 LOGPROB = Measure("logprob", "Log-probability lost", "nats", "answer's log-probability, nats", SKY, 3)
 CONTROL = Measure("control", "Control: plain text", "nats per token", "plain text, nats per token", GREEN, 4)
 
@@ -95,27 +95,3 @@ def score_map(
         grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILION if kept else GREY)
     worth = "What each head is worth, for KV retrieval and for plain text"
     return [as_block(path, "; ".join([worth, *outlined]) + ".", grid)]
-
-
-def score_bars(scores: HeadScores, path: Path, *, top: int = 30, k: int | None = None, by: str = "retrieval") -> None:
-    """Draw the ``top`` heads of a ranking, best first, with 95 % intervals; the first ``k`` heads are the dark ones."""
-    heads = scores.ranking(by)[:top]
-    panels = [measure for measure in (ACCURACY, LOGPROB, CONTROL) if measure.is_in(scores)]
-    rows, chosen = np.arange(len(heads)), tuple(zip(*heads))
-    n_kept = len(heads) if k is None else min(k, len(heads))
-    with figure(path, 1, len(panels), size=(2.9 * len(panels) + 0.6, 0.21 * len(heads) + 1.5), sharey=True) as grid:
-        for axes, measure in zip(grid[0], panels):
-            drop, half = measure.of(scores, "drop_LH")[chosen], 1.96 * measure.of(scores, "se_LH")[chosen]
-            low, high = drop - half, drop + half
-            if measure.is_in(scores, "interval_LH2"):
-                low, high = measure.of(scores, "interval_LH2")[chosen].T
-            axes.barh(rows, drop, height=0.72, color=[measure.color if row < n_kept else PALE for row in rows])
-            axes.hlines(rows, low, high, color=BLACK, linewidth=1.1)
-            if n_kept < len(heads):
-                axes.axhline(n_kept - 0.5, color=VERMILION, linewidth=1.2, linestyle="--")
-            axes.grid(visible=True, axis="x")
-            axes.set(title=measure.title, xlabel=measure.unit)
-        grid[0, 0].set_yticks(rows, [str(head) for head in heads], fontsize=8)
-        grid[0, 0].set_ylim(len(heads) - 0.4, -0.6)
-        note = f"above the dashed line: the first {n_kept} heads; " if n_kept < len(heads) else ""
-        grid[0, 0].figure.supxlabel(f"{note}lines: 95 % intervals", fontsize=9, color="#444444")

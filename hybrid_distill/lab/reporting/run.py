@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,6 @@ from ...plan import HeadPlan
 from ...scoring import HeadScores
 from .document import (
     ABSENT,
-    DEFAULT_PAIRS,
     NO_FIGURES,
     Block,
     Column,
@@ -53,28 +52,56 @@ NOTE = (
 )
 
 
-@dataclass
 class RunRecord:
-    """Everything a report shows.
+    """Everything a report shows. Raises ValueError for a directory that is neither a run nor a comparison.
 
     ``models`` has a row for each model, the teacher first: label, selection, k, n_heads, data and figures; ``errors``
     has their standard errors. ``losses`` are the points of training curves. ``plan`` is shown with the head scores,
     ``missing`` lists what could not be read.
     """
 
-    title: str
-    n_pairs: int = DEFAULT_PAIRS
-    models: pd.DataFrame = field(default_factory=pd.DataFrame)
-    errors: pd.DataFrame = field(default_factory=pd.DataFrame)
-    losses: pd.DataFrame = field(default_factory=pd.DataFrame)
-    questions: str = ""
-    scores: HeadScores | None = None
-    plan: HeadPlan | None = None
-    plan_of: str = ""
-    by_layer: list[Block] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    def __init__(self, directory: Path) -> None:
+        directory = directory.resolve()
+        comparison, self.title, self.questions = _comparison(directory), directory.name, ""
+        self.missing, self.by_layer = list[str](), list[Block]()
+        self.plan: HeadPlan | None = None
+        self.plan_of = ""
+        rows, errors, losses = list[Record](), list[dict[str, float]](), [_losses(directory / "aligned", SHARED)]
 
-    def read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
+        def add(result: EvalResult | None, **chosen: object) -> None:
+            rows.append({**chosen, **(all_figures(result) if result else {})})
+            errors.append(standard_errors(result) if result else {})
+
+        teacher = self._read(EvalResult.load, directory / "teacher" / "evaluation.json", "the teacher's evaluation")
+        chance: dict[str, float] = {}
+        if teacher is not None:
+            add(teacher, label="teacher", selection="teacher", data="")
+            asked = f"{teacher.n_examples} for each dictionary size, {teacher.n_knowledge} on knowledge"
+            self.questions = f"Questions: {asked}."
+            chance = {name: 1 / int(name.rpartition("_")[2]) for name in teacher.figures() if name.startswith("kv_")}
+            chance |= {"knowledge": teacher.knowledge_chance} if teacher.knowledge_chance else {}
+        for entry in comparison["students"]:
+            folder, data = directory / entry["dir"], entry.get("data", "")
+            label = entry["label"] + (f" ({data})" if data else "")
+            result = self._read(EvalResult.load, folder / "evaluation.json", f"the evaluation of {label!r}")
+            plan = self._read(HeadPlan.load, folder / "plan.json", f"the plan of {label!r}")
+            k, n_heads = (plan.k, plan.n_layers * plan.n_heads) if plan else (entry.get("k"), math.nan)
+            add(result, label=label, selection=entry["selection"], data=data, k=k, n_heads=n_heads)
+            if result and (left := result.recurrent_heads_zeroed):
+                layers = pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object)
+                self.by_layer += [f"Layer by layer, {label}:", layers]
+            losses.append(_losses(folder, label))
+            if losses[-1].empty:
+                self.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
+            if self.plan is None and entry["selection"] in RANKED and not data:
+                self.plan, self.plan_of = plan, label
+        add(None, label="guessing", selection="guessing", data="", **chance)
+        self.losses = pd.concat(losses)
+        self.scores = self._read(HeadScores.load, directory / "scores.json", "head scores")
+        self.models, self.errors = with_means(pd.DataFrame(rows), pd.DataFrame(errors))
+        self.n_pairs = pairs_of(self.models, comparison.get("n_pairs"))
+
+    def _read(self, load: Callable[[Path], T], path: Path, what: str) -> T | None:
         """Load a file, or note that it is missing."""
         try:
             return load(path)
@@ -87,54 +114,12 @@ class RunRecord:
 def write_report(directory: str | Path) -> Path:
     """Write ``report.md`` with its PNG files, and ``report.html``, into a run or compare directory.
 
-    Returns the path of report.md. The report lists what the directory lacks. Raises ValueError for a directory that is
-    neither.
+    Returns the path of report.md. The report lists what the directory lacks. Raises what `RunRecord` raises.
     """
     directory = Path(directory)
-    record = read_record(directory)
+    record = RunRecord(directory)
     record.missing += [] if has_matplotlib() else [NO_FIGURES]
     return write_report_files(directory, record.title, _sections(record, directory))
-
-
-def read_record(directory: Path) -> RunRecord:
-    """Collect what a report needs. Raises ValueError for a directory that is neither a run nor a comparison."""
-    directory = directory.resolve()
-    comparison, record = _comparison(directory), RunRecord(directory.name)
-    rows, errors, losses = list[Record](), list[dict[str, float]](), [_losses(directory / "aligned", SHARED)]
-
-    def add(result: EvalResult | None, **chosen: object) -> None:
-        rows.append({**chosen, **(all_figures(result) if result else {})})
-        errors.append(standard_errors(result) if result else {})
-
-    teacher = record.read(EvalResult.load, directory / "teacher" / "evaluation.json", "the teacher's evaluation")
-    chance: dict[str, float] = {}
-    if teacher is not None:
-        add(teacher, label="teacher", selection="teacher", data="")
-        asked = f"{teacher.n_examples} for each dictionary size, {teacher.n_knowledge} on knowledge"
-        record.questions = f"Questions: {asked}."
-        chance = {name: 1 / int(name.rpartition("_")[2]) for name in teacher.figures() if name.startswith("kv_")}
-        chance |= {"knowledge": teacher.knowledge_chance} if teacher.knowledge_chance else {}
-    for entry in comparison["students"]:
-        folder, data = directory / entry["dir"], entry.get("data", "")
-        label = entry["label"] + (f" ({data})" if data else "")
-        result = record.read(EvalResult.load, folder / "evaluation.json", f"the evaluation of {label!r}")
-        plan = record.read(HeadPlan.load, folder / "plan.json", f"the plan of {label!r}")
-        k, n_heads = (plan.k, plan.n_layers * plan.n_heads) if plan else (entry.get("k"), math.nan)
-        add(result, label=label, selection=entry["selection"], data=data, k=k, n_heads=n_heads)
-        if result and (left := result.recurrent_heads_zeroed):
-            layers = pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object)
-            record.by_layer += [f"Layer by layer, {label}:", layers]
-        losses.append(_losses(folder, label))
-        if losses[-1].empty:
-            record.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
-        if record.plan is None and entry["selection"] in RANKED and not data:
-            record.plan, record.plan_of = plan, label
-    add(None, label="guessing", selection="guessing", data="", **chance)
-    record.losses = pd.concat(losses)
-    record.scores = record.read(HeadScores.load, directory / "scores.json", "head scores")
-    record.models, record.errors = with_means(pd.DataFrame(rows), pd.DataFrame(errors))
-    record.n_pairs = pairs_of(record.models, comparison.get("n_pairs"))
-    return record
 
 
 def _comparison(directory: Path) -> Record:

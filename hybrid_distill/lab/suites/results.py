@@ -80,22 +80,14 @@ class SuiteResult:
             return cls(**record)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A model beside its teacher."""
+def compare(result: SuiteResult, teacher: SuiteResult) -> Record:
+    """Return how much of its teacher's scores a model reaches, as JSON.
 
-    tasks: dict[str, float]
-    """Model over teacher; none where less is better, or where the teacher scores 0."""
-    groups: dict[str, float]
-    """Coverage: the mean over a group's tasks."""
-    asked_differently: tuple[str, ...]
-    """Tasks that both have, with other prompts, numbers of examples or versions."""
-
-
-def compare(result: SuiteResult, teacher: SuiteResult) -> Comparison:
-    """Return how much of its teacher's scores a model reaches."""
+    ``tasks`` are ratios, none where less is better or the teacher scores 0; ``groups`` are coverage, their means.
+    ``asked_differently`` are tasks that both have, with other prompts, numbers of examples or versions.
+    """
     pairs = {name: (score, teacher.tasks[name]) for name, score in result.tasks.items() if name in teacher.tasks}
-    other = tuple(name for name, (ours, theirs) in pairs.items() if ours.asked != theirs.asked)
+    other = [name for name, (ours, theirs) in pairs.items() if ours.asked != theirs.asked]
     ratios = {
         name: ours.value / theirs.value
         for name, (ours, theirs) in pairs.items()
@@ -104,7 +96,8 @@ def compare(result: SuiteResult, teacher: SuiteResult) -> Comparison:
     groups: dict[str, list[float]] = {}
     for name, ratio in ratios.items():
         groups.setdefault(result.tasks[name].group, []).append(ratio)
-    return Comparison(ratios, {group: fmean(found) for group, found in groups.items()}, other)
+    coverage = {group: fmean(found) for group, found in groups.items()}
+    return {"tasks": ratios, "groups": coverage, "asked_differently": other}
 
 
 def tables(result: SuiteResult, teacher: SuiteResult | None = None) -> str:
@@ -123,17 +116,17 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
         }  # fmt: skip
         if teacher and compared:
             row["teacher"] = teacher.tasks[name].cell() if name in teacher.tasks else None
-            row["change"] = percent_change(compared.tasks.get(name))
+            row["change"] = percent_change(compared["tasks"].get(name))
         rows.append(row)
     if rows:
         yield markdown_table(pd.DataFrame(rows))
     if by_length := _by_length(result):
         yield markdown_table(pd.DataFrame(by_length))
-    if compared and compared.groups:
-        shares = [{"group": name, "coverage of the teacher": f"{100 * c:.1f} %"} for name, c in compared.groups.items()]
+    if compared and (groups := compared["groups"]):
+        shares = [{"group": name, "coverage of the teacher": f"{100 * share:.1f} %"} for name, share in groups.items()]
         yield markdown_table(pd.DataFrame(shares))
-    if compared and compared.asked_differently:
-        yield f"Not compared, for the teacher was asked otherwise: {', '.join(compared.asked_differently)}."
+    if compared and (other := compared["asked_differently"]):
+        yield f"Not compared, for the teacher was asked otherwise: {', '.join(other)}."
     if cut := [f"{name} ({score.n_cut})" for name, score in result.tasks.items() if score.n_cut]:
         yield f"Prompts cut on the left because the context could not hold them: {', '.join(cut)}."
     if result.failed:

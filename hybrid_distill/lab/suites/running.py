@@ -1,4 +1,4 @@
-"""`hybrid-distill evaluate-suite`: a model on tasks of lm-eval; each finished one is on disk before the next begins."""
+"""A model on tasks of lm-eval; each finished one is on disk before the next begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import asdict
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -15,39 +14,20 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import alone_in, make_accelerator, on_main_process
-from ...io import Record, write_text
+from ...distributed import make_accelerator, on_main_process
+from ...io import Record
 from ...probes import digest
 from ...scoring import describe_run
-from ...teacher import load_on_own_device, longest_context, read_teacher
+from ...teacher import longest_context, read_teacher
 from .job import SuiteJob, SuiteTask, tasks_of
-from .results import FILE, SuiteResult, TaskScore, compare, tables
+from .results import FILE, SuiteResult, TaskScore
 from .tasks import Part, check_job, load_part, parts_of, write_part
 
 Untyped = Any
 """An object of lm-eval, whose annotations do not fit its classes."""
-TABLE = "results.md"
 DEFAULT_CONTEXT = 2048
 
 log = logging.getLogger(__name__)
-
-
-def evaluate_suite(job: SuiteJob) -> tuple[str, Path, list[str]]:
-    """Evaluate the model, or finish an evaluation that was stopped; return (tables, their file, parts without figure).
-
-    Raises ValueError for what can be refused before a model is loaded. Tasks that fail later are among those without.
-    """
-    if job.model is None:
-        raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
-    check_job(job)
-    with alone_in(job.folder):
-        result = _measure(job, job.model, "--model", job.folder)
-        teacher = None if job.teacher is None else _teacher(job, job.teacher)
-        text = tables(result, teacher)
-        if teacher is not None:
-            result.comparison = {"teacher": teacher.model, **asdict(compare(result, teacher))}
-        on_main_process(lambda: (result.save(job.folder / FILE), write_text(job.folder / TABLE, f"{text}\n")))
-    return text, job.folder / TABLE, list(result.failed)
 
 
 def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
@@ -65,19 +45,6 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
             failed.setdefault(_reason(error), []).append(task.name)
     reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
     return "\n".join(written) or f"{folder}: nothing new", reasons
-
-
-def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
-    """Run all tasks on the model that ``flag`` names."""
-    options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
-    return run_suite(*load_on_own_device(name, dtype=job.dtype, **options), job, out)
-
-
-def _teacher(job: SuiteJob, given: str) -> SuiteResult:
-    """Read the results of a teacher that was measured before, or measure it, in a folder below the model's."""
-    if Path(given).is_file() or (Path(given) / FILE).is_file():
-        return SuiteResult.load(Path(given))
-    return _measure(job, given, "--teacher", job.folder / "teacher")
 
 
 def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:

@@ -8,6 +8,6 @@ A sweep is a folder of ordinary runs and of what they share::
     cells/<selection><heads>-n<d_state>-s<seed>/
 
 `grid` lists the cells, `folder` keeps sweep.json and the tasks, `cells` carries out one task and `jobs` all of them,
-`job` is the command, `results` writes the table and the status, `measured` reads the table and recommends a student,
-`report` shows it. `compare` is a sweep over the kept heads alone. Imports nothing: jobs load `jobs` from here.
+`job` is the command, `results` writes the table and the status, `measured` reads the table, `report` shows it. Imports
+nothing: jobs load `jobs` from here.
 """

@@ -1,4 +1,4 @@
-"""results.csv of a sweep as data frames (docs/sweeps.md has its columns), and the student that it recommends.
+"""results.csv of a sweep as data frames (docs/sweeps.md has its columns), as settings.
 
 A setting is a way to make a student: a selection, a number of heads and a state size. Its cells differ in the seed.
 """
@@ -6,20 +6,17 @@ A setting is a way to make a student: a selection, a number of heads and a state
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from ...io import Record, read_json, refused
-from ...limits import Count, check_options
-from ..reporting.document import Column, pairs_of, sizes, text_table, with_error
+from ..reporting.document import Column, pairs_of, sizes, with_error
 from .folder import FILE as SWEEP
 from .grid import ALL, NONE
 from .results import FILE, TEACHER
@@ -205,67 +202,6 @@ def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
         raise ValueError(f"the context is {length} tokens, and the cache was measured at {[*found]}; pass that.")
     short, long = min(found), max(found)
     return found[short] + (found[long] - found[short]) / (long - short) * (length - short) + conv
-
-
-@dataclass(frozen=True)
-class RecommendJob:
-    """A budget of memory for the student of a sweep."""
-
-    memory: str
-    """Memory for the caches of all sequences: ``2MB``, ``1.5GiB``, or a number of bytes."""
-    context: Count = 4096
-    """Tokens of a sequence."""
-    batch: Count = 1
-    """Sequences at the same time."""
-    quality: Literal["retrieval", "knowledge", "perplexity"] = "retrieval"
-    """Measure of the best: KV retrieval by generation, knowledge by choice, or perplexity."""
-
-
-def recommend(out: Path, job: RecommendJob) -> str:
-    """Name the best student under a budget, above a table of what else fits.
-
-    Raises ValueError for a budget that nothing fits into, for a sweep without results, and where nothing that fits is
-    better than guessing.
-    """
-    check_options(job, "--")
-    budget, results = n_bytes(job.memory) / job.batch, SweepResults.read(out, job.context)
-    if results.students.empty:
-        raise ValueError(f"no cell of {out} is finished; see hybrid-distill sweep-status {out}.")
-    quality = results.quality(job.quality)
-    if quality is None:
-        raise ValueError(f"no finished cell has a figure for {job.quality}; pass another --quality.")
-    found = results.front(quality)
-    least, fits = found.iloc[0], found.loc[found.bytes <= budget]
-    if fits.empty:
-        raise ValueError(
-            f"nothing fits into {size_text(budget)} a sequence: the smallest, {least.label}, holds "
-            f"{size_text(least.bytes)} ({least.bytes:,.0f} bytes) after {job.context:,} tokens; raise --memory, or "
-            "lower --context or --batch."
-        )
-    table = results.front_table(quality, fits)
-    if not fits.exceeds.any():
-        best = table.iloc[-1]
-        raise ValueError(
-            f"no student of {out} within {size_text(budget)} a sequence is better than guessing: the best in "
-            f"{job.quality}, {best.iloc[0]}, has {best.iloc[1]} % where guessing gives "
-            f"{100 * results.chance(quality.name):.1f} %. Raise --memory, or extend the sweep by more heads or seeds."
-        )
-    table.insert(1, "seeds", fits.n_done)
-    best, batch = fits.loc[fits.exceeds].iloc[-1], f" for each of {job.batch} sequences" if job.batch > 1 else ""
-    lines = [f"{size_text(budget)}{batch} at {job.context:,} tokens: {best.label}", text_table(table.iloc[::-1])]
-    retrieval = results.quality("retrieval")
-    if retrieval is not None and not results.compared(retrieval).exceeds[best.name]:
-        lines.append("Its retrieval does not exceed guessing.")
-    return "\n\n".join(lines)
-
-
-def n_bytes(text: str) -> int:
-    """Read ``2MB`` as bytes; MB is 1e6 bytes and MiB 2^20. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
-    units = {name.lower(): size for name, size in UNITS.items()}
-    if match is None or (unit := (match[2] or "B").lower()) not in units:
-        raise ValueError(f"--memory is {text!r}; write a number and one of {', '.join(UNITS)}, such as 2MB.")
-    return round(float(match[1]) * units[unit])
 
 
 def size_text(size: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from test_scoring import some_scores
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.memory.table import MemoryJob, cache_sizes
+from hybrid_distill.cli.memory import MemoryJob, cache_sizes
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
@@ -70,21 +70,3 @@ def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
     assert "6 layers, 8 heads, 4 KV heads" in capsys.readouterr().out
     written = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert {row["kept"] for row in written} == {"6 heads, apart", "6 heads, groups together", "all heads"}
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--heads", ""], "--heads is empty"),
-        (["--heads", "4,some"], "'4,some'"),
-        (["--heads", "1000"], "1000"),
-        (["--d-state", "0"], "at least 1"),
-        (["--lengths", "all"], "'all'"),
-        (["--model", "no/such/model"], "no config"),
-    ],
-)
-def test_bad_input_ends_in_one_line(capsys, arguments, said) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["memory", *arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and said in error and error.startswith("error: ") and error.count("\n") == 1

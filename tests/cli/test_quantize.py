@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from students import byte_tokenizer, tiny_student
 
+from hybrid_distill.cli.quantize import IN_FULL
+from hybrid_distill.cli.quantize import command as quantize
 from hybrid_distill.export import ExportError, export_checkpoint
 from hybrid_distill.export.check import read_record, run_checks
 from hybrid_distill.guard import load_student
 from hybrid_distill.lab.publish import publish
-from hybrid_distill.lab.quantize import IN_FULL, quantize
 from hybrid_distill.teacher import fingerprint
 
 UNTOUCHED = ("D", "conv_weight", "bias", "norm.weight", "layernorm.weight", *(f"{name}.weight" for name in IN_FULL))
@@ -39,7 +40,7 @@ def exported(tmp_path_factory) -> Path:
 def copy(exported, tmp_path_factory) -> Path:
     pytest.importorskip("torchao")
     out = tmp_path_factory.mktemp("copy") / "int8"
-    assert "reloaded = exported model, logits" in quantize(exported, out)
+    quantize(exported, out)
     return out
 
 
