@@ -31,7 +31,8 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
-from .engines import absent_engine, writer
+from .check import PACKAGES
+from .engines import absent_program, writer
 from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
 from .versions import oldest_transformers
@@ -78,12 +79,12 @@ def export_checkpoint(
     if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(f"{path} holds files that are not an export; pass a new folder, or an export to replace.")
     tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
-    engine, files = writer(form, student), None
+    module, files = writer(form, student), None
     with replacing_folder(path) as folder:
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
-        if engine is not None:
-            engine.write(student, tokenizer, folder)
+        if module is not None and form in PACKAGES:
+            module.write(student, tokenizer, folder)
             files = {found.name: file_hash(found) for found in sorted(folder.iterdir())}
         else:
             write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
@@ -103,8 +104,8 @@ def export_checkpoint(
         card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         write_text(folder / "README.md", card)
         export_gate.write_record(student, tokenizer, folder, tied=tied, form=form, files=files)
-        if gate and (absent := absent_engine(form)):
-            log.warning("%s was not checked: %s, which runs it, is not installed here (docs/serving.md)", path, absent)
+        if gate and (absent := absent_program(form)):
+            log.warning("%s was not checked: %s", path, absent)
         elif gate:
             report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
             write_json(folder / "gate" / "report.json", report.to_dict())

@@ -30,12 +30,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``.
-
-    Raises ValueError, with the reasons, for a student that the shipped model file cannot run.
-    """
-    if reasons := obstacles(student):
-        raise ValueError(f"the MLX form cannot be this student: {'; '.join(reasons)} (docs/serving.md).")
+    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``."""
     config = json.loads(student.config.to_json_string())
     for name in ("_name_or_path", "auto_map"):
         config.pop(name, None)

@@ -22,7 +22,7 @@ PUBLISHED = (
     "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "*.py", "README.md", "LICENSE*", "NOTICE*", "plan.json", "head_scores.json",
     "evaluation.json", "training.json",
-    "gate/check.py", "gate/reference.json", "gate/reference.safetensors", "gate/report.json",
+    "gate/*.py", "gate/reference.json", "gate/reference.safetensors", "gate/report.json",
 )  # fmt: skip
 """Files of an export; another file in its folder is a reason to stop."""
 SECRETS = {
