@@ -82,7 +82,7 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     if not (folder / MARK).is_file():
         check_no_run(folder)
         raise ValueError(f"{folder} is not an export, for it has no {MARK}; pass the folder of an export.")
-    form = read_json(folder / MARK).get("form")
+    form = form_of(folder)
     if form in program.PACKAGES:
         check_unchanged(folder)
         own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
@@ -97,6 +97,11 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
         _refuse_code(foreign_code(folder), folder, trust_remote_code)
         check_checkpoint(folder)
     return run_gate(folder, device)
+
+
+def form_of(folder: Path) -> str:
+    """Read the form of an export; empty for a folder that is not one, or has the first format."""
+    return read_json(folder / MARK).get("form", "") if (folder / MARK).is_file() else ""
 
 
 def _refuse_code(other: list[str], folder: Path, trusted: bool) -> None:
@@ -231,7 +236,7 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
         results = Path(scratch) / "checks.json"
-        for file in _program_files(read_json(folder / MARK).get("form", "")):
+        for file in _program_files(form_of(folder)):
             shutil.copyfile(file, Path(scratch) / file.name)
         alias = Path(scratch) / "export"  # transformers 4.56 imports no code from a folder with a dot in its name
         alias.symlink_to(folder.resolve(), target_is_directory=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from ..io import Record
 from ..model import HybridForCausalLM
 from . import falcon_h1
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 FILE = "model.gguf"
 ARCHITECTURE = "falcon-h1"
@@ -121,7 +124,7 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     return found
 
 
-def _add_sizes(writer: Any, config: Record) -> None:
+def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -141,7 +144,7 @@ def _add_sizes(writer: Any, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
+def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
     """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
     from gguf import TokenType
 
