@@ -78,11 +78,13 @@ def export_checkpoint(
         raise ValueError(f"{path} is not a folder; pass a new folder, or an export to replace.")
     if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(f"{path} holds files that are not an export; pass a new folder, or an export to replace.")
-    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
+    tied = tied_weights(student)
     module, files = writer(form, student), None
     with replacing_folder(path) as folder:
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
+        if student.generation_config is not None:
+            student.generation_config.save_pretrained(folder)
         if module is not None and form in PACKAGES:
             module.write(student, tokenizer, folder)
             files = {found.name: file_hash(found) for found in sorted(folder.iterdir())}
@@ -146,8 +148,13 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(old, ignore_errors=True)
 
 
+def tied_weights(student: HybridForCausalLM) -> Mapping[str, str]:
+    """Map the name of each tensor that is not stored to the one that it shares."""
+    return student._tied_weights_keys if student.config.tie_word_embeddings else {}
+
+
 def write_weights(
-    tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str
+    tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str = "2GB"
 ) -> None:
     """Write safetensors and, for more than one file, their index. Raises ExportError for an empty tensor."""
     state = {name: tensor for name, tensor in tensors.items() if name not in tied}
@@ -162,7 +169,7 @@ def write_weights(
 
 
 def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) -> None:
-    """Write config.json, which says where remote code is if there is any, and generation_config.json."""
+    """Write config.json, which says where remote code is if there is any."""
     if form == "falcon-h1":
         config = configuration(student)
     else:
@@ -176,8 +183,6 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
     if form == "remote-code":
         config["auto_map"] = AUTO_MAP
     write_json(folder / "config.json", config)
-    if student.generation_config is not None:
-        student.generation_config.save_pretrained(folder)
 
 
 def _checked_attention(student: HybridForCausalLM) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..io import save_tensors, write_json
+from ..io import write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import rope_settings
+from .checkpoint import tied_weights, write_weights
 from .falcon_h1 import backbone_obstacles, rope_kinds
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")
@@ -38,7 +39,4 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder
     config["backbone"].setdefault("rope_theta", theta[0] if theta else 10000.0)
     write_json(folder / "config.json", {**config, "model_file": MODEL_FILE.name})
     shutil.copyfile(MODEL_FILE, folder / MODEL_FILE.name)
-    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
-    state = {name: tensor for name, tensor in student.state_dict().items() if name not in tied}
-    save_tensors(folder / "model.safetensors", {name: t.detach().cpu().contiguous() for name, t in state.items()})
-    tokenizer.save_pretrained(folder)
+    write_weights(student.state_dict(), folder, tied_weights(student))
