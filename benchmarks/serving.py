@@ -22,14 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results" / "serving.json"
-N_PROMPTS, LONGEST, NEW_TOKENS, BATCH = 64, 256, 16, 8
+if TYPE_CHECKING:
+    from hybrid_distill.export.check import Greedy
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "serving.json"
+N_PROMPTS, NEW_TOKENS, BATCH = 64, 16, 8
 LEAD = 1e-3
 """Lead of the best logit over the second, relative to the largest, below which two programs may round apart."""
 CONTEXT = 512
@@ -41,228 +45,108 @@ OWN_LAYERS = ("transformers", "onnx", "mlx")
 
 Tokens = list[list[int]]
 Record = dict[str, Any]
+Found = tuple[str, Record]
+PROGRAMS: Record = runpy.run_path(str(ROOT / "hybrid_distill" / "export" / "programs.py"))  # without torch
+Program: Any = PROGRAMS["Program"]
 
 
-class Engine:
-    """A program with a student loaded: `begin` reads prompts, `step` a token of each. Both return logits [B, V] after
-    the last token, and the state; `nbytes` are those of the state of one prompt."""
+class Transformers(Program):
+    """Eager transformers, with the folder's own code; batches are left-padded."""
 
-    batch = BATCH
-    begin: Callable[[Tokens], tuple[np.ndarray, Any]]
-    step: Callable[[Sequence[int], Any], tuple[np.ndarray, Any]]
-    nbytes: Callable[[Any], int]
-
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        logits_BV, state = self.begin(prompts)
-        rows = [[int(token)] for token in logits_BV.argmax(-1)]
-        while len(rows[0]) < new_tokens:
-            logits_BV, state = self.step([row[-1] for row in rows], state)
-            rows = [[*row, int(token)] for row, token in zip(rows, logits_BV.argmax(-1))]
-        return rows
-
-    def logits(self, prompt: list[int]) -> list[float] | None:
-        return self.begin([prompt])[0][0].tolist()
-
-    def cache_bytes(self, prompt: list[int]) -> int:
-        return self.nbytes(self.begin([prompt])[1])
-
-
-def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    longest = max(map(len, prompts))
-    rows = [([0] * (longest - len(prompt)) + prompt, longest - len(prompt)) for prompt in prompts]
-    return np.array([row for row, _ in rows]), np.array([[0] * n + [1] * (longest - n) for _, n in rows])
-
-
-class Transformers(Engine):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, context: int, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_grad_enabled(False)
+        torch.set_num_threads(threads)
         self.torch, options = torch, {"trust_remote_code": True, "dtype": torch.float32}
         self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
-    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
-        ids, mask = map(self.torch.tensor, left_padded(prompts))
-        return self._read(ids, mask, None)
+    def begin(self, prompts: Tokens, every: bool = False) -> np.ndarray:
+        ids, self.mask = map(self.torch.tensor, PROGRAMS["left_padded"](prompts))
+        self.cache = None
+        return self._read(ids, 0 if every else 1)
 
-    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
-        mask = self.torch.nn.functional.pad(state[0], (0, 1), value=1)
-        return self._read(self.torch.tensor([[token] for token in tokens]), mask, state[1])
+    def step(self, tokens: Sequence[int]) -> np.ndarray:
+        self.mask = self.torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        return self._read(self.torch.tensor([[token] for token in tokens]), 1)
 
-    def _read(self, ids: Any, mask: Any, cache: Any) -> tuple[np.ndarray, Any]:
-        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache, "logits_to_keep": 1}
-        out = self.model(ids, use_cache=True, **options)
-        return out.logits[:, -1].numpy(), (mask, out.past_key_values)
+    def _read(self, ids: Any, keep: int) -> np.ndarray:
+        places = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = {"attention_mask": self.mask, "position_ids": places, "past_key_values": self.cache}
+        out = self.model(ids, use_cache=True, logits_to_keep=keep, **options)
+        self.cache = out.past_key_values
+        return out.logits.numpy()
 
-    def nbytes(self, state: Any) -> int:
-        held = [value for layer in state[1].layers for value in vars(layer).values()]
+    def nbytes(self) -> int:
+        held = [value for layer in self.cache.layers for value in vars(layer).values()]
         return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, self.torch.Tensor))
 
 
-class Onnx(Engine):
-    """By the Session of generate.py, which lies beside the graph."""
-
-    def __init__(self, folder: Path) -> None:
-        self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads=1)
-
-    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
-        return self._read(*left_padded(prompts), self.session.first_states(len(prompts)))
-
-    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
-        return self._read(np.array([tokens]).T, np.pad(state[0], ((0, 0), (0, 1)), constant_values=1), state[1])
-
-    def _read(self, ids: np.ndarray, mask: np.ndarray, states: Any) -> tuple[np.ndarray, Any]:
-        logits, states = self.session.run(ids, mask, states, keep=1)
-        return logits[:, -1], (mask, states)
-
-    def nbytes(self, state: Any) -> int:
-        return sum(value.numpy().nbytes for value in state[1].values())
+ENGINES = {"transformers": Transformers, **PROGRAMS["PROGRAMS"]}
 
 
-class LlamaCpp(Engine):
-    """By llama.cpp's C functions; keys and values in 32 bit. Rows of a batch need no padding."""
-
-    def __init__(self, folder: Path) -> None:
-        import llama_cpp
-
-        self.lib: Any = llama_cpp
-        self.lib.llama_backend_init()
-        file = str(folder / "model.gguf").encode()
-        self.model = self.lib.llama_model_load_from_file(file, self.lib.llama_model_default_params())
-        self.n_vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
-        self.context = None
-
-    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
-        if self.context is not None:
-            self.lib.llama_free(self.context)
-        options = self.lib.llama_context_default_params()
-        options.n_seq_max, options.n_threads, options.n_threads_batch = len(prompts), 1, 1
-        options.n_ctx = len(prompts) * (max(map(len, prompts)) + NEW_TOKENS)
-        options.n_batch, options.flash_attn_type, options.type_k, options.type_v = sum(map(len, prompts)), 0, 0, 0
-        self.context = self.lib.llama_init_from_model(self.model, options)
-        return self._read(prompts, [0] * len(prompts))
-
-    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
-        return self._read([[token] for token in tokens], state)
-
-    def _read(self, rows: Tokens, starts: list[int]) -> tuple[np.ndarray, Any]:
-        batch, last = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1), []
-        for n, (row, start) in enumerate(zip(rows, starts)):
-            for at, token in enumerate(row):
-                index = batch.n_tokens
-                batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, start + at, 1
-                batch.seq_id[index][0], batch.logits[index] = n, at == len(row) - 1
-                batch.n_tokens += 1
-            last.append(batch.n_tokens - 1)
-        assert self.lib.llama_decode(self.context, batch) == 0
-        self.lib.llama_batch_free(batch)
-        found = [self.lib.llama_get_logits_ith(self.context, at) for at in last]
-        logits_BV = np.stack([np.ctypeslib.as_array(row, (self.n_vocab,)) for row in found])
-        return logits_BV, [start + len(row) for start, row in zip(starts, rows)]
-
-    def nbytes(self, state: Any) -> int:
-        """Count what llama.cpp writes to save the sequence, its own few numbers included."""
-        return self.lib.llama_state_seq_get_size(self.context, 0)
-
-
-class Mlx(Engine):
-    batch = 1
-
-    def __init__(self, folder: Path) -> None:
-        import mlx.core as mx
-        from mlx_lm.models.cache import make_prompt_cache
-        from mlx_lm.utils import load_model
-
-        self.mx, self.make_cache = mx, make_prompt_cache
-        self.model, _ = load_model(folder, trust_remote_code=True)
-        self.model.set_dtype(mx.float32)
-
-    def begin(self, prompts: Tokens) -> tuple[np.ndarray, Any]:
-        return self._read(prompts, self.make_cache(self.model))
-
-    def step(self, tokens: Sequence[int], state: Any) -> tuple[np.ndarray, Any]:
-        return self._read([list(tokens)], state)
-
-    def _read(self, rows: Tokens, cache: Any) -> tuple[np.ndarray, Any]:
-        return np.array(self.model(self.mx.array(rows), cache=cache)[:, -1]), cache
-
-    def nbytes(self, state: Any) -> int:
-        return sum(layer.nbytes for layer in state)
-
-
-class Vllm(Engine):
-    """By its own scheduler, which shows neither logits nor states."""
-
-    def __init__(self, folder: Path) -> None:
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        from vllm import LLM, SamplingParams
-
-        self.sampling = SamplingParams
-        shape = {"max_model_len": CONTEXT + NEW_TOKENS, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 2**28}
-        options = {"enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True, **shape}
-        self.engine = LLM(str(folder), dtype="float32", mamba_ssm_cache_dtype="float32", **options)
-
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in found]
-
-    def logits(self, prompt: list[int]) -> None:
-        return None
-
-    def cache_bytes(self, prompt: list[int]) -> int:
-        """Count the pages of all layers that a sequence of full length takes."""
-        groups = self.engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-        config = self.engine.llm_engine.vllm_config
-        return sum(len(one.layer_names) * one.kv_cache_spec.max_memory_usage_bytes(config) for one in groups)
-
-
-ENGINES = {"transformers": Transformers, "onnx": Onnx, "gguf": LlamaCpp, "mlx": Mlx, "vllm": Vllm}
-
-
-def work(engine: str, folder: Path, prompts: Tokens) -> Record:
+def work(engine: str, folder: Path, prompts: Tokens, threads: int) -> Record:
     """Run one engine on one folder, in this process."""
-    model, started = ENGINES[engine](folder), time.perf_counter()
-    batches = [prompts[at : at + model.batch] for at in range(0, len(prompts), model.batch)]
-    tokens = [row for batch in batches for row in model.generate(batch, NEW_TOKENS)]
+    model, started = ENGINES[engine](folder, CONTEXT + NEW_TOKENS, threads), time.perf_counter()
+    tokens = model.generate(prompts, NEW_TOKENS)
     seconds = time.perf_counter() - started
     long, times = [5 + (7 * place) % 50 for place in range(CONTEXT)], []
     for _ in range(3):
         started = time.perf_counter()
         model.generate([long], 1)
         times.append(time.perf_counter() - started)
+    logits = [model.logits(prompt) for prompt in prompts[:BATCH]]
     # Not resource.getrusage, whose peak includes that of the process which started this one.
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     packages = ("torch", "transformers", "onnxruntime", "llama_cpp", "mlx_lm", "vllm")
     return {
         "tokens": tokens,
-        "logits": [model.logits(prompt) for prompt in prompts[:BATCH]],
+        "logits": [None if found is None else found[-1].tolist() for found in logits],
         "ms_to_first_token": round(1e3 * min(times), 1),
+        "ms_of_next_token": least_ms_of_step(model, long[:128]),
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
         "cache_bytes": model.cache_bytes(long),
         "peak_bytes": peak * 1024,
+        "load": round(os.getloadavg()[0], 1),
         "versions": {name: sys.modules[name].__version__ for name in packages if name in sys.modules},
     }
 
 
-def make_prompts(vocab_size: int) -> Tokens:
-    """Draw prompts of all lengths up to 256, none of the first few tokens, which are often special."""
+def least_ms_of_step(model: Any, prompt: list[int]) -> float | None:
+    """Time the steps behind a prompt, and take the least, which a busy machine disturbs least."""
+    if type(model).generate is not Program.generate:  # by its own scheduler
+        return None
+    model.begin([prompt])
+    times = []
+    for _ in range(4 * NEW_TOKENS):
+        started = time.perf_counter()
+        model.step([7])
+        times.append(time.perf_counter() - started)
+    return round(1e3 * min(times), 2)
+
+
+def make_prompts(vocab_size: int, longest: int) -> Tokens:
+    """Draw prompts of lengths from 1 to ``longest``, none of the first few tokens, which are often special."""
     generator = np.random.default_rng(0)
-    return [generator.integers(5, vocab_size, 1 + (37 * n) % LONGEST).tolist() for n in range(N_PROMPTS)]
+    return [generator.integers(5, vocab_size, 1 + (37 * n) % longest).tolist() for n in range(N_PROMPTS)]
 
 
-def expected(model: Any, prompts: Tokens) -> list[Any]:
-    """Let the model itself continue each prompt alone: tokens [T], their leads and logits."""
+def expected(model: Any, prompts: Tokens) -> list[Greedy]:
+    """Let the model itself continue the prompts: tokens [1, T], their leads and logits of each."""
     import torch
 
-    from hybrid_distill.export.check import greedy
+    from hybrid_distill.export.check import Greedy, greedy, left_padded
 
-    return [greedy(model, torch.tensor([prompt]), None, NEW_TOKENS, past_ends=True) for prompt in prompts]
+    found = []
+    for at in range(0, len(prompts), BATCH):
+        ids = [torch.tensor(prompt) for prompt in prompts[at : at + BATCH]]
+        out = greedy(model, *left_padded(ids), NEW_TOKENS, past_ends=True)
+        found += [Greedy(*(part[n : n + 1] for part in out)) for n in range(len(ids))]
+    return found
 
 
-def compare(made: Record, right: Sequence[Any]) -> Record:
+def compare(made: Record, right: Sequence[Greedy]) -> Record:
     """Replace tokens and logits by how they compare with what is right."""
     compared = different = 0
     worst, scale = 0.0, 0.0
@@ -281,20 +165,23 @@ def compare(made: Record, right: Sequence[Any]) -> Record:
 
 def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
     """Count the bytes of one sequence's cache in float32, convolution states included."""
-    from hybrid_distill.export.falcon_h1 import Container, configuration
-    from hybrid_distill.plan import cache_bytes
+    from hybrid_distill.plan import cache_bytes, container_bytes
 
+    config = student.config
+    sizes = {"length": CONTEXT, "head_dim": config.head_dim, "d_state": config.d_state, "bytes_per_element": 4}
+    own = cache_bytes(plan, **sizes, conv_width=config.conv_width)
     if engine in OWN_LAYERS or (plan.keeps_all and engine in NATIVE):
-        sizes = {"length": CONTEXT, "head_dim": student.config.head_dim, "d_state": student.config.d_state}
-        said = cache_bytes(plan, **sizes, bytes_per_element=4, conv_width=student.config.conv_width)
-        return said.total + said.conv
-    config = json.loads((folder / "config.json").read_text()) if engine == "vllm" else configuration(student)
-    channels = config["mamba_d_ssm"] + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
-    conv = config["num_hidden_layers"] * channels * (config["mamba_d_conv"] - 1) * 4
-    return Container(config, {}).cache_bytes(CONTEXT, 4) + conv
+        return own.total + own.conv
+    states = container_bytes(plan, **sizes | {"length": 0})
+    keys = container_bytes(plan, **sizes) - states
+    if engine == "vllm":  # spreads small heads over larger ones
+        keys *= json.loads((folder / "config.json").read_text())["head_dim"] // config.head_dim
+    n_ssm = max(1, *(len(plan.recurrent_in(layer)) for layer in range(plan.n_layers)))
+    conv = n_ssm * (config.head_dim + 2 * config.d_state) * (config.conv_width - 1) * 4
+    return keys + states + plan.n_layers * conv
 
 
-def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Iterator[tuple[str, Record]]:
+def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int, threads: int) -> Iterator[Found]:
     """Export student and teacher for each engine and run both. Yields a record of each engine."""
     import torch
 
@@ -303,13 +190,13 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Iterator[
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.student.build import build_student
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     run = finished_run(run_folder)
     (student, plan), teacher = run.trained_student(), run.teacher.float().eval()
     options = {"d_state": student.config.d_state, "recurrence": student.config.recurrence}
     all_heads = build_student(teacher, HeadPlan.all(teacher), **options)[0].float().eval()
     models = {"student": (student.float().eval(), plan), "teacher": (all_heads, HeadPlan.all(teacher))}
-    prompts = make_prompts(student.config.vocab_size)
+    prompts = make_prompts(student.config.vocab_size, longest)
     (asked := place / "prompts.json").write_text(json.dumps(prompts))
     right = {name: expected(model, prompts) for name, (model, _) in models.items()}
     for engine, python in pythons.items():
@@ -322,8 +209,8 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Iterator[
                 else:
                     form: Any = "remote-code" if engine == "transformers" else engine
                     export_checkpoint(model, run.tokenizer, folder, plan=heads, form=form, gate=False)
-                command = [python, __file__, "--worker", engine, str(folder), str(asked), str(answer)]
-                bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+                command = [python, __file__, "--worker", engine, str(folder), str(asked), str(answer), str(threads)]
+                bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(threads)}
                 done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=place)
                 if not answer.exists():
                     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
@@ -339,8 +226,9 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path) -> Iterator[
 def main() -> None:
     """Measure and write the JSON; exit status 1 where an engine computes other tokens."""
     if sys.argv[1:2] == ["--worker"]:
-        engine, folder, prompts, answer = sys.argv[2:]
-        Path(answer).write_text(json.dumps(work(engine, Path(folder), json.loads(Path(prompts).read_text()))))
+        engine, folder, prompts, answer, threads = sys.argv[2:]
+        made = work(engine, Path(folder), json.loads(Path(prompts).read_text()), int(threads))
+        Path(answer).write_text(json.dumps(made))
         return
     from provenance import about, read, write
 
@@ -348,16 +236,19 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--name", help="name of the student in the record; by default the folder's")
+    parser.add_argument("--longest", type=int, default=256, help="prompts have from 1 to so many tokens")
+    parser.add_argument("--threads", type=int, default=1, help="mlx-lm takes what it wants")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     pythons = {"transformers": sys.executable, **dict(pair.split("=", 1) for pair in options.engine)}
     if unknown := pythons.keys() - ENGINES.keys():
         parser.error(f"--engine {', '.join(unknown)} is not one of {', '.join(ENGINES)}")
-    different, setting = 0, {"prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT}
+    setting = {"prompts": N_PROMPTS, "new_tokens": NEW_TOKENS, "context": CONTEXT}
+    different, own = 0, {"longest_prompt": options.longest, "threads": options.threads}
     with tempfile.TemporaryDirectory() as folder:
-        for engine, found in measure(options.run, pythons, Path(folder)):
+        for engine, found in measure(options.run, pythons, Path(folder), options.longest, options.threads):
             students = read(options.out).get("students", {})
-            students.setdefault(options.name or options.run.name, {})[engine] = found
+            students.setdefault(options.name or options.run.name, {})[engine] = own | found
             write(options.out, about("students in other engines") | setting | {"students": students})
             different += sum(record.get("tokens_different", 0) for record in found.values())
     raise SystemExit(int(different > 0))

@@ -202,22 +202,18 @@ class HeadPlan:
         return cls.from_pairs(scores, _best_heads(parts, capacity))
 
     @classmethod
-    def container_friendly(cls, scores: Scored, k: int, kv_heads: int, by: str = "retrieval") -> HeadPlan:
-        """Keep the ``k`` heads of greatest total score that need at most ``kv_heads`` KV heads in any layer.
+    def container_friendly(cls, scores: Scored, kv_heads: int, by: str = "retrieval") -> HeadPlan:
+        """Keep, in each layer, all heads of the ``kv_heads`` KV heads with the greatest total score.
 
-        Every layer of a Falcon-H1 has as many KV heads as the fullest one needs (`container_bytes`). Scores are those
-        of `under_budget`. Raises ValueError where so few KV heads cannot serve ``k`` heads.
+        Every layer of a Falcon-H1 has as many KV heads as the fullest one needs, so such a plan fills what its cache
+        holds anyway (`container_bytes`): other heads of a stored KV head are free. Scores are those of `under_budget`.
         """
-        cls.check_k(scores, k)
-        COUNT.check("kv_heads", kv_heads)
-        parts = [_layer_choices(groups, kv_heads) for groups in _group_values(scores, by)]
-        if (most := sum(max(len(heads) for _, _, heads in choices) for choices in parts)) < k:
-            raise ValueError(
-                f"{kv_heads} KV heads in each layer serve {most} heads; take a smaller k, or more KV heads."
-            )
-        bonus = 1 + 2 * max(abs(value) for choices in parts for _, value, _ in choices)  # so that no place stays empty
-        parts = [[(n, value + n * bonus, heads) for n, value, heads in choices] for choices in parts]
-        return cls.from_pairs(scores, _best_heads(parts, k))
+        Limits(1, scores.n_kv_heads, whole=True).check("kv_heads", kv_heads)
+        kept = list[HeadId]()
+        for groups in _group_values(scores, by):
+            wholes = sorted((group[-1] for group in groups), key=lambda whole: -whole[0])
+            kept += [head for _, heads in wholes[:kv_heads] for head in heads]
+        return cls.from_pairs(scores, kept)
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
@@ -361,7 +357,7 @@ _cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that na
 
 
 Choice = tuple[int, float, tuple[HeadId, ...]]
-"""Heads that may be kept of one group or layer: what they weigh, what they are worth, which they are."""
+"""Heads that may be kept of one group: what they weigh, what they are worth, which they are."""
 
 
 def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[HeadId, ...]]]]]:
@@ -378,21 +374,6 @@ def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[
             heads.sort(key=lambda head: -value_LH[head])
             found[-1].append([(sum(value_LH[h] for h in heads[:n]), tuple(heads[:n])) for n in range(len(heads) + 1)])
     return found
-
-
-def _layer_choices(groups: Sequence[Sequence[tuple[float, tuple[HeadId, ...]]]], kv_heads: int) -> list[Choice]:
-    """List the best 0, 1, 2 ... heads of a layer that no more than ``kv_heads`` of its groups hold."""
-    best: dict[tuple[int, int], tuple[float, tuple[HeadId, ...]]] = {(0, 0): (0.0, ())}  # by groups, heads
-    for group in groups:
-        for (used, n), (value, heads) in list(best.items()):
-            for more, of_group in group[1:] if used < kv_heads else ():
-                place = (used + 1, n + len(of_group))
-                if place not in best or best[place][0] < value + more:
-                    best[place] = (value + more, heads + of_group)
-    of_size: dict[int, Choice] = {}
-    for (_, n), (value, heads) in best.items():
-        of_size[n] = max(of_size.get(n, (n, -math.inf, ())), (n, value, heads), key=lambda choice: choice[1])
-    return list(of_size.values())
 
 
 def _best_heads(parts: Sequence[Sequence[Choice]], capacity: int) -> list[HeadId]:

@@ -225,18 +225,15 @@ def test_a_model_of_a_thousand_heads() -> None:
 
 
 @pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
-def test_no_plan_of_as_many_heads_under_the_cap_is_worth_more(scores: Any) -> None:
-    plans = every_plan(scores)
-    for cap in range(1, scores.n_kv_heads + 1):
-        for k in range(5):
-            allowed = [scores.worth(plan) for plan in plans if plan.k == k and max(kv_counts(plan)) <= cap]
-            if not allowed:
-                with pytest.raises(ValueError, match=f"{cap} KV heads in each layer serve"):
-                    HeadPlan.container_friendly(scores, k, cap)
-                continue
-            found = HeadPlan.container_friendly(scores, k, cap)
-            assert found.k == k and max(kv_counts(found)) <= cap and found.teacher == "abc"
-            assert scores.worth(found) == pytest.approx(max(allowed), abs=1e-9)
+def test_a_container_friendly_plan_fills_its_layers_and_no_such_plan_is_worth_more(scores: Any) -> None:
+    plans, group_size = every_plan(scores), scores.n_heads // scores.n_kv_heads
+    for n in range(1, scores.n_kv_heads + 1):
+        found = HeadPlan.container_friendly(scores, n)
+        full = [plan for plan in plans if kv_counts(plan) == [n] * scores.n_layers and plan.k == found.k]
+        assert found in full and found.k == n * group_size * scores.n_layers and found.teacher == "abc"
+        assert scores.worth(found) == pytest.approx(max(map(scores.worth, full)), abs=1e-9)
+    with pytest.raises(ValueError, match="kv_heads is 0"):
+        HeadPlan.container_friendly(scores, 0)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +260,12 @@ def test_the_command_writes_the_plan_with_the_smallest_cache_or_the_best_within_
     job = PlanJob(k=6, container_friendly=True, to=tmp_path / "plan.json")
     table = make_plan(scores, replace(job, model="tiny"))
     plan = HeadPlan.load(job.to)
-    assert plan.k == 6 and max(kv_counts(plan)) == 1 and {(2, 6), (0, 1), (5, 5), (1, 2)} <= set(plan.kept)
-    # 6 layers: a KV head of 16 channels over 4,096 tokens in 16 bit; 8 heads with a state of 16 x 16 in 32 bit
-    assert f"{6 * (2 * 16 * 4096 * 2 + max(len(plan.recurrent_in(n)) for n in range(6)) * 1024) / 1e6:.3f}" in table
+    assert kv_counts(plan) == [1] * 6 and {(2, 6), (0, 1), (5, 5), (1, 2)} <= set(plan.kept)
+    # 6 layers: a KV head of 16 channels over 4,096 tokens in 16 bit; 6 heads with a state of 16 x 16 in 32 bit
+    assert f"{6 * (2 * 16 * 4096 * 2 + 6 * 1024) / 1e6:.3f}" in table
+    make_plan(scores, replace(job, model="tiny", k=13))
+    assert kv_counts(HeadPlan.load(job.to)) == [2] * 6
     make_plan(scores, replace(job, model="tiny", max_mb=3.3))
-    assert max(kv_counts(HeadPlan.load(job.to))) <= 2
+    assert kv_counts(HeadPlan.load(job.to)) == [2] * 6
     with pytest.raises(ValueError, match=r"no plan fits into --max-mb 0\.1: the smallest needs 1\.6"):
         make_plan(scores, replace(job, model="tiny", max_mb=0.1))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import tyro
@@ -22,10 +21,10 @@ class PlanJob:
     """Choice of heads, and the cache that it is shown for."""
 
     k: CountOrZero = 6
-    """Heads kept, over all layers."""
+    """Heads kept, over all layers; with ``--container-friendly`` at least as many."""
     container_friendly: bool = False
-    """Spread the heads over the layers, for a small cache as a Falcon-H1 (docs/export.md): the fewest KV heads in each
-    layer that serve k heads, or as many as ``--max-mb`` holds."""
+    """Keep as many whole KV heads in each layer, which makes the smallest cache as a Falcon-H1 (docs/export.md): the
+    fewest that hold k heads, or as many as ``--max-mb`` holds."""
     max_mb: Positive | None = None
     """Largest cache as a Falcon-H1, in MB."""
     length: Count = 4096
@@ -43,32 +42,36 @@ def make_plan(path: Path, job: PlanJob) -> str:
     check_options(job, "--")
     scores = HeadScores.load(path)
     config = load_config(job.model or str(scores.provenance.get("model"))).get_text_config(decoder=True)
-    sizes: dict[str, Any] = {"length": job.length, "head_dim": head_dim_of(config), "d_state": job.d_state}
+    sizes = {"length": job.length, "head_dim": head_dim_of(config), "d_state": job.d_state}
+    cache, container = partial(cache_bytes, **sizes), partial(container_bytes, **sizes)
     plans = {"any": HeadPlan.top_k(scores, job.k)}
-    fewest = max(1, math.ceil(job.k * scores.n_kv_heads / (scores.n_layers * scores.n_heads)))
-    for kv_heads in range(fewest, scores.n_kv_heads + 1) if job.container_friendly else ():
-        plans[str(kv_heads)] = HeadPlan.container_friendly(scores, job.k, kv_heads)
-    in_mb = {name: container_bytes(plan, **sizes) / 1e6 for name, plan in plans.items()}
-    fitting = [name for name in plans if job.max_mb is None or in_mb[name] <= job.max_mb]
+    if job.container_friendly:
+        kv_heads = range(1, scores.n_kv_heads + 1)
+        plans |= {str(n): HeadPlan.container_friendly(scores, n) for n in kv_heads}
+    offered = [name for name in plans if name != "any" or not job.container_friendly]
+    fitting = [name for name in offered if job.max_mb is None or container(plans[name]) <= job.max_mb * 1e6]
     if not fitting:
-        raise ValueError(f"no plan fits into --max-mb {job.max_mb:g}: the smallest needs {min(in_mb.values()):.3f} MB.")
-    # Without a limit the smallest; within one, the plan of greatest score.
-    chosen = fitting[0] if not job.container_friendly else fitting[-1] if job.max_mb else str(fewest)
+        smallest = container(plans[offered[0]]) / 1e6
+        raise ValueError(f"no plan fits into --max-mb {job.max_mb:g}: the smallest needs {smallest:.3f} MB.")
+    enough = [name for name in fitting if plans[name].k >= job.k]
+    chosen = fitting[-1] if job.max_mb else enough[0]
     value_LH = scores.value_LH()
     worth = {name: sum(value_LH[head].item() for head in plan.kept) for name, plan in plans.items()}
     rows = [
         {
             "KV heads a layer": name,
+            "heads kept": plan.k,
             "accuracy drops kept": f"{worth[name]:.3f}",
-            "MB": f"{cache_bytes(plan, **sizes).total / 1e6:.3f}",
-            "MB as a Falcon-H1": f"{in_mb[name]:.3f}",
-            "heads": " ".join(map(str, plan.kept)),
+            "MB": f"{cache(plan).total / 1e6:.3f}",
+            "MB as a Falcon-H1": f"{container(plan) / 1e6:.3f}",
             "": "written" if name == chosen else "",
         }
         for name, plan in plans.items()
     ]
     plans[chosen].save(job.to)
-    return f"{text_table(pd.DataFrame(rows))}\nCache of {job.length:,} tokens, state {job.d_state}. plan: {job.to}"
+    heads = " ".join(map(str, plans[chosen].kept))
+    made_for = f"Cache of {job.length:,} tokens, state {job.d_state}."
+    return f"{text_table(pd.DataFrame(rows))}\n{made_for} Written to {job.to}: {heads}"
 
 
 def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[PlanJob] = PlanJob()) -> None:

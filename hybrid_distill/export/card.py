@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from ..evaluation.evaluate import EvalResult
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
-from ..plan import BF16_BYTES, HeadPlan, cache_bytes
+from ..plan import HeadPlan, cache_bytes, container_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY
 from .falcon_h1 import container
@@ -64,9 +64,9 @@ def model_card(
         oldest=oldest_transformers(config.backbone["model_type"]),
         newest=TRIED["tried"][-1],
         right=", ".join(TRIED["falcon-h1"]),
-        stock=container(student) if form == "falcon-h1" else None,
+        stock_parameters=container(student).parameters() if form == "falcon-h1" else 0,
+        stock_bytes=container_bytes(plan, length=4096, head_dim=config.head_dim, d_state=config.d_state),
         n_parameters=student.num_parameters(),
-        bytes_per_element=BF16_BYTES,
         missed=_most_missed(scores, plan) if scores else [],
         training=training,
         results=results or {},

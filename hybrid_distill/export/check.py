@@ -24,7 +24,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +51,8 @@ Record: TypeAlias = dict[str, Any]
 Model: TypeAlias = Any
 """A model of transformers, whose class may come with the checkpoint."""
 FORMAT = "hybrid-distill/export-gate/1"
-FORMS = ("remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx", "onnx")
+PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxruntime"}
+"""Packages that run the forms for other programs; programs.py asks them."""
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -106,7 +107,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
 
     record, prompts = read_record(gate), load_prompts(gate, device)
     yield _none("pickled files", [path.name for path in folder.rglob("*") if path.suffix in PICKLES])
-    if record["form"] in ENGINES:
+    if record["form"] in PACKAGES:
         yield check_files(folder, record)
     else:
         if record["form"] != "remote-code":
@@ -121,8 +122,8 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
         tokenizer = kind.from_pretrained(folder, **trust)
         wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
         yield _none("tokenizer: texts with other ids", wrong)
-    if record["form"] in ENGINES:
-        yield from check_engine(folder, record, prompts)
+    if record["form"] in PACKAGES:
+        yield from check_program(folder, record, prompts)
         return
     model, loading = load_model(folder, record, device, trust)
     yield loading
@@ -137,7 +138,7 @@ def read_record(gate: Path) -> Record:
     record = json.loads((gate / "reference.json").read_text())
     if (found := record.get("format")) != FORMAT:
         raise ValueError(f"{gate / 'reference.json'} has format {found!r}, expected {FORMAT!r}")
-    return {"form": FORMS[0], "quantized": record.get("quantised"), **record}
+    return {"form": "remote-code", "quantized": record.get("quantised"), **record}
 
 
 def load_prompts(gate: Path, device: str) -> Prompts:
@@ -326,139 +327,21 @@ def greedy(
     return Greedy(out.sequences[:, ids_BL.shape[1] :], leads_BT, torch.stack(out.logits, dim=1).float())
 
 
-class Answer(NamedTuple):
-    """Logits [L, V] of a prompt, where a program shows them, and the greedy tokens that continue it."""
-
-    logits: Any
-    tokens: Sequence[int]
-
-
-def check_engine(folder: Path, record: Record, prompts: Prompts) -> Iterator[Check]:
-    """Compare what another program computes with the record."""
-    engine, limit = ENGINES[record["form"]], TOLERANCE[getattr(torch, record["computes"])]["order"]
-    found = engine.answers(folder, [ids_L.tolist() for ids_L in prompts.ids], len(prompts.generated[0]))
-    if found[0].logits is not None:
-        columns = [torch.as_tensor(answer.logits).float()[:, prompts.columns] for answer in found]
-        yield check_logits(f"{engine.package} = exported model", columns, prompts.logits, limit, scale=prompts.scale)
-    yield check_tokens(engine.package, [torch.tensor(answer.tokens) for answer in found], prompts, limit)
+def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Check]:
+    """Compare what another program computes with the record: logits of each prompt alone, tokens of a batch."""
+    package, limit = PACKAGES[record["form"]], TOLERANCE[getattr(torch, record["computes"])]["order"]
+    ids, length = [ids_L.tolist() for ids_L in prompts.ids], len(prompts.generated[0])
+    program = load_program(record["form"])(folder, max(map(len, ids)) + length)
+    logits = [found for prompt in ids if (found := program.logits(prompt)) is not None]
+    if logits:
+        columns = [torch.as_tensor(logits_LV).float()[:, prompts.columns] for logits_LV in logits]
+        yield check_logits(f"{package} = exported model", columns, prompts.logits, limit, scale=prompts.scale)
+    yield check_tokens(package, [torch.tensor(tokens) for tokens in program.generate(ids, length)], prompts, limit)
 
 
-def by_onnxruntime(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    import numpy as np
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    outputs = [put.name for put in session.get_outputs()]
-    sizes: dict[Any, Any] = {"batch": 1, "past_length": 0}
-    shapes = {put.name: [sizes.get(n, n) for n in put.shape] for put in session.get_inputs()}
-    empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name.startswith("past")}
-    answers = []
-    for prompt in ids:
-        past, given, tokens = empty, [list(prompt)], list[int]()
-        first: Any = None
-        for _ in range(new_tokens):
-            seen = np.ones((1, len(prompt) + len(tokens)), np.int64)
-            found = session.run(outputs, {"input_ids": np.array(given), "attention_mask": seen, **past})
-            present: dict[str, Any] = dict(zip(outputs, found))
-            first = present["logits"] if first is None else first
-            tokens.append(int(present["logits"][0, -1].argmax()))
-            past = {name: present[name.replace("past_key_values", "present")] for name in empty}
-            given = [tokens[-1:]]
-        answers.append(Answer(first[0], tokens))
-    return answers
-
-
-def by_vllm(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    # In this process; on a CPU, without binding threads to cores.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    from vllm import LLM, SamplingParams  # pyright: ignore
-
-    engine = LLM(
-        str(folder),
-        dtype="float32",
-        mamba_ssm_cache_dtype="float32",
-        max_model_len=max(map(len, ids)) + new_tokens,
-        max_num_seqs=len(ids),
-        enforce_eager=True,
-        enable_prefix_caching=False,  # on CPUs it fails for prompts of more than 128 tokens
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=2**28,  # by itself it asks for nearly all memory of the machine
-    )
-    asked = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    found = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in ids], asked)
-    return [Answer(None, list(answer.outputs[0].token_ids)) for answer in found]
-
-
-def by_llama_cpp(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    """Ask llama.cpp by its C functions, which can keep keys and values in float32 as the record does."""
-    import llama_cpp as lib
-    import numpy as np
-
-    lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(str(folder / "model.gguf").encode(), lib.llama_model_default_params())
-    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    options = lib.llama_context_default_params()
-    options.n_ctx = options.n_batch = max(map(len, ids)) + new_tokens
-    options.type_k = options.type_v = options.flash_attn_type = 0  # float32; by itself it rounds to 16 bit
-
-    def logits(context: Any, tokens: Sequence[int], start: int) -> Any:
-        batch = lib.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for place, token in enumerate(tokens):
-            batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, start + place, 1
-            batch.seq_id[place][0], batch.logits[place] = 0, 1
-        if status := lib.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode ended with status {status}")
-        rows = [lib.llama_get_logits_ith(context, place) for place in range(len(tokens))]
-        found = np.stack([np.ctypeslib.as_array(row, (n_vocab,)) for row in rows])
-        lib.llama_batch_free(batch)
-        return found
-
-    answers = []
-    for prompt in ids:
-        context = lib.llama_init_from_model(model, options)
-        latest_LV = first_LV = logits(context, prompt, 0)
-        tokens = [int(latest_LV[-1].argmax())]
-        while len(tokens) < new_tokens:
-            latest_LV = logits(context, tokens[-1:], len(prompt) + len(tokens) - 1)
-            tokens.append(int(latest_LV[-1].argmax()))
-        answers.append(Answer(first_LV, tokens))
-        lib.llama_free(context)
-    return answers
-
-
-def by_mlx(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-    import mlx.core as mx
-    import numpy as np
-    from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(folder, trust_remote_code=True)  # its model file, an own one (verify_export)
-    model.set_dtype(mx.float32)
-    answers = []
-    for prompt in ids:
-        cache, tokens = make_prompt_cache(model), list[int]()
-        first = latest = model(mx.array([prompt]), cache=cache)
-        for _ in range(new_tokens):
-            tokens.append(int(latest[0, -1].argmax()))
-            latest = model(mx.array([tokens[-1:]]), cache=cache)
-        answers.append(Answer(np.array(first[0]), tokens))
-    return answers
-
-
-class Engine(NamedTuple):
-    """The package of a program, and the function that asks it."""
-
-    package: str
-    answers: Callable[[Path, Sequence[Sequence[int]], int], list[Answer]]
-
-
-ENGINES = {
-    "vllm": Engine("vllm", by_vllm),
-    "gguf": Engine("llama_cpp", by_llama_cpp),
-    "mlx": Engine("mlx_lm", by_mlx),
-    "onnx": Engine("onnxruntime", by_onnxruntime),
-}
+def load_program(form: str) -> Callable[[Path, int], Model]:
+    """Return the class of programs.py, which lies beside this file, that runs a form."""
+    return runpy.run_path(str(Path(__file__).with_name("programs.py")))["PROGRAMS"][form]
 
 
 def _none(name: str, found: Sequence[str], shown: int = 8) -> Check:
@@ -491,8 +374,8 @@ def main() -> int:
         print(f"{options.folder} is not an export: {error}", file=sys.stderr)
         return 2
     needs = ["torchao"] if record["quantized"] else []
-    if record["form"] in ENGINES:
-        needs.append(ENGINES[record["form"]].package)
+    if record["form"] in PACKAGES:
+        needs.append(PACKAGES[record["form"]])
     if record["form"] == "safetensors":
         needs.append("hybrid_distill")
     else:  # as on a machine that does not have them: importing them fails

@@ -31,7 +31,8 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
-from .engines import absent_engine, writer
+from .check import PACKAGES
+from .engines import absent_program, writer
 from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
 from .versions import oldest_transformers
@@ -77,13 +78,15 @@ def export_checkpoint(
         raise ValueError(f"{path} is not a folder; pass a new folder, or an export to replace.")
     if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(f"{path} holds files that are not an export; pass a new folder, or an export to replace.")
-    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
-    engine, files = writer(form, student), None
+    tied = tied_weights(student)
+    module, files = writer(form, student), None
     with replacing_folder(path) as folder:
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
-        if engine is not None:
-            engine.write(student, tokenizer, folder)
+        if student.generation_config is not None:
+            student.generation_config.save_pretrained(folder)
+        if module is not None and form in PACKAGES:
+            module.write(student, tokenizer, folder)
             files = {found.name: file_hash(found) for found in sorted(folder.iterdir())}
         else:
             write_weights(export_gate.stored_tensors(student, form), folder, tied, max_shard_size)
@@ -103,8 +106,8 @@ def export_checkpoint(
         card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         write_text(folder / "README.md", card)
         export_gate.write_record(student, tokenizer, folder, tied=tied, form=form, files=files)
-        if gate and (absent := absent_engine(form)):
-            log.warning("%s was not checked: %s, which runs it, is not installed here (docs/serving.md)", path, absent)
+        if gate and (absent := absent_program(form)):
+            log.warning("%s was not checked: %s", path, absent)
         elif gate:
             report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
             write_json(folder / "gate" / "report.json", report.to_dict())
@@ -145,8 +148,13 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(old, ignore_errors=True)
 
 
+def tied_weights(student: HybridForCausalLM) -> Mapping[str, str]:
+    """Map the name of each tensor that is not stored to the one that it shares."""
+    return student._tied_weights_keys if student.config.tie_word_embeddings else {}
+
+
 def write_weights(
-    tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str
+    tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str = "2GB"
 ) -> None:
     """Write safetensors and, for more than one file, their index. Raises ExportError for an empty tensor."""
     state = {name: tensor for name, tensor in tensors.items() if name not in tied}
@@ -161,7 +169,7 @@ def write_weights(
 
 
 def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) -> None:
-    """Write config.json, which says where remote code is if there is any, and generation_config.json."""
+    """Write config.json, which says where remote code is if there is any."""
     if form == "falcon-h1":
         config = configuration(student)
     else:
@@ -175,8 +183,6 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
     if form == "remote-code":
         config["auto_map"] = AUTO_MAP
     write_json(folder / "config.json", config)
-    if student.generation_config is not None:
-        student.generation_config.save_pretrained(folder)
 
 
 def _checked_attention(student: HybridForCausalLM) -> str:

@@ -1,69 +1,48 @@
-"""Forms for programs other than transformers: a table, of which only the row that is asked for is imported.
+"""Forms other than the student itself: a table, of which only the module that is asked for is imported.
 
-Each row's module has ``obstacles(student)``, the reasons why the form cannot express it, and ``write(student,
-tokenizer, folder)``. The program that runs what was written is asked by the gate (`check.ENGINES`).
+Each module has ``obstacles(student)``, the reasons why its form cannot express a student. Those for programs other than
+transformers have ``write(student, tokenizer, folder)`` too, which trusts that there were none.
 """
 
 from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple, Protocol, cast
-
-from transformers import PreTrainedTokenizerBase
+from types import ModuleType
 
 from ..model import HybridForCausalLM
-from .check import ENGINES
+from .check import PACKAGES
+
+WRITTEN_WITH = {"falcon-h1": None, "vllm": None, "gguf": "gguf", "mlx": None, "onnx": "onnxscript"}
+"""The package that writes each form, if it needs one; the extra that brings it has the form's name."""
+EXTRA = {"gguf": "llama-cpp"}
+"""The extra that brings the program, where it does not have the form's name."""
 
 
-class Writer(Protocol):
-    """The module of a form."""
-
-    def obstacles(self, student: HybridForCausalLM) -> list[str]: ...
-    def write(self, student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None: ...
-
-
-class Row(NamedTuple):
-    """Module of this folder, the packages that it writes with (their extra has the form's name), and the extra that
-    brings the program."""
-
-    module: str
-    packages: tuple[str, ...]
-    program: str
-
-
-ROWS = {
-    "vllm": Row("vllm", (), "vllm"),
-    "gguf": Row("gguf", ("gguf",), "llama-cpp"),
-    "mlx": Row("mlx", (), "mlx"),
-    "onnx": Row("onnx", ("onnxscript",), "onnx"),
-}
-
-
-def writer(form: str, student: HybridForCausalLM) -> Writer | None:
-    """Import the module of a form; None for the forms of transformers.
+def writer(form: str, student: HybridForCausalLM) -> ModuleType | None:
+    """Import the module of a form; None for the student itself, with or without remote code.
 
     Raises ValueError, with all reasons, for a student that the form cannot express, and where it needs a package that
     is not installed.
     """
-    if form not in ROWS:
+    if form not in WRITTEN_WITH:
         return None
-    module = cast(Writer, importlib.import_module(f".{ROWS[form].module}", __package__))
+    module = importlib.import_module(f".{form.replace('-', '_')}", __package__)
     if reasons := module.obstacles(student):
         raise ValueError(
             f"this student cannot be exported as {form}: {'; '.join(reasons)}. Export it as remote-code, which takes "
             "every student, or train one that fits (docs/export.md)."
         )
-    if absent := [name for name in ROWS[form].packages if find_spec(name) is None]:
+    if (package := WRITTEN_WITH[form]) and find_spec(package) is None:
         raise ValueError(
-            f"--form {form} is written with {', '.join(absent)}, which is not installed; "
-            f"pip install 'hybrid-distill[{form}]'."
+            f"--form {form} is written with {package}, which is not installed; pip install 'hybrid-distill[{form}]'."
         )
     return module
 
 
-def absent_engine(form: str) -> str | None:
-    """Return the package that runs a form, if it is not installed here."""
-    package = ENGINES[form].package if form in ENGINES else None
-    return package if package and find_spec(package) is None else None
+def absent_program(form: str) -> str | None:
+    """Say which package runs a form, and how to install it, if it is not installed here."""
+    package = PACKAGES.get(form)
+    if package is None or find_spec(package) is not None:
+        return None
+    return f"{package}, which runs it, is not installed here (pip install 'hybrid-distill[{EXTRA.get(form, form)}]')"

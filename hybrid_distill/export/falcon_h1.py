@@ -43,13 +43,6 @@ class Container:
         tied = {"lm_head.weight"} if self.config["tie_word_embeddings"] else set()
         return sum(tensor.numel() for name, tensor in self.state.items() if name not in tied)
 
-    def cache_bytes(self, length: int, bytes_per_element: int) -> int:
-        """Add up keys, values and fp32 states of one sequence, without convolution states."""
-        config = self.config
-        kv = 2 * config["num_key_value_heads"] * config["head_dim"] * length * bytes_per_element
-        ssm = config["mamba_d_ssm"] * config["mamba_d_state"] * 4
-        return config["num_hidden_layers"] * (kv + ssm)
-
 
 @dataclass(frozen=True)
 class _Layout:
@@ -68,7 +61,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     if not recurrence.startswith("mamba2") and any(mixer.ssm for mixer in student.mixers()):
         found.append(
             f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what they add "
-            "by the step of which the decay is made"
+            "by the step of which the decay is made (train one with --student.recurrence mamba2)"
         )
     return found + backbone_obstacles(student)
 
@@ -92,15 +85,7 @@ def rope_kinds(student: HybridForCausalLM) -> set[str]:
 
 
 def configuration(student: HybridForCausalLM) -> Record:
-    """Make config.json, with RoPE in the spellings of transformers 4 and 5 alike.
-
-    Raises ValueError, with the reasons, for a student that cannot be a Falcon-H1.
-    """
-    if reasons := obstacles(student):
-        raise ValueError(
-            f"this student cannot be a Falcon-H1: {'; '.join(reasons)}. Export it as remote-code, which is the same "
-            "model and needs trust_remote_code, or train one with --student.recurrence mamba2 (docs/export.md)."
-        )
+    """Make config.json, with RoPE in the spellings of transformers 4 and 5 alike."""
     layout = _layout(student)
     backbone = student.config.backbone
     rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
@@ -135,7 +120,7 @@ def configuration(student: HybridForCausalLM) -> Record:
 
 @torch.no_grad()
 def container(student: HybridForCausalLM) -> Container:
-    """Turn the student into a Falcon-H1. Raises ValueError as `configuration` does."""
+    """Turn the student, which has no `obstacles`, into a Falcon-H1."""
     config, layout = configuration(student), _layout(student)
     source = student.state_dict()
     state = {
@@ -158,7 +143,7 @@ def container(student: HybridForCausalLM) -> Container:
 
 def _layout(student: HybridForCausalLM) -> _Layout:
     """Find the fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
-    groups = [_kept_by_group(mixer) for mixer in student.mixers()]
+    groups = [kept_by_group(mixer) for mixer in student.mixers()]
     sizes = {len(heads) for layer in groups for heads in layer} | {1}
     needed = {size: max(sum(-(-len(heads) // size) for heads in layer) for layer in groups) for size in sizes}
     per_kv_head = min(sizes, key=lambda size: (needed[size], size))
@@ -166,7 +151,7 @@ def _layout(student: HybridForCausalLM) -> _Layout:
     return _Layout(max(needed[per_kv_head], 1), per_kv_head, max(n_ssm_heads, 1), student.config.head_dim)
 
 
-def _kept_by_group(mixer: HybridMixer) -> list[list[int]]:
+def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
     """List places of the kept heads among the kept ones, for each KV head that the student stores."""
     return [
         [place for place, head in enumerate(mixer.kept) if head // mixer.group_size == group]
@@ -179,7 +164,7 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     per_kv_head, head_dim = layout.per_kv_head, layout.head_dim
     q_places: list[int | None] = []
     kv_places: list[int | None] = []
-    for stored, places in enumerate(_kept_by_group(mixer)):
+    for stored, places in enumerate(kept_by_group(mixer)):
         for start in range(0, len(places), per_kv_head):
             shared = places[start : start + per_kv_head]
             q_places += [*shared, *[None] * (per_kv_head - len(shared))]
@@ -192,12 +177,12 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     for part, places in (("q", q_places), ("k", kv_places), ("v", kv_places)):
         projection = None if mixer.attention is None else getattr(mixer.attention, f"{part}_proj")
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
-        tensors[f"self_attn.{part}_proj.weight"] = _placed(weight, places, head_dim)
+        tensors[f"self_attn.{part}_proj.weight"] = placed(weight, places, head_dim)
         if has_bias:
             bias = weight.new_zeros(len(weight)) if projection is None or projection.bias is None else projection.bias
-            tensors[f"self_attn.{part}_proj.bias"] = _placed(bias, places, head_dim)
+            tensors[f"self_attn.{part}_proj.bias"] = placed(bias, places, head_dim)
     heads = [None if place is None else mixer.kept[place] for place in q_places]
-    tensors["self_attn.o_proj.weight"] = _placed(out.T, heads, head_dim).T
+    tensors["self_attn.o_proj.weight"] = placed(out.T, heads, head_dim).T
     if has_bias:
         bias = mixer.o_proj.bias
         tensors["self_attn.o_proj.bias"] = out.new_zeros(len(out)) if bias is None else bias
@@ -214,14 +199,14 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
     for part, width in widths.items():
         projection = None if mixer.ssm is None else getattr(mixer.ssm, f"{part}_proj")
         weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
-        weights[part] = _placed(weight, places, width)
+        weights[part] = placed(weight, places, width)
         bias = getattr(projection, "bias", None)
-        biases[part] = _placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
+        biases[part] = placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
     taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
         sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
         taps = dict(zip("xbc", mixer.ssm.conv_weight.split(sizes), strict=True))
-    conv_RK = torch.cat([_placed(taps[part], places, widths[part]) for part in "xbc"])
+    conv_RK = torch.cat([placed(taps[part], places, widths[part]) for part in "xbc"])
     without_gate = torch.zeros_like(torch.cat([biases[part] for part in "xbca"]))
     skip = out.new_zeros(0) if mixer.ssm is None else mixer.ssm.D
     heads = [None if place is None else mixer.recurrent[place] for place in places]
@@ -232,13 +217,13 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         "mamba.conv1d.bias": torch.cat([biases[part] for part in "xbc"]),
         "mamba.dt_bias": biases["a"],
         "mamba.A_log": torch.zeros_like(biases["a"]),
-        "mamba.D": _placed(skip, places, 1),
-        "mamba.out_proj.weight": _placed(out.T, heads, head_dim).T,
+        "mamba.D": placed(skip, places, 1),
+        "mamba.out_proj.weight": placed(out.T, heads, head_dim).T,
         "mamba.out_proj.bias": out.new_zeros(len(out)),  # vLLM has one switch for this bias and that of in_proj
     }
 
 
-def _placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
+def placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
     """Put blocks of ``width`` rows into a new order, with zeros where there is no place to take them from."""
     blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
     blocks = torch.cat([blocks, blocks.new_zeros(1, *blocks.shape[1:])])

@@ -28,7 +28,7 @@ from ..progress import Phase
 from ..teacher import eval_mode
 from . import check as program
 from .check import Check, Prompts, greedy, tensor_hash
-from .engines import ROWS, absent_engine
+from .engines import absent_program
 from .falcon_h1 import container
 
 PROMPT_LENGTHS = (1, 7, 24, 45)
@@ -82,21 +82,26 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     if not (folder / MARK).is_file():
         check_no_run(folder)
         raise ValueError(f"{folder} is not an export, for it has no {MARK}; pass the folder of an export.")
-    form = read_json(folder / MARK).get("form")
-    if form in program.ENGINES:
+    form = form_of(folder)
+    if form in program.PACKAGES:
         check_unchanged(folder)
         own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
         other = [file.name for file in folder.glob("*.py") if file_hash(file) not in own]
         _refuse_code(other, folder, trust_remote_code)
-        if absent := absent_engine(form):
+        if absent := absent_program(form):
             raise ValueError(
-                f"{folder} is run by {absent}, which is not installed here: only its files were checked. pip install "
-                f"'hybrid-distill[{ROWS[form].program}]', or {folder / 'gate' / 'check.py'} with a Python that has it."
+                f"only the files of {folder} were checked: {absent}; install it, or run "
+                f"{folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
         _refuse_code(foreign_code(folder), folder, trust_remote_code)
         check_checkpoint(folder)
     return run_gate(folder, device)
+
+
+def form_of(folder: Path) -> str:
+    """Read the form of an export; empty for a folder that is not one, or has the first format."""
+    return read_json(folder / MARK).get("form", "") if (folder / MARK).is_file() else ""
 
 
 def _refuse_code(other: list[str], folder: Path, trusted: bool) -> None:
@@ -112,7 +117,7 @@ def check_unchanged(folder: Path) -> None:
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
     record = program.read_record(folder / "gate")
-    look = program.check_files if record["form"] in program.ENGINES else program.check_tensors_on_disk
+    look = program.check_files if record["form"] in program.PACKAGES else program.check_tensors_on_disk
     check = look(folder, record)
     if not check.ok:
         raise ExportError(f"{folder} is not as it was exported: {check.name} {check.measured:g} ({check.detail}).")
@@ -130,18 +135,16 @@ def write_record(
     folder: Path,
     *,
     tied: Mapping[str, str],
-    form: str = program.FORMS[0],
+    form: str = "remote-code",
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``gate/`` of an export: the program that checks it, and what ``student`` and ``tokenizer`` compute.
 
     ``tied`` maps a name to the name its tensor is stored by; ``files`` has the hashes of what another program reads.
-    Raises ValueError for a student that ``form`` cannot
-    express.
     """
     texts = [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
     # Two programs that compute one function differ by their rounding: what they have in common shows in float32.
-    other_program = form == "falcon-h1" or form in program.ENGINES
+    other_program = form == "falcon-h1" or form in program.PACKAGES
     reference = copy.deepcopy(student).float() if other_program else student
     record = {
         "format": program.FORMAT,
@@ -158,7 +161,7 @@ def write_record(
         record["files"] = dict(files)
     _begin_record(folder, record)
     ids = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
-    prompts = record_prompts(reference, ids, past_ends=form in program.ENGINES)
+    prompts = record_prompts(reference, ids, past_ends=form in program.PACKAGES)
     lists = {name: tensors for name, tensors in vars(prompts).items() if name != "columns"}
     tensors = {f"{name}_{i}": tensor for name in lists for i, tensor in enumerate(lists[name])}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in {"columns": prompts.columns, **tensors}.items()}
@@ -181,13 +184,20 @@ def copy_record(source: Path, folder: Path, quantized: Record) -> None:
 def _begin_record(folder: Path, record: Record) -> None:
     """Write the program and reference.json, with the Python files that lie beside the weights."""
     (folder / "gate").mkdir()
-    shutil.copyfile(program.__file__, folder / "gate" / "check.py")
+    for file in _program_files(record["form"]):
+        shutil.copyfile(file, folder / "gate" / file.name)
     code = {path.name: file_hash(path) for path in sorted(folder.glob("*.py"))}
     write_json(folder / MARK, {**record, "code": code}, indent=1)
 
 
+def _program_files(form: str) -> list[Path]:
+    """List the files of the program that checks a form."""
+    check = Path(program.__file__)
+    return [check, check.with_name("programs.py")] if form in program.PACKAGES else [check]
+
+
 def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
-    """Return what a form holds of a student, by name, tied tensors too. Raises ValueError for an unsuitable student."""
+    """Return what a form holds of a student, by name, tied tensors too."""
     return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
@@ -225,8 +235,9 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
-        results, program_copy = Path(scratch) / "checks.json", Path(scratch) / "check_export.py"
-        shutil.copyfile(program.__file__, program_copy)
+        results = Path(scratch) / "checks.json"
+        for file in _program_files(form_of(folder)):
+            shutil.copyfile(file, Path(scratch) / file.name)
         alias = Path(scratch) / "export"  # transformers 4.56 imports no code from a folder with a dot in its name
         alias.symlink_to(folder.resolve(), target_is_directory=True)
         environment |= {
@@ -235,7 +246,7 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
             "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
-        command = [sys.executable, program_copy, alias, "--device", device, "--json", results]
+        command = [sys.executable, Path(scratch) / "check.py", alias, "--device", device, "--json", results]
         with Phase(f"checking {called or folder} in a separate process"):
             run = subprocess.run(
                 command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True

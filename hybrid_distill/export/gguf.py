@@ -8,9 +8,8 @@ student has of these. Every layer has as many attention heads as the fullest one
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from ..io import Record
 from ..model import HybridForCausalLM
 from . import falcon_h1
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 FILE = "model.gguf"
 ARCHITECTURE = "falcon-h1"
@@ -80,32 +82,21 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write ``model.gguf``; matrices keep the student's dtype, all else is fp32, as in llama.cpp's own files.
 
-    Raises ValueError, with the reasons, for a student or a tokenizer that llama.cpp cannot run as it is, and where the
-    package gguf is not installed.
+    Raises ValueError for a tokenizer that llama.cpp lacks.
     """
-    if find_spec("gguf") is None:
-        raise ValueError("GGUF files are written by the package gguf, which is not installed; pip install gguf.")
     import gguf
 
-    if reasons := obstacles(student):
-        raise ValueError(f"llama.cpp cannot run this student: {'; '.join(reasons)} (docs/serving.md).")
     pre_tokenizer = _pre_tokenizer(tokenizer)
     stock = falcon_h1.container(student)
     writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
     _add_sizes(writer, stock.config)
     _add_tokenizer(writer, tokenizer, pre_tokenizer, stock.config)
-    matrices = {
-        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
-        torch.float16: gguf.GGMLQuantizationType.F16,
-    }.get(student.dtype, gguf.GGMLQuantizationType.F32)
-    writer.add_file_type(
-        {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F16": gguf.LlamaFileType.MOSTLY_F16}.get(
-            matrices.name, gguf.LlamaFileType.ALL_F32
-        )
-    )
+    types = gguf.GGMLQuantizationType
+    matrices = {torch.bfloat16: types.BF16, torch.float16: types.F16}.get(student.dtype, types.F32)
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if matrices is types.F32 else 'MOSTLY'}_{matrices.name}"])
     for name, tensor in tensors(stock).items():
         is_matrix = name.endswith(".weight") and tensor.ndim == 2 and "ssm_conv1d" not in name
-        kind = matrices if is_matrix else gguf.GGMLQuantizationType.F32
+        kind = matrices if is_matrix else types.F32
         array = gguf.quants.quantize(tensor.detach().float().cpu().contiguous().numpy(), kind)
         writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
@@ -133,7 +124,7 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     return found
 
 
-def _add_sizes(writer: Any, config: Record) -> None:
+def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -153,7 +144,7 @@ def _add_sizes(writer: Any, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
+def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
     """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
     from gguf import TokenType
 

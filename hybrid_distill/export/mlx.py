@@ -8,9 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..io import save_tensors, write_json
+from ..io import write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import rope_settings
+from .checkpoint import tied_weights, write_weights
 from .falcon_h1 import backbone_obstacles, rope_kinds
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")
@@ -30,12 +31,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``.
-
-    Raises ValueError, with the reasons, for a student that the shipped model file cannot run.
-    """
-    if reasons := obstacles(student):
-        raise ValueError(f"the MLX form cannot be this student: {'; '.join(reasons)} (docs/serving.md).")
+    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``."""
     config = json.loads(student.config.to_json_string())
     for name in ("_name_or_path", "auto_map"):
         config.pop(name, None)
@@ -43,7 +39,4 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder
     config["backbone"].setdefault("rope_theta", theta[0] if theta else 10000.0)
     write_json(folder / "config.json", {**config, "model_file": MODEL_FILE.name})
     shutil.copyfile(MODEL_FILE, folder / MODEL_FILE.name)
-    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
-    state = {name: tensor for name, tensor in student.state_dict().items() if name not in tied}
-    save_tensors(folder / "model.safetensors", {name: t.detach().cpu().contiguous() for name, t in state.items()})
-    tokenizer.save_pretrained(folder)
+    write_weights(student.state_dict(), folder, tied_weights(student))

@@ -9,7 +9,6 @@ Shapes: B batch, L length, H recurrent heads, P head dim, N state size, Q tokens
 import re
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +19,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 CHUNK = 64  # tokens that are mixed by matrix products at a time
 MIN_LOG_DECAY = -30.0
+Mask = mx.array | str | None
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ModelArgs(BaseModelArgs):
     """The fields of config.json that the model reads; ``backbone`` is the teacher's configuration."""
 
     model_type: str
-    backbone: dict[str, Any]
+    backbone: dict
     kept: list[list[int]]
     d_state: int
     conv_width: int
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         scaling = args.backbone.get("rope_scaling")
         self.rope = initialize_rope(self.head_dim, base.rope_theta, False, scaling, base.max_position_embeddings)
 
-    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    def __call__(self, x: mx.array, mask: Mask, cache: KVCache | None) -> mx.array:
         q, k, v = (
             projection(x).reshape(*x.shape[:2], n, self.head_dim).swapaxes(1, 2)
             for projection, n in zip((self.q_proj, self.k_proj, self.v_proj), self.counts)
@@ -92,7 +92,7 @@ class Recurrent(nn.Module):
         self.conv_weight = mx.zeros((sum(self.sizes), args.conv_width))
         self.D = mx.zeros((n_heads,))
 
-    def __call__(self, u: mx.array, mask: Any, cache: Any) -> mx.array:
+    def __call__(self, u: mx.array, mask: mx.array | None, cache: ArraysCache | None) -> mx.array:
         xbc = mx.concatenate([self.x_proj(u), self.b_proj(u), self.c_proj(u)], axis=-1)
         xbc = self._convolved(xbc, mask, cache)
         if self.is_mamba2:
@@ -111,7 +111,7 @@ class Recurrent(nn.Module):
         y = y + self.D.astype(mx.float32)[:, None] * x
         return y.astype(u.dtype) * nn.silu(self.z_proj(u)).reshape(heads)
 
-    def _convolved(self, xbc: mx.array, mask: Any, cache: Any) -> mx.array:
+    def _convolved(self, xbc: mx.array, mask: mx.array | None, cache: ArraysCache | None) -> mx.array:
         """Convolve causally after what the cache holds; keep the last inputs of each row there."""
         length, n_past = xbc.shape[1], self.conv_weight.shape[1] - 1
         if mask is not None:
@@ -157,7 +157,7 @@ class Mixer(nn.Module):
         has_bias = args.has_bias and args.base.model_type == "llama"
         self.o_proj = nn.Linear(args.n_heads * args.head_dim, args.width, bias=has_bias)
 
-    def __call__(self, x: mx.array, masks: tuple[Any, Any], cache: Any) -> mx.array:
+    def __call__(self, x: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple) -> mx.array:
         heads = []
         if "attention" in self:
             heads.append(self.attention(x, masks[0], cache[0]))
@@ -173,7 +173,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
 
-    def __call__(self, h: mx.array, masks: tuple[Any, Any], cache: Any) -> mx.array:
+    def __call__(self, h: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple) -> mx.array:
         h = h + self.self_attn(self.input_layernorm(h), masks, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
         self.layers = [Layer(args, kept) for kept in args.kept]
         self.norm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
 
-    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+    def __call__(self, ids: mx.array, cache: list[CacheList] | None) -> mx.array:
         h = self.embed_tokens(ids)
         layers = [(None,)] * len(self.layers) if cache is None else [one.caches for one in cache]
         held = [one for layer in layers for one in layer if one is not None]
@@ -206,7 +206,7 @@ class Model(nn.Module):
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.width, args.base.vocab_size, bias=False)
 
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: list[CacheList] | None = None) -> mx.array:
         h = self.model(inputs, cache)
         return self.model.embed_tokens.as_linear(h) if self.args.tie_word_embeddings else self.lm_head(h)
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer, SSMHeads
-from .falcon_h1 import _kept_by_group, _placed
+from .falcon_h1 import kept_by_group, placed
 
 if TYPE_CHECKING:
     from onnx_ir import Model, Value
@@ -56,21 +56,9 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 @torch.no_grad()
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write model.onnx in float32, with its weights in model.onnx.data where one file cannot hold them; generate.py.
+    """Write model.onnx in float32, with its weights in model.onnx.data where one file cannot hold them; generate.py."""
+    import onnx_ir
 
-    Raises ValueError, with the reasons, for a student that cannot be written, or where onnxscript is not installed.
-    """
-    if reasons := obstacles(student):
-        raise ValueError(
-            f"this student cannot be written as ONNX: {'; '.join(reasons)}. Export it as remote-code (docs/export.md)."
-        )
-    try:
-        import onnx_ir
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"ONNX is written by onnxscript, which is not installed ({error}); pip install 'hybrid-distill[onnx]'."
-        ) from error
     model = _Writer(student).model()
     ends = student.generation_config.eos_token_id if student.generation_config else student.config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
@@ -157,20 +145,20 @@ class _Writer:
             parts["xbc"] = torch.cat([projection.weight for projection in shifted]), bias
             parts["z"] = ssm.z_proj.weight, ssm.z_proj.bias
             parts["a"] = ssm.a_proj.weight, None
-        groups = _kept_by_group(mixer)
+        groups = kept_by_group(mixer)
         shared = max(map(len, groups), default=0)
         queries = [place for heads in groups for place in [*heads, *[None] * (shared - len(heads))]]
         for part, places in (("q", queries), ("k", range(len(groups))), ("v", range(len(groups)))):
             if attention is not None:
                 projection = getattr(attention, f"{part}_proj")
-                bias = None if projection.bias is None else _placed(projection.bias, places, head_dim)
-                parts[part] = _placed(projection.weight, places, head_dim), bias
+                bias = None if projection.bias is None else placed(projection.bias, places, head_dim)
+                parts[part] = placed(projection.weight, places, head_dim), bias
         made = self._split("in_proj", hidden, parts)
         written = [] if ssm is None else [self._recurrent(ssm, mixer.layer, made)]
         if attention is not None:
             written.append(self._attention(attention, mixer.layer, made, len(queries), len(groups)))
         heads = [*mixer.recurrent, *[None if place is None else mixer.kept[place] for place in queries]]
-        weight = _placed(mixer.o_proj.weight.T, heads, head_dim).T
+        weight = placed(mixer.o_proj.weight.T, heads, head_dim).T
         joined = written[0] if len(written) == 1 else self.op.Concat(*written, axis=-1)
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..io import save_tensors, write_json
+from ..io import write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import rope_settings
 from . import falcon_h1
+from .checkpoint import tied_weights, write_weights
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SPREADABLE = {"default", "linear", "llama3"}
@@ -52,19 +53,11 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None,
     stock, times = falcon_h1.container(student), spacing(student.config.head_dim) or 1
     sizes = {"head_dim": stock.config["head_dim"] * times, "key_multiplier": times**0.5}
     write_json(folder / "config.json", {**stock.config, **sizes})
-    tied = student._tied_weights_keys if student.config.tie_word_embeddings else {}
     state = {
         name: _spread(tensor, times, dim=int("o_proj" in name)) if ".self_attn." in name else tensor
         for name, tensor in stock.state.items()
-        if name not in tied
     }
-    save_tensors(
-        folder / "model.safetensors", {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    )
-    if student.generation_config is not None:
-        student.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    write_weights(state, folder, tied_weights(student))
 
 
 def _spread(weight: Tensor, times: int, dim: int) -> Tensor:

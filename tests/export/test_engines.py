@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_family_model
@@ -13,8 +14,9 @@ from students import byte_tokenizer, gate_in_this_process, only_error, tiny_stud
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import ExportError, check, export_checkpoint, verify_export
-from hybrid_distill.export.check import ENGINES, Answer, Engine, Prompts, greedy, run_checks, table
-from hybrid_distill.export.engines import ROWS, writer
+from hybrid_distill.export.check import PACKAGES, Prompts, greedy, load_program, run_checks, table
+from hybrid_distill.export.engines import WRITTEN_WITH, writer
+from hybrid_distill.export.programs import PROGRAMS, Program
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -31,10 +33,11 @@ def student_for(form: str) -> tuple[HybridForCausalLM, HeadPlan]:
 
 
 def test_every_form_has_a_writer_and_a_program() -> None:
-    assert ROWS.keys() == ENGINES.keys() == RECURRENCE.keys()
+    assert WRITTEN_WITH.keys() - {"falcon-h1"} == PACKAGES.keys() == PROGRAMS.keys() == RECURRENCE.keys()
+    assert all(load_program(form).__name__ == PROGRAMS[form].__name__ for form in PACKAGES)
 
 
-@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("form", WRITTEN_WITH)
 def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(form: str, tmp_path: Path) -> None:
     student, plan = tiny_student("gpt_neox")
     with pytest.raises(
@@ -57,7 +60,7 @@ def test_without_the_program_files_are_checked_and_nothing_else(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(check.ENGINES, "vllm", Engine("no_such_program", check.by_vllm))
+    monkeypatch.setitem(check.PACKAGES, "vllm", "no_such_program")
     student, plan = student_for("vllm")
     path = tmp_path / "export"
     assert export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form="vllm").checks == ()
@@ -65,7 +68,8 @@ def test_without_the_program_files_are_checked_and_nothing_else(
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["verify", str(path)])
-    assert end.value.code == 2 and "no_such_program, which is not installed" in only_error(capsys.readouterr().err)
+    assert end.value.code == 2
+    assert "no_such_program, which runs it, is not installed here (pip" in only_error(capsys.readouterr().err)
     weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -85,28 +89,35 @@ def test_a_program_that_computes_something_else_fails(fault: str | None, monkeyp
     logits = [student(ids_L[None]).logits[0].detach() for ids_L in ids]
     prompts = Prompts(torch.arange(300), ids, logits, [o.tokens_BT[0] for o in out], [o.leads_BT[0] + 1 for o in out])
 
-    def answers(folder: Path, ids: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
-        assert new_tokens == 6 and [list(one) for one in ids] == [ids_L.tolist() for ids_L in prompts.ids]
-        shift = 0.01 * float(prompts.scale) * (fault == "logits")
-        return [Answer(row + shift, (o.tokens_BT[0] + (fault == "tokens")).tolist()) for row, o in zip(logits, out)]
+    class Answers(Program):
+        def __init__(self, folder: Path, context: int) -> None:
+            assert context == 9 + 6
 
-    monkeypatch.setitem(check.ENGINES, "onnx", Engine("onnxruntime", answers))
-    found = list(check.check_engine(Path(), {"form": "onnx", "computes": "float32"}, prompts))
+        def logits(self, prompt: Sequence[int]) -> np.ndarray:
+            row = next(row for row, ids_L in zip(logits, ids) if ids_L.tolist() == list(prompt))
+            return row.numpy() + 0.01 * prompts.scale * (fault == "logits")
+
+        def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+            assert new_tokens == 6 and prompts == [ids_L.tolist() for ids_L in ids]
+            return [(o.tokens_BT[0] + (fault == "tokens")).tolist() for o in out]
+
+    monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
+    found = list(check.check_program(Path(), {"form": "onnx", "computes": "float32"}, prompts))
     assert [one.ok for one in found] == [fault != "logits", fault != "tokens"], table(found)
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("form", PACKAGES)
 def test_a_program_computes_what_the_student_computes(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if absent := [name for name in (*ROWS[form].packages, ENGINES[form].package) if find_spec(name) is None]:
+    if absent := [name for name in (WRITTEN_WITH[form], PACKAGES[form]) if name and find_spec(name) is None]:
         pytest.skip(f"{', '.join(absent)} is not installed here (make test-serving)")
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     student, plan = student_for(form)
     path = tmp_path / "export"
     report = export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form=form)
-    assert report.ok and f"generated tokens, {ENGINES[form].package}" in report.table()
+    assert report.ok and f"generated tokens, {PACKAGES[form]}" in report.table()
     assert verify_export(path).ok
     (path / "extra.py").write_text("")
     checks = {one.name: one for one in run_checks(path, path / "gate")}

@@ -86,13 +86,11 @@ def test_the_folder_has_all_that_mlx_lm_reads(tmp_path: Path) -> None:
     write(student_keeping("qwen2", KEPT["even"], "discrete"), byte_tokenizer(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_file"] == "mlx_model.py" and config["backbone"]["rope_theta"] > 0
-    assert {"mlx_model.py", "model.safetensors", "tokenizer.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "mlx_model.py", "model.safetensors"} == {path.name for path in tmp_path.iterdir()}
     compile((tmp_path / "mlx_model.py").read_text(), "mlx_model.py", "exec")
 
 
-def test_other_families_are_refused(tmp_path: Path) -> None:
+def test_other_families_are_refused() -> None:
     teacher = make_family_model("qwen3", vocab_size=300)
     student = student_of(teacher, HeadPlan.none(teacher))
     assert ["its backbone is qwen3" in reason for reason in obstacles(student)] == [True]
-    with pytest.raises(ValueError, match="the MLX form cannot be this student: its backbone is qwen3"):
-        write(student, byte_tokenizer(), tmp_path)

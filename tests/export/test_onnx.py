@@ -12,7 +12,7 @@ from conftest import make_family_model
 from students import keep, mixed_student
 from test_falcon_h1 import KEPT, student_keeping
 
-from hybrid_distill.export.onnx import MODEL, obstacles, write
+from hybrid_distill.export.onnx import obstacles, write
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.student.build import build_student
 
@@ -115,15 +115,10 @@ def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE is dynamic"),
     ],
 )
-def test_students_that_cannot_be_written_are_refused(
-    family: str, options: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_students_that_cannot_be_written_are_refused(family: str, options: dict[str, Any], reason: str) -> None:
     teacher = make_family_model(family, **options)
     student, _ = build_student(teacher, keep(teacher, (1,), (), (4,)), d_state=4)
     assert reason in obstacles(student)[0]
-    with pytest.raises(ValueError, match=reason) as raised:
-        write(student, None, tmp_path)
-    assert "\n" not in str(raised.value) and not (tmp_path / MODEL).exists()
 
 
 @torch.no_grad()

