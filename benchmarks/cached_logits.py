@@ -39,7 +39,7 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import fingerprint
 from hybrid_distill.train.config import DistillConfig
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
-from hybrid_distill.train.stages import EndToEnd, make_stage
+from hybrid_distill.train.stages import make_stage
 
 RESULTS = Path(__file__).parent / "results" / "cached_logits.json"
 HELD_OUT_ROWS = 16
@@ -77,7 +77,7 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
         losses.append(loss.item())
     seconds = time.process_time() - began
     with torch.no_grad():
-        whole = EndToEnd(student, run.teacher, DistillConfig(), vocab_size=len(run.tokenizer))(held_out).total.item()
+        whole = make_stage(DistillConfig(), student, run.teacher, vocab_size=len(run.tokenizer))(held_out).total.item()
     return {
         "losses": [round(loss, 6) for loss in losses],
         "held_out_kl": round(whole, 6),

@@ -31,10 +31,11 @@ from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 from hybrid_distill.student.init import INITS
 from hybrid_distill.teacher import fingerprint, load_teacher
+from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stage import Stage
-from hybrid_distill.train.stages import EndToEnd, LayerAlignment
 
 RESULTS = Path(__file__).parent / "results" / "init.json"
 HELD_OUT_SEED, PROBE_SEED = 12345, 1

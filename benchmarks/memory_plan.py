@@ -41,8 +41,10 @@ from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, StageShap
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
 from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import make_adamw, trainable
-from hybrid_distill.train.stages import EndToEnd, Stage, make_stage
+from hybrid_distill.train.stage import Stage
+from hybrid_distill.train.stages import make_stage
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "triton")

@@ -47,10 +47,11 @@ from provenance import ROOT, about, environment, older_tree, read, write
 from torch import Tensor
 
 from hybrid_distill.data import Batch
+from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import l2_norm_loss
 from hybrid_distill.train.optimizer import make_adamw
 from hybrid_distill.train.spikes import flops_per_token, peak_flops
-from hybrid_distill.train.stages import EndToEnd, Stage
+from hybrid_distill.train.stage import Stage
 
 RESULTS = Path(__file__).parent / "results" / "train_step.json"
 PACKAGES = ("torch", "transformers", "triton")

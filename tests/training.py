@@ -39,7 +39,8 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig, StageConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.parallel import fsdp2
-from hybrid_distill.train.stages import Stage, make_stage
+from hybrid_distill.train.stage import Stage
+from hybrid_distill.train.stages import make_stage
 
 CHAIN = ("align", "long", "distill")
 """Stages of `train_chain`."""

@@ -149,7 +149,7 @@ def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str
     needed = f"needs {_size(max(totals))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}{flags}"
-    launch = f"accelerate launch --config_file {LAUNCH[strategy]} --num_processes {config.gpus}"
+    launch = f"accelerate launch --config_file {LAUNCH[strategy]} --num_processes {config.gpus} -m hybrid_distill run"
     where = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
     return f"Launch ({strategy} {needed} of {where}): {launch} {command}{flags}"
 

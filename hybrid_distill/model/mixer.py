@@ -545,9 +545,8 @@ class HybridMixer(nn.Module):
         """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighboring heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
-        runs = [
-            (kept, len(list(run))) for kept, run in itertools.groupby(head in self.kept for head in range(self.n_heads))
-        ]
+        kinds = [head in self.kept for head in range(self.n_heads)]  # torch 2.9 compiles no groupby of a generator
+        runs = [(kept, len(list(run))) for kept, run in itertools.groupby(kinds)]
         parts = {
             kept: iter(heads.split([length for kept_, length in runs if kept_ == kept], dim=2))
             for kept, heads in ((True, attended), (False, recurred))

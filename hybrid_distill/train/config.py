@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -52,6 +52,8 @@ class TeacherConfig:
 class StageConfig:
     """Options that every stage has. Raises ValueError for a field out of range."""
 
+    stage: ClassVar[str] = ""
+    """The `Stage` of these options: ``file.Class``, in this folder."""
     name: Fixed[str] = "stage"
     """Name of the stage in flags, messages and trackers."""
     steps: Count = 1000
@@ -134,6 +136,7 @@ class StageConfig:
 class AlignConfig(StageConfig):
     """Layer-to-layer alignment (arXiv 2408.10189): see `LayerAlignment`."""
 
+    stage = "align.LayerAlignment"
     name: Fixed[str] = "align"
     target: Literal["mixer", "layer", "head"] = "mixer"
     """Output that must be equal: the mixer's, the layer's, or each recurrent head's."""
@@ -155,6 +158,7 @@ class AlignConfig(StageConfig):
 class MatrixConfig(StageConfig):
     """Mixing matrices against attention maps (arXiv 2408.10189): see `MatrixAlignment`."""
 
+    stage = "matrix.MatrixAlignment"
     name: Fixed[str] = "matrix"
 
 
@@ -162,6 +166,7 @@ class MatrixConfig(StageConfig):
 class DistillConfig(StageConfig):
     """End-to-end distillation: see `EndToEnd`."""
 
+    stage = "end_to_end.EndToEnd"
     name: Fixed[str] = "distill"
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """Divergence between teacher and student (docs/training.md)."""
@@ -191,6 +196,7 @@ class DistillConfig(StageConfig):
 class OnPolicyConfig(DistillConfig):
     """End-to-end distillation, partly on text that the student writes itself (arXiv 2306.13649): see `OnPolicy`."""
 
+    stage = "on_policy.OnPolicy"
     name: Fixed[str] = "on_policy"
     teacher_logits: Fixed[Path | None] = None
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"

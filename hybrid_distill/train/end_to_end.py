@@ -22,26 +22,18 @@ from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 class EndToEnd(Stage[DistillConfig]):
     """The student must predict what the teacher predicts; see `losses.distillation_loss`.
 
-    ``vocab_size`` is the tokenizer's, for models that pad their vocabulary. ``config.fused`` never holds the logits of
-    all tokens, where output embeddings are plain products and whole in this process (not under ZeRO-3).
+    ``config.fused`` never holds the logits of all tokens, where output embeddings are plain products and whole in this
+    process (not under ZeRO-3).
 
     Without a teacher, each batch must be a `TaughtBatch`: the loss is then over the teacher's likeliest tokens and "any
     other". The stored logits are for one ``temperature`` and ``vocab_size``, which must be these.
     """
 
-    def __init__(
-        self,
-        student: HybridForCausalLM,
-        teacher: PreTrainedModel | None,
-        config: DistillConfig,
-        *,
-        vocab_size: int | None = None,
-    ) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: DistillConfig) -> None:
         super().__init__(student, teacher, config)
         unshare_weights(student)
         student.set_segment_len(config.segment_len if isinstance(config, LongConfig) else None)
         self.model = student
-        self.vocab_size = vocab_size
         every = config.train == "all"
         self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
         if config.gradient_checkpointing:

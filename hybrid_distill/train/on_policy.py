@@ -41,15 +41,8 @@ class OnPolicy(EndToEnd):
 
     shardable = False
 
-    def __init__(
-        self,
-        student: HybridForCausalLM,
-        teacher: PreTrainedModel,
-        config: OnPolicyConfig,
-        *,
-        vocab_size: int | None = None,
-    ) -> None:
-        super().__init__(student, teacher, config, vocab_size=vocab_size)
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: OnPolicyConfig) -> None:
+        super().__init__(student, teacher, config)
         self.writing = config
 
     def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:

@@ -56,6 +56,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
     teacher_shardable = True
     """False where the student runs weights of the teacher, which then cannot be sharded."""
     teacher_is_sharded = False
+    vocab_size: int | None = None
+    """The tokenizer's, for models that pad their vocabulary."""
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Config) -> None:
         super().__init__()

@@ -196,7 +196,7 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     for words in (*STRATEGIES, "activations", "total with gradient checkpointing", "loss chunk", "reduce_bucket_size"):
         assert words in printed
-    assert f"accelerate launch --config_file launch/ddp.yaml --num_processes 8 {recipe} --out" in printed
+    assert f"--config_file launch/ddp.yaml --num_processes 8 -m hybrid_distill run {recipe}" in printed
 
 
 def test_a_dry_run_for_one_gpu() -> None:

@@ -20,8 +20,9 @@ from hybrid_distill.data.documents import read_documents
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.pipeline import Run
 from hybrid_distill.train.config import PostConfig
+from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import IGNORE, next_token_labels
-from hybrid_distill.train.stages import EndToEnd, make_stage
+from hybrid_distill.train.stages import make_stage
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"

@@ -13,11 +13,13 @@ from hybrid_distill.model import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
+from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig, StageConfig
+from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import distillation_loss
-from hybrid_distill.train.on_policy import _kind_of, _SampleByRow
+from hybrid_distill.train.on_policy import OnPolicy, _kind_of, _SampleByRow
 from hybrid_distill.train.parallel.fsdp2 import with_sharded_teacher
-from hybrid_distill.train.stages import EndToEnd, LayerAlignment, OnPolicy, make_stage
+from hybrid_distill.train.stages import make_stage
 
 TARGETS = ("mixer", "layer", "head")
 SOME_FAMILIES = pytest.mark.parametrize("family", ["llama", "olmo2", "gpt_neox"])
@@ -243,7 +245,7 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
 @pytest.mark.parametrize("fused", [True, False])
 def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
     student, teacher = small_models()
-    stage = EndToEnd(student, teacher, DistillConfig(temperature=2.0, fused=fused), vocab_size=99)
+    stage = make_stage(DistillConfig(temperature=2.0, fused=fused), student, teacher, vocab_size=99)
     with torch.no_grad():
         packed = packed_inputs(batch["seq_idx"])
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False, **packed).logits

@@ -19,8 +19,10 @@ from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
 from ...model.ssd import CHUNK_SIZE, LARGEST_IN_KERNELS
 from ...teacher import decoder_blocks, text_config
 from ...train.config import StageConfig
+from ...train.end_to_end import EndToEnd
 from ...train.losses import CHUNK_LOGITS as UNFUSED_CHUNK_LOGITS
-from ...train.stages import EndToEnd, MatrixAlignment, make_stage
+from ...train.matrix import MatrixAlignment
+from ...train.stages import make_stage
 
 GB = 1e9
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
