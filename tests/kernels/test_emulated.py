@@ -1,12 +1,18 @@
 """Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx_emulator`, equals float64.
 
-Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them.
+Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them, and the record says what was
+proven: benchmarks/results/prove.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +20,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import hybrid_kernels
+import triton
 from hybrid_kernels.loss import KINDS
 from hybrid_kernels.ssd_tiles import TILES
 
@@ -27,9 +35,54 @@ RUNS = [(key, gated, packed) for key in TILES for gated in BOTH for packed in BO
 ]  # fmt: skip
 CAPABILITIES = (80, 90) if PROVE else (90,)
 SYNCHRONIZING = ("bar.sync", "cp.async.wait", "wgmma.wait", "fence.proxy")
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "prove.json"
+"""By version of triton, kernel and options: the largest error against float64, or why there is none."""
 
 
-def run_ssd(key: tuple[torch.dtype, int, int, int], gated: bool, packed: bool, n_segments: int = 1) -> None:
+@pytest.fixture
+def prove(compiled) -> Callable[..., None]:
+    """Call a proof where triton compiles, and put its outcome on record with PROVE=1.
+
+    A proof fails on any race or access out of bounds, so an error on record means that there were none.
+    """
+
+    def call(kernel: str, options: str, proof: Callable[..., float], *arguments: object, tile: object = None) -> None:
+        outcome: object = "stopped"
+        try:
+            outcome = float(f"{compiled(proof, *arguments):.1e}")
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            if PROVE:
+                put_on_record(kernel, options, outcome, tile)
+
+    return call
+
+
+def put_on_record(kernel: str, options: str, outcome: object, tile: object) -> None:
+    """Add an outcome. Those of older kernels, or of another tile, go."""
+    sources = [path.read_bytes() for path in sorted(Path(hybrid_kernels.__path__[0]).glob("*.py"))]
+    kernels = hashlib.sha256(b"".join(source for source in sources if b"@triton.jit" in source)).hexdigest()[:16]
+    tile = None if tile is None else str(tile)
+    with RECORD.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        record = json.loads(file.read() or "{}")
+        of_version = record.setdefault(f"triton {triton.__version__}", {})
+        if of_version.get("kernels") != kernels:
+            of_version.clear()
+            of_version["kernels"] = kernels
+        of_kernel = of_version.setdefault(kernel, {})
+        if of_kernel.get("tile") != tile:
+            of_kernel.clear()
+            of_kernel["tile"] = tile
+        of_kernel[options] = outcome
+        file.truncate(0)
+        file.write(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def run_ssd(key: tuple[torch.dtype, int, int, int], gated: bool, packed: bool, n_segments: int = 1) -> float:
     """Compare values and gradients of two heads with the recurrence."""
     import test_ssd_kernel as interpreted
     from emulated_device import emulated
@@ -39,31 +92,31 @@ def run_ssd(key: tuple[torch.dtype, int, int, int], gated: bool, packed: bool, n
     given = interpreted.problem(1, 70, 2, head_dim, d_state, dtype=dtype, gated=gated, state=gated)
     seq_idx = interpreted.documents(1, 70) if packed else None
     with emulated(capability):
-        interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments)
+        return interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments)
 
 
-def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> None:
+def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> float:
     import test_conv_kernel as interpreted
     from emulated_device import emulated
 
     torch.manual_seed(0)
     inputs = interpreted.draw(70, 72, 4, dtype, packed)
     with emulated(capability):
-        interpreted.check(inputs, interpreted.documents(70) if packed else None, activation)
+        return interpreted.check(inputs, interpreted.documents(70) if packed else None, activation)
 
 
-def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> None:
+def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> float:
     import test_step_kernel as interpreted
     from emulated_device import emulated
 
     torch.manual_seed(0)
     both, first = (interpreted.draw(3, head_dim, d_state, dtype=dtype) for _ in range(2))
     with emulated(capability):
-        interpreted.check(both, dtype)
         interpreted.check_padding(first)
+        return interpreted.check(both, dtype)
 
 
-def run_loss(capability: int, kind: str) -> None:
+def run_loss(capability: int, kind: str) -> float:
     """A vocabulary longer than a block, and not divisible by 16; the teacher's own head, then its top 5."""
     import test_loss_kernel as interpreted
     from emulated_device import emulated
@@ -76,8 +129,10 @@ def run_loss(capability: int, kind: str) -> None:
         top = interpreted.stored(case, 5, 2.0)
         with emulated(capability):
             ours, of_top = (case.ours(known, chunk_size=8, impl="triton", **options) for known in (None, top))
-        interpreted.close(ours, case.expected(**options), tolerance)
-        interpreted.close(of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance)
+        return max(
+            interpreted.close(ours, case.expected(**options), tolerance),
+            interpreted.close(of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance),
+        )
 
 
 def unnoticed(key: tuple[torch.dtype, int, int, int]) -> tuple[set[str], list[str]]:
@@ -113,33 +168,41 @@ def unnoticed(key: tuple[torch.dtype, int, int, int]) -> tuple[set[str], list[st
     return kinds, missed
 
 
+def named(*options: object) -> str:
+    return " ".join(str(option).removeprefix("torch.") for option in options)
+
+
 @pytest.mark.parametrize(("key", "gated", "packed"), RUNS, ids=str)
-def test_a_tile_of_the_recurrence(key, gated: bool, packed: bool, compiled) -> None:
-    compiled(run_ssd, key, gated, packed)
+def test_a_tile_of_the_recurrence(key, gated: bool, packed: bool, prove) -> None:
+    dtype, capability, d_state, head_dim = key
+    kernel = named("recurrence", f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
+    prove(kernel, f"gated={gated} packed={packed}", run_ssd, key, gated, packed, tile=TILES[key])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_segments_of_a_row(capability: int, compiled) -> None:
-    compiled(run_ssd, (BF16, capability, 16, 64), True, True, 2)
+def test_segments_of_a_row(capability: int, prove) -> None:
+    prove("two segments of a row", f"sm_{capability}", run_ssd, (BF16, capability, 16, 64), True, True, 2)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "activation", "packed"), [(BF16, "silu", True), (FP32, None, False)])
-def test_the_convolution(capability: int, dtype, activation, packed: bool, compiled) -> None:
-    compiled(run_conv, capability, dtype, activation, packed)
+def test_the_convolution(capability: int, dtype, activation, packed: bool, prove) -> None:
+    options = named(f"sm_{capability}", dtype, activation, f"packed={packed}")
+    prove("convolution", options, run_conv, capability, dtype, activation, packed)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 16), (64, 64), (128, 128), (16, 4)] if PROVE else [(64, 16)])
 @pytest.mark.parametrize("dtype", [BF16, FP32] if PROVE else [BF16])
-def test_the_step(capability: int, head_dim: int, d_state: int, dtype, compiled) -> None:
-    compiled(run_step, capability, head_dim, d_state, dtype)
+def test_the_step(capability: int, head_dim: int, d_state: int, dtype, prove) -> None:
+    options = named(f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
+    prove("decoding step", options, run_step, capability, head_dim, d_state, dtype)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kind", KINDS if PROVE else ["jsd"])
-def test_the_loss(capability: int, kind: str, compiled) -> None:
-    compiled(run_loss, capability, kind)
+def test_the_loss(capability: int, kind: str, prove) -> None:
+    prove("distillation loss", f"sm_{capability} {kind}", run_loss, capability, kind)
 
 
 def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(compiled) -> None:
