@@ -15,8 +15,10 @@ of the teacher, M tokens of a chunk or of all chunks.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +140,8 @@ class _Problem(NamedTuple):
     """Dtype of the student's products."""
     teacher_dtype: torch.dtype
     chunk_size: int
-    of_logits: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
+    maths: ModuleType
+    """`loss_torch` or `loss_triton`."""
 
 
 @custom_op(
@@ -164,7 +167,7 @@ def _loss_op(
         dtype=dtype,
         teacher_dtype=teacher_dtype,
         chunk_size=chunk_size or _default_chunk(n_real, impl, hidden.device),
-        of_logits=_maths(impl),
+        maths=importlib.import_module(f".loss_{impl}", __package__),
     )
     _check_numbers(problem)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -240,13 +243,12 @@ def _chunked(
 def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Tensor, Tensor]]:
     """From a chunk's logits, its place among the tokens, and its tokens: loss_M and gradient_MV."""
     teacher, options = problem.teacher, problem.options
-    of_head, of_top_k = problem.of_logits
     if isinstance(teacher, TeacherTopK):
         ids_MK, log_probs_MK = teacher
 
         def with_top_k(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
             ids, log_probs = (_kept(t[rows], tokens) for t in (ids_MK, log_probs_MK))
-            return of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
+            return problem.maths.of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
 
         return with_top_k
 
@@ -255,7 +257,9 @@ def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Te
     head = head_WE[: problem.n_real].to(dtype)
 
     def with_head(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        return of_head(logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options)
+        return problem.maths.of_head(
+            logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options
+        )
 
     return with_head
 
@@ -387,16 +391,6 @@ def _is_right(device: torch.device, dtype: torch.dtype, kind: str, from_head: bo
     if reason is not None:
         log.warning("the distillation loss runs on torch, not on its kernel: %s", reason)
     return reason is None
-
-
-def _maths(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
-    if impl == "torch":
-        from . import loss_torch
-
-        return loss_torch.of_head, loss_torch.of_top_k
-    from . import loss_triton
-
-    return loss_triton.of_head, loss_triton.of_top_k
 
 
 def _real_vocabulary(head_VD: Tensor, teacher: TeacherHead | TeacherTopK, vocab_size: int | None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -27,12 +28,9 @@ from hybrid_kernels.ssd_tiles import TILES
 
 PROVE = os.environ.get("PROVE") == "1"
 BF16, FP32 = torch.bfloat16, torch.float32
-QUICK = {(BF16, 90, 64, 64): [(True, True)], (BF16, 80, 16, 64): [(True, False), (False, True)]}
-QUICK |= {(FP32, 80, 16, 16): [(False, False)]}
-BOTH = (False, True)
-RUNS = [(key, gated, packed) for key in TILES for gated in BOTH for packed in BOTH] if PROVE else [
-    (key, *options) for key, chosen in QUICK.items() for options in chosen
-]  # fmt: skip
+OPTIONS = ("plain", "packed", "gated", "gated-packed", "gated-packed-row")  # row: x, B and C are slices of one
+QUICK = [((BF16, 90, 64, 64), "gated-packed-row"), ((BF16, 80, 16, 64), "gated"), ((BF16, 80, 16, 64), "packed")]
+QUICK += [((FP32, 80, 16, 16), "plain")]
 CAPABILITIES = (80, 90) if PROVE else (90,)
 SYNCHRONIZING = ("bar.sync", "cp.async.wait", "wgmma.wait", "fence.proxy")
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "prove.json"
@@ -82,17 +80,18 @@ def put_on_record(kernel: str, options: str, outcome: object, tile: object) -> N
         file.write(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
-def run_ssd(key: tuple[torch.dtype, int, int, int], gated: bool, packed: bool, n_segments: int = 1) -> float:
+def run_ssd(key: tuple[torch.dtype, int, int, int], options: str, n_segments: int = 1) -> float:
     """Compare values and gradients of two heads with the recurrence."""
     import test_ssd_kernel as interpreted
     from emulated_device import emulated
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
+    gated = "gated" in options
     given = interpreted.problem(1, 70, 2, head_dim, d_state, dtype=dtype, gated=gated, state=gated)
-    seq_idx = interpreted.documents(1, 70) if packed else None
+    seq_idx = interpreted.documents(1, 70) if "packed" in options else None
     with emulated(capability):
-        return interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments)
+        return interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments, in_row="row" in options)
 
 
 def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> float:
@@ -172,16 +171,16 @@ def named(*options: object) -> str:
     return " ".join(str(option).removeprefix("torch.") for option in options)
 
 
-@pytest.mark.parametrize(("key", "gated", "packed"), RUNS, ids=str)
-def test_a_tile_of_the_recurrence(key, gated: bool, packed: bool, prove) -> None:
+@pytest.mark.parametrize(("key", "options"), itertools.product(TILES, OPTIONS) if PROVE else QUICK, ids=str)
+def test_a_tile_of_the_recurrence(key, options: str, prove) -> None:
     dtype, capability, d_state, head_dim = key
     kernel = named("recurrence", f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
-    prove(kernel, f"gated={gated} packed={packed}", run_ssd, key, gated, packed, tile=TILES[key])
+    prove(kernel, options, run_ssd, key, options, tile=TILES[key])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_segments_of_a_row(capability: int, prove) -> None:
-    prove("two segments of a row", f"sm_{capability}", run_ssd, (BF16, capability, 16, 64), True, True, 2)
+    prove("two segments of a row", f"sm_{capability}", run_ssd, (BF16, capability, 16, 64), "gated-packed-row", 2)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
