@@ -31,8 +31,10 @@ SMALLEST = 0.003  # of a kernel that does next to nothing, with its launch
 
 @cache
 def compiled(capability: int, kind: str, n: int, p: int, chunk: int, launch: Launch) -> Code:
-    """Compile and decode one kernel without options."""
-    return code_of(ssd_triton.compilation(kind, n, p, chunk, launch, full=False), capability)
+    """Compile and decode one kernel without options, but with x, B and C in one row, as a student has them."""
+    plain = ssd_triton.compilation(kind, n, p, chunk, launch, full=False)
+    in_row = {"IN_ROW": True} if kind.startswith("backward") else {}
+    return code_of(plain._replace(arguments={**plain.arguments, **in_row}), capability)
 
 
 def moving(gpu: Gpu, n_bytes: float) -> float:
