@@ -469,8 +469,8 @@ def _check_tensors(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; it must have one entry a token: {tuple(tokens)}."
             )
-    seen = weight is not None and weight.device.type == "cpu" and not torch.compiler.is_compiling()
-    if seen and (weight < 0).any():
+    traced = torch.compiler.is_compiling()
+    if not traced and weight is not None and weight.device.type == "cpu" and (weight < 0).any():
         raise ValueError("weight_BL has a negative entry; weights start at 0: clamp them.")
     for name, tensor in {"student_head_VD": head, **named, "weight_BL": weight, "labels_BL": labels}.items():
         if tensor is not None and tensor.device != hidden.device:

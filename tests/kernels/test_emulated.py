@@ -139,6 +139,7 @@ def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> f
     import test_ssd_kernel as interpreted
     from emulated_device import Race, emulated, execute, instructions
     from hybrid_kernels.ssd import ssd
+    from ptx_emulator import Fault
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
@@ -155,7 +156,7 @@ def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> f
                 for tensor, old in zip(launch.tensors, before):
                     tensor.copy_(old)
                 tried.append(kind)
-                with contextlib.suppress(Race):
+                with contextlib.suppress(Race, Fault):
                     launch.run(launch.program(without=kind, nth=nth))
                     if all(torch.equal(*pair) for pair in zip(launch.tensors, right)):
                         missed.append(f"{launch.name} without {kind} {nth}")
