@@ -196,10 +196,14 @@ def _timed(instruction: Instruction, gpu: Gpu, *, spills_stay: bool) -> _Timed:
     elif base in _ALU:
         pipe, held = "alu", 2
     elif base == "DEPBAR" or operation.startswith("WARPGROUP.DEPBAR"):
-        kind, depth = ("wait copies" if base == "DEPBAR" else "wait products"), int(instruction.text.split()[-1], 16)
+        kind = "wait copies" if base == "DEPBAR" else "wait products"
+        left = re.search(r", 0x([0-9a-f]+)", instruction.text)  # DEPBAR.LE SB0, 0x2, {4,1}
+        kind, depth = (kind, int(left[1], 16)) if left else ("none", 0)  # DEPBAR {4,1}: scoreboards alone
     elif base == "BAR":
         kind = "BAR" if "SYNC" in operation else "none"
-    waits = tuple(k for k in range(6) if instruction.waits >> k & 1)
+    named = re.search(r"DEPBAR.*\{([\d,]+)\}", instruction.text)
+    also = set(map(int, named[1].split(","))) if named else set()
+    waits = tuple(k for k in range(6) if instruction.waits >> k & 1 or k in also)
     return _Timed(
         kind,
         max(1, instruction.stall),

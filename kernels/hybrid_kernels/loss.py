@@ -5,7 +5,8 @@
 The tokens go through in chunks: logits of a chunk, loss and gradient of those logits in place, gradients of hidden
 states and head from them. The gradient is therefore ready when the forward ends, and the backward only scales it.
 Nothing waits for the device. What is done to a chunk's logits is written in `loss_torch`, and once more as Triton
-kernels in `loss_triton`, the only one of the three that imports triton.
+kernels in `loss_triton`, the only one of the three that imports triton. All of it is one operator of torch: a graph of
+torch.compile goes through it whole.
 
 Shapes: B batch, L length, D student width, E teacher width, V student vocabulary, W teacher vocabulary, K stored tokens
 of the teacher, M tokens of a chunk or of all chunks.
@@ -14,13 +15,15 @@ of the teacher, M tokens of a chunk or of all chunks.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from . import unusable
 from .products import LARGE, product
@@ -117,22 +120,13 @@ def distillation_loss(
     n_real = _real_vocabulary(student_head_VD, teacher, vocab_size)
     dtype = _product_dtype(student_hidden_BLD, student_head_VD, "student_hidden_BLD", "student_head_VD")
     from_head = isinstance(teacher, TeacherHead)
-    impl = _pick(impl, student_hidden_BLD.device, dtype, options, from_head)
-    problem = _Problem(
-        teacher=_flat(teacher),
-        tokens=_tokens(student_hidden_BLD, weight_BL, labels_BL, (n_tokens, n_labels), options, _wide(dtype)),
-        options=options,
-        n_real=n_real,
-        dtype=dtype,
-        teacher_dtype=_product_dtype(*teacher, "the teacher's hidden_BLE", "head_WE") if from_head else dtype,
-        chunk_size=chunk_size or _default_chunk(n_real, impl, student_hidden_BLD.device),
-        of_logits=_maths(impl),
-    )
-    _check_numbers(problem)
-    hidden_MD = student_hidden_BLD.flatten(0, -2)
-    if not torch.is_grad_enabled():
-        hidden_MD, student_head_VD = hidden_MD.detach(), student_head_VD.detach()
-    return _DistillationLoss.apply(hidden_MD, student_head_VD, problem)
+    teacher_dtype = _product_dtype(*teacher, "the teacher's hidden_BLE", "head_WE") if from_head else dtype
+    tokens = _tokens(student_hidden_BLD, weight_BL, labels_BL, (n_tokens, n_labels), options, _wide(dtype))
+    student = student_hidden_BLD.flatten(0, -2), student_head_VD
+    wanted = (torch.is_grad_enabled() and tensor.requires_grad for tensor in student)
+    return _loss_op(
+        *student, *_flat(teacher), from_head, *tokens, *options, n_real, dtype, teacher_dtype, chunk_size, impl, *wanted
+    )[0]
 
 
 class _Problem(NamedTuple):
@@ -146,32 +140,77 @@ class _Problem(NamedTuple):
     """Dtype of the student's products."""
     teacher_dtype: torch.dtype
     chunk_size: int
-    of_logits: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
+    maths: ModuleType
+    """`loss_torch` or `loss_triton`."""
 
 
-class _DistillationLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, problem: _Problem) -> Tensor:
-        with torch.autocast(hidden_MD.device.type, enabled=False):
-            loss, *gradients = _chunked(hidden_MD, head_VD, problem, ctx.needs_input_grad)
-        ctx.save_for_backward(*gradients)
-        ctx.head_dtype = head_VD.dtype
-        return loss
+@custom_op(
+    "hybrid_kernels::distillation_loss",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor head, Tensor known, Tensor of_known, bool from_head, Tensor soft, Tensor hard, "
+    "Tensor labels, Tensor kept, str kind, float temperature, float beta, float hard_weight, SymInt n_real, "
+    "ScalarType dtype, ScalarType teacher_dtype, SymInt? chunk_size, str impl, bool for_hidden, bool for_head) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _loss_op(
+    hidden, head, known, of_known, from_head, soft, hard, labels, kept, kind, temperature, beta, hard_weight, n_real,
+    dtype, teacher_dtype, chunk_size, impl, for_hidden, for_head,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the loss and its gradients by hidden states and head, empty where they are not wanted."""
+    options = Options(kind, temperature, beta, hard_weight)
+    impl = _pick(impl, hidden.device, dtype, options, from_head)
+    problem = _Problem(
+        teacher=TeacherHead(known, of_known) if from_head else TeacherTopK(known, of_known),
+        tokens=Tokens(soft, hard, labels, kept),
+        options=options,
+        n_real=n_real,
+        dtype=dtype,
+        teacher_dtype=teacher_dtype,
+        chunk_size=chunk_size or _default_chunk(n_real, impl, hidden.device),
+        maths=importlib.import_module(f".loss_{impl}", __package__),
+    )
+    _check_numbers(problem)
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, d_hidden, d_head = _chunked(hidden, head, problem, (for_hidden, for_head))
+    return loss, hidden.new_empty(0) if d_hidden is None else d_hidden, head.new_empty(0) if d_head is None else d_head
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (d_loss,) = grad_outputs
-        d_hidden, d_head = ctx.saved_tensors
-        return (
-            None if d_hidden is None else _scaled(d_hidden, d_loss, d_hidden.dtype),
-            None if d_head is None else _scaled(d_head, d_loss, ctx.head_dtype),
-            None,
+
+@_loss_op.register_fake
+def _(hidden, head, *others) -> tuple[Tensor, Tensor, Tensor]:
+    *_, dtype, _, _, _, for_hidden, for_head = others
+    d_hidden = torch.empty_like(hidden) if for_hidden else hidden.new_empty(0)
+    d_head = head.new_empty(head.shape, dtype=_wide(dtype)) if for_head else head.new_empty(0)
+    return hidden.new_empty((), dtype=_wide(dtype)), d_hidden, d_head
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.head_dtype, ctx.wanted = inputs[1].dtype, inputs[-2:]
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx: Any, d_loss: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    if d_loss is None or any(gradient is not None for gradient in of_gradients):
+        raise RuntimeError(
+            "the fused distillation loss has no second derivative (create_graph=True): compute it from logits to "
+            "differentiate twice."
         )
+    d_hidden, d_head = ctx.saved_tensors
+    found = [
+        _scaled(gradient, d_loss, dtype) if wanted else None
+        for gradient, dtype, wanted in zip((d_hidden, d_head), (d_hidden.dtype, ctx.head_dtype), ctx.wanted)
+    ]
+    return (*found, *[None] * 18)
+
+
+_loss_op.register_autograd(_scale_gradients, setup_context=_save)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradient * factor without a copy in another dtype, and in place unless the graph is kept for more."""
+    if torch.is_grad_enabled():  # create_graph=True
+        return (gradient * factor).to(dtype)
+    gradient = gradient.detach()
     engine: Any = torch._C
     in_place = gradient.dtype == dtype and not engine._autograd._get_current_graph_task_keep_graph()
     return torch.mul(gradient, factor, out=gradient if in_place else torch.empty_like(gradient, dtype=dtype))
@@ -204,13 +243,12 @@ def _chunked(
 def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Tensor, Tensor]]:
     """From a chunk's logits, its place among the tokens, and its tokens: loss_M and gradient_MV."""
     teacher, options = problem.teacher, problem.options
-    of_head, of_top_k = problem.of_logits
     if isinstance(teacher, TeacherTopK):
         ids_MK, log_probs_MK = teacher
 
         def with_top_k(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
             ids, log_probs = (_kept(t[rows], tokens) for t in (ids_MK, log_probs_MK))
-            return of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
+            return problem.maths.of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
 
         return with_top_k
 
@@ -219,7 +257,9 @@ def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Te
     head = head_WE[: problem.n_real].to(dtype)
 
     def with_head(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        return of_head(logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options)
+        return problem.maths.of_head(
+            logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options
+        )
 
     return with_head
 
@@ -353,16 +393,6 @@ def _is_right(device: torch.device, dtype: torch.dtype, kind: str, from_head: bo
     return reason is None
 
 
-def _maths(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
-    if impl == "torch":
-        from . import loss_torch
-
-        return loss_torch.of_head, loss_torch.of_top_k
-    from . import loss_triton
-
-    return loss_triton.of_head, loss_triton.of_top_k
-
-
 def _real_vocabulary(head_VD: Tensor, teacher: TeacherHead | TeacherTopK, vocab_size: int | None) -> int:
     widths = [len(head_VD)] + ([len(teacher.head_WE)] if isinstance(teacher, TeacherHead) else [])
     n_real = min(widths) if vocab_size is None else vocab_size
@@ -439,7 +469,8 @@ def _check_tensors(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; it must have one entry a token: {tuple(tokens)}."
             )
-    if weight is not None and weight.device.type == "cpu" and (weight < 0).any():
+    traced = torch.compiler.is_compiling()
+    if not traced and weight is not None and weight.device.type == "cpu" and (weight < 0).any():
         raise ValueError("weight_BL has a negative entry; weights start at 0: clamp them.")
     for name, tensor in {"student_head_VD": head, **named, "weight_BL": weight, "labels_BL": labels}.items():
         if tensor is not None and tensor.device != hidden.device:

@@ -29,6 +29,11 @@ class Race(AssertionError):
     """Findings of the emulator in a launch."""
 
 
+def instructions(beginning: str) -> re.Pattern[str]:
+    """Match the PTX statements that begin so."""
+    return re.compile(rf"\b{re.escape(beginning)}[^;]*;")
+
+
 class Launch(NamedTuple):
     """A compiled kernel with its grid and arguments."""
 
@@ -43,10 +48,14 @@ class Launch(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [value for kind, value in self.arguments if kind.startswith("*")]
 
-    def program(self, without: str = "") -> Program:
-        """Translate the kernel; leave out all instructions that begin with ``without``."""
-        ptx = self.files["ptx"].read_text()
-        return Program(re.sub(rf"\b{re.escape(without)}[^;]*;", ";", ptx) if without else ptx, self.n_threads)
+    def program(self, without: str = "", nth: int | None = None) -> Program:
+        """Translate the kernel; leave out the instructions that begin with ``without``, or the ``nth`` of them."""
+        ptx, place = self.files["ptx"].read_text(), itertools.count()
+
+        def replacement(found: re.Match[str]) -> str:
+            return ";" if nth in (None, next(place)) else found[0]
+
+        return Program(instructions(without).sub(replacement, ptx) if without else ptx, self.n_threads)
 
     def run(self, program: Program) -> None:
         """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""

@@ -1,12 +1,19 @@
 """Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx_emulator`, equals float64.
 
-Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them.
+Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them, and the record says what was
+proven: benchmarks/results/prove.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,56 +21,101 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import hybrid_kernels
+import triton
 from hybrid_kernels.loss import KINDS
 from hybrid_kernels.ssd_tiles import TILES
 
 PROVE = os.environ.get("PROVE") == "1"
 BF16, FP32 = torch.bfloat16, torch.float32
-QUICK = {(BF16, 90, 64, 64): [(True, True)], (BF16, 80, 16, 64): [(True, False), (False, True)]}
-QUICK |= {(FP32, 80, 16, 16): [(False, False)]}
-BOTH = (False, True)
-RUNS = [(key, gated, packed) for key in TILES for gated in BOTH for packed in BOTH] if PROVE else [
-    (key, *options) for key, chosen in QUICK.items() for options in chosen
-]  # fmt: skip
+OPTIONS = ("plain", "packed", "gated", "gated-packed", "gated-packed-row")  # row: x, B and C are slices of one
+QUICK = [((BF16, 90, 64, 64), "gated-packed-row"), ((BF16, 80, 16, 64), "gated"), ((BF16, 80, 16, 64), "packed")]
+QUICK += [((FP32, 80, 16, 16), "plain")]
 CAPABILITIES = (80, 90) if PROVE else (90,)
 SYNCHRONIZING = ("bar.sync", "cp.async.wait", "wgmma.wait", "fence.proxy")
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "prove.json"
+"""By version of triton, kernel and options: the largest error against float64, or why there is none."""
 
 
-def run_ssd(key: tuple[torch.dtype, int, int, int], gated: bool, packed: bool, n_segments: int = 1) -> None:
+@pytest.fixture
+def prove(compiled) -> Callable[..., None]:
+    """Call a proof where triton compiles, and put its outcome on record with PROVE=1.
+
+    A proof fails on any race or access out of bounds, so an error on record means that there were none.
+    """
+
+    def call(kernel: str, options: str, proof: Callable[..., float], *arguments: object, tile: object = None) -> None:
+        outcome: object = "stopped"
+        try:
+            outcome = float(f"{compiled(proof, *arguments):.1e}")
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            if PROVE:
+                put_on_record(kernel, options, outcome, tile)
+
+    return call
+
+
+def put_on_record(kernel: str, options: str, outcome: object, tile: object) -> None:
+    """Add an outcome. Those of older kernels, or of another tile, go."""
+    sources = [path.read_bytes() for path in sorted(Path(hybrid_kernels.__path__[0]).glob("*.py"))]
+    kernels = hashlib.sha256(b"".join(source for source in sources if b"@triton.jit" in source)).hexdigest()[:16]
+    tile = None if tile is None else str(tile)
+    with RECORD.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        record = json.loads(file.read() or "{}")
+        of_version = record.setdefault(f"triton {triton.__version__}", {})
+        if of_version.get("kernels") != kernels:
+            of_version.clear()
+            of_version["kernels"] = kernels
+        of_kernel = of_version.setdefault(kernel, {})
+        if of_kernel.get("tile") != tile:
+            of_kernel.clear()
+            of_kernel["tile"] = tile
+        of_kernel[options] = outcome
+        file.truncate(0)
+        file.write(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def run_ssd(key: tuple[torch.dtype, int, int, int], options: str, n_segments: int = 1) -> float:
     """Compare values and gradients of two heads with the recurrence."""
     import test_ssd_kernel as interpreted
     from emulated_device import emulated
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
+    gated = "gated" in options
     given = interpreted.problem(1, 70, 2, head_dim, d_state, dtype=dtype, gated=gated, state=gated)
-    seq_idx = interpreted.documents(1, 70) if packed else None
+    seq_idx = interpreted.documents(1, 70) if "packed" in options else None
     with emulated(capability):
-        interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments)
+        return interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments, in_row="row" in options)
 
 
-def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> None:
+def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> float:
     import test_conv_kernel as interpreted
     from emulated_device import emulated
 
     torch.manual_seed(0)
     inputs = interpreted.draw(70, 72, 4, dtype, packed)
     with emulated(capability):
-        interpreted.check(inputs, interpreted.documents(70) if packed else None, activation)
+        return interpreted.check(inputs, interpreted.documents(70) if packed else None, activation)
 
 
-def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> None:
+def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -> float:
     import test_step_kernel as interpreted
     from emulated_device import emulated
 
     torch.manual_seed(0)
     both, first = (interpreted.draw(3, head_dim, d_state, dtype=dtype) for _ in range(2))
     with emulated(capability):
-        interpreted.check(both, dtype)
         interpreted.check_padding(first)
+        return interpreted.check(both, dtype)
 
 
-def run_loss(capability: int, kind: str) -> None:
+def run_loss(capability: int, kind: str) -> float:
     """A vocabulary longer than a block, and not divisible by 16; the teacher's own head, then its top 5."""
     import test_loss_kernel as interpreted
     from emulated_device import emulated
@@ -76,72 +128,99 @@ def run_loss(capability: int, kind: str) -> None:
         top = interpreted.stored(case, 5, 2.0)
         with emulated(capability):
             ours, of_top = (case.ours(known, chunk_size=8, impl="triton", **options) for known in (None, top))
-        interpreted.close(ours, case.expected(**options), tolerance)
-        interpreted.close(of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance)
+        return max(
+            interpreted.close(ours, case.expected(**options), tolerance),
+            interpreted.close(of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance),
+        )
 
 
-def unnoticed(key: tuple[torch.dtype, int, int, int]) -> tuple[set[str], list[str]]:
-    """Kinds of `SYNCHRONIZING` instructions in the main kernels, and where nobody notices that they are left out."""
+def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> float:
+    """Leave `SYNCHRONIZING` instructions out of the main kernels, one or all of a kind: what share is noticed?"""
     import test_ssd_kernel as interpreted
-    from emulated_device import Race, emulated, execute
+    from emulated_device import Race, emulated, execute, instructions
     from hybrid_kernels.ssd import ssd
+    from ptx_emulator import Fault
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
     given = interpreted.in_dtype(interpreted.problem(1, 100, 1, head_dim, d_state, dtype=dtype), dtype)
-    kinds, missed = set(), []
+    tried, missed = [], []
 
     def leave_out(launch) -> None:
         before = [tensor.clone() for tensor in launch.tensors]
         execute(launch)
         right = [tensor.clone() for tensor in launch.tensors]
-        in_use = [kind for kind in SYNCHRONIZING if kind in launch.files["ptx"].read_text()]
-        for kind in in_use if launch.name.endswith(("_forward", "_backward")) else ():
-            kinds.add(kind)
-            for tensor, old in zip(launch.tensors, before):
-                tensor.copy_(old)
-            with contextlib.suppress(Race):
-                launch.run(launch.program(without=kind))
-                if all(torch.equal(*pair) for pair in zip(launch.tensors, right)):
-                    missed.append(f"{launch.name} without {kind}")
+        for kind in SYNCHRONIZING if launch.name.endswith(("_forward", "_backward")) else ():
+            n_found = len(instructions(kind).findall(launch.files["ptx"].read_text()))
+            for nth in range(n_found) if one_by_one else [None] if n_found else []:
+                for tensor, old in zip(launch.tensors, before):
+                    tensor.copy_(old)
+                tried.append(kind)
+                with contextlib.suppress(Race, Fault):
+                    launch.run(launch.program(without=kind, nth=nth))
+                    if all(torch.equal(*pair) for pair in zip(launch.tensors, right)):
+                        missed.append(f"{launch.name} without {kind} {nth}")
         for tensor, new in zip(launch.tensors, right):
             tensor.copy_(new)
 
     with emulated(capability, leave_out):
         y, state = ssd(*given[:4], D_H=given.D, z_BLHP=given.z, state_BHPN=given.state)
         torch.autograd.grad(y.float().sum() + state.sum(), given.leaves())
-    return kinds, missed
+    share = 1 - len(missed) / len(tried)
+    assert len(set(tried)) >= 2 and share >= (0.95 if one_by_one else 1.0), missed
+    return share
 
 
-@pytest.mark.parametrize(("key", "gated", "packed"), RUNS, ids=str)
-def test_a_tile_of_the_recurrence(key, gated: bool, packed: bool, compiled) -> None:
-    compiled(run_ssd, key, gated, packed)
+def named(*options: object) -> str:
+    return " ".join(str(option).removeprefix("torch.") for option in options)
+
+
+def tile_name(key: tuple[torch.dtype, int, int, int]) -> str:
+    dtype, capability, d_state, head_dim = key
+    return named("recurrence", f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
+
+
+@pytest.mark.parametrize(("key", "options"), itertools.product(TILES, OPTIONS) if PROVE else QUICK, ids=str)
+def test_a_tile_of_the_recurrence(key, options: str, prove) -> None:
+    prove(tile_name(key), options, run_ssd, key, options, tile=TILES[key])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_segments_of_a_row(capability: int, compiled) -> None:
-    compiled(run_ssd, (BF16, capability, 16, 64), True, True, 2)
+def test_segments_of_a_row(capability: int, prove) -> None:
+    prove("two segments of a row", f"sm_{capability}", run_ssd, (BF16, capability, 16, 64), "gated-packed-row", 2)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "activation", "packed"), [(BF16, "silu", True), (FP32, None, False)])
-def test_the_convolution(capability: int, dtype, activation, packed: bool, compiled) -> None:
-    compiled(run_conv, capability, dtype, activation, packed)
+def test_the_convolution(capability: int, dtype, activation, packed: bool, prove) -> None:
+    options = named(f"sm_{capability}", dtype, activation, f"packed={packed}")
+    prove("convolution", options, run_conv, capability, dtype, activation, packed)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 16), (64, 64), (128, 128), (16, 4)] if PROVE else [(64, 16)])
 @pytest.mark.parametrize("dtype", [BF16, FP32] if PROVE else [BF16])
-def test_the_step(capability: int, head_dim: int, d_state: int, dtype, compiled) -> None:
-    compiled(run_step, capability, head_dim, d_state, dtype)
+def test_the_step(capability: int, head_dim: int, d_state: int, dtype, prove) -> None:
+    options = named(f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
+    prove("decoding step", options, run_step, capability, head_dim, d_state, dtype)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kind", KINDS if PROVE else ["jsd"])
-def test_the_loss(capability: int, kind: str, compiled) -> None:
-    compiled(run_loss, capability, kind)
+def test_the_loss(capability: int, kind: str, prove) -> None:
+    prove("distillation loss", f"sm_{capability} {kind}", run_loss, capability, kind)
 
 
-def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(compiled) -> None:
-    kinds, missed = compiled(unnoticed, (BF16, 90, 64 if PROVE else 16, 64))
-    assert len(kinds) >= 2 and not missed
+@pytest.mark.parametrize("one_by_one", [False, True] if PROVE else [False])
+def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(one_by_one: bool, prove) -> None:
+    key = (BF16, 90, 16 if one_by_one or not PROVE else 64, 64)
+    prove("share of left out instructions noticed", named(*key, f"{one_by_one=}"), share_noticed, key, one_by_one)
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.9.0"])
+def test_every_tile_is_on_record_as_it_is_now(version: str) -> None:
+    record = json.loads(RECORD.read_text())[f"triton {version}"]
+    tiles = {kernel: of_kernel["tile"] for kernel, of_kernel in record.items() if kernel.startswith("recurrence ")}
+    assert tiles == {tile_name(key): str(tile) for key, tile in TILES.items()}, "run `make prove`, or a part of it"
+    outcomes = [value for of_kernel in record.values() if isinstance(of_kernel, dict) for value in of_kernel.values()]
+    assert not [value for value in outcomes if isinstance(value, str) and not value.startswith("Tile(")]

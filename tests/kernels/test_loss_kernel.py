@@ -79,10 +79,12 @@ class Case:
         )  # fmt: skip
 
 
-def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for ours, theirs in zip(actual, expected):
-        error = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
-        assert error <= tolerance, error.item()
+def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> float:
+    """Return the largest error, after asserting that it is small."""
+    pairs = zip(actual, expected)
+    errors = [(ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30) for ours, theirs in pairs]
+    assert all(error <= tolerance for error in errors), errors
+    return max(errors).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -267,6 +269,38 @@ def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
     assert set(multiplied) == (set() if version == "2.6" else {torch.bfloat16})
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_torch_compiles_it_in_one_graph_to_the_same_bits(kind, impl, monkeypatch):
+    case = Case()
+    options = {"kind": kind, "hard_weight": 0.25, "chunk_size": 4, "impl": impl}
+    teachers = (None, stored(case, 5, 1.0))
+    expected = [case.ours(teacher, **options) for teacher in teachers]
+    whole = torch.compile(distillation_loss, fullgraph=True, backend="aot_eager")
+    monkeypatch.setitem(globals(), "distillation_loss", whole)
+    for teacher, wanted in zip(teachers, expected):
+        assert all(torch.equal(*pair) for pair in zip(case.ours(teacher, **options), wanted))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_operator_keeps_what_torch_asks_of_it(frozen, monkeypatch):
+    """Schema, fake kernel and autograd. The traced program is tested above: this one asks for second derivatives."""
+    called, op = [], loss_module._loss_op
+    monkeypatch.setattr(loss_module, "_loss_op", lambda *given: called.append(given) or op(*given))
+    case = Case()
+    head = case.head.requires_grad_(not frozen)
+    distillation_loss(case.hidden.requires_grad_(), head, case.teacher, case.mask, chunk_size=4, vocab_size=REAL)
+    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op, called[0], test_utils=asked)
+
+
+def test_a_second_derivative_is_refused_in_words():
+    case = Case()
+    hidden = case.hidden.requires_grad_()
+    (first,) = torch.autograd.grad(distillation_loss(hidden, case.head, case.teacher), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        first.sum().backward()
+
+
 def test_autocast_multiplies_in_bf16_and_sums_the_head_in_fp32():
     case = Case()
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
@@ -279,7 +313,7 @@ def test_the_torch_version_needs_no_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [name for name in sys.modules if name.startswith("hybrid_kernels")]:
         monkeypatch.delitem(sys.modules, name)
-    assert importlib.import_module("hybrid_kernels.loss")._maths("torch")
+    assert all(importlib.import_module(f"hybrid_kernels.{name}") for name in ("loss", "loss_torch"))
 
 
 NEGATIVE = TeacherTopK(torch.full((2, 5, 1), -1), torch.zeros(2, 5, 1))
