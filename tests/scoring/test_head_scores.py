@@ -124,8 +124,8 @@ def test_halves_agree_wholly_where_there_is_no_noise() -> None:
     accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
     logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
     found = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
-    assert found["overlap"] == found["overlap_by_logprob"] == {"1": 1.0, "2": 1.0, "3": 1.0} and found["spearman"] == pytest.approx(1)
-    assert found["examples_per_half"] == 3
+    assert found["overlap"] == found["overlap_by_logprob"] == {"1": 1.0, "2": 1.0, "3": 1.0}
+    assert found["spearman"] == pytest.approx(1) and found["examples_per_half"] == 3
 
 
 def test_heads_that_were_given_up_early_rank_last() -> None:
