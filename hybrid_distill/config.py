@@ -296,17 +296,20 @@ def from_json(path: Path) -> RunConfig:
 
 def from_record(record: Record) -> RunConfig:
     """Rebuild a run's config from what `to_json` made of it, in this version or an earlier one."""
-    return _rebuilt(RunConfig, record)
+    config = _rebuilt(RunConfig, record)
+    assert isinstance(config, RunConfig)
+    return config
 
 
-def _rebuilt(kind: Any, value: Any) -> Any:
+def _rebuilt(kind: object, value: object) -> object:
     """Return ``value``, read from JSON, as the type that a field was declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r} stands for a {kind.__name__}")
         hints = get_type_hints(kind)
         current = [(RENAMED.get(name) or name, item) for name, item in value.items() if name not in DROPPED]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
-    if get_origin(kind) is tuple:
-        return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
-    if isinstance(value, list):  # of a tuple that may be left out
-        return tuple(value)
-    return Path(value) if value is not None and Path in (kind, *get_args(kind)) else value
+    if isinstance(value, list):
+        is_tuple = get_origin(kind) is tuple  # or one that may be left out
+        return tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
+    return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -270,13 +270,15 @@ class HeadPlan:
 
 def _shape(source: object) -> tuple[int, int, int]:
     """Return (layers, query heads, KV heads) of a plan, of scores, of a Hugging Face config, or of a model."""
-    config: Any = getattr(source, "config", source)
-    if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
-        return config.n_layers, config.n_heads, config.n_kv_heads
+    config = getattr(source, "config", source)
+    ours, theirs = ("n_layers", "n_heads", "n_kv_heads"), ("num_hidden_layers", "num_attention_heads")
+    if all(hasattr(config, name) for name in ours):
+        n_layers, n_heads, n_kv_heads = (getattr(config, name) for name in ours)
+        return n_layers, n_heads, n_kv_heads
     try:
-        if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
-            n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            return config.num_hidden_layers, config.num_attention_heads, n_kv_heads
+        if all(hasattr(config, name) for name in theirs):
+            n_layers, n_heads = (getattr(config, name) for name in theirs)
+            return n_layers, n_heads, getattr(config, "num_key_value_heads", None) or n_heads
     except RuntimeError as error:  # raised by transformers for a config whose layers differ in shape
         raise ValueError(
             f"the layers of {type(config).__name__} have different numbers of heads. A plan needs the same number in "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def generated(model: PreTrainedModel, **options: Any) -> Tensor:
+def generated(model: PreTrainedModel, **options: object) -> Tensor:
     """Return the tokens of ``model.generate``, whose type is lost in transformers' decorators."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
     return generate(**options)
