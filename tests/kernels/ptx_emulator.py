@@ -20,7 +20,7 @@ import functools
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -527,18 +527,22 @@ class Program:
             jumps = last is not None and last.op.partition(".")[0] in ("bra", "ret")
             target = (labels[last.operands[0]] if last.operands else end) if jumps else place + 1
             edges.append((last.guard if jumps else "", target, place + 1))
+
+        def successors(place: int) -> Iterator[int]:
+            guard, target, following = edges[place]
+            return iter((following, target) if guard else (target,))
+
         order: list[int] = []
-        seen = {end}
+        seen, path = {0, end}, [(0, successors(0))]
+        while path:  # a kernel has more blocks than Python allows calls within calls
+            place, rest = path[-1]
+            new = next((successor for successor in rest if successor not in seen), None)
+            if new is None:
+                order.append(path.pop()[0])
+            else:
+                seen.add(new)
+                path.append((new, successors(new)))
 
-        def visit(place: int) -> None:
-            if place not in seen:
-                seen.add(place)
-                guard, target, following = edges[place]
-                for successor in (following, target) if guard else (target,):
-                    visit(successor)
-                order.append(place)
-
-        visit(0)
         rank = {place: n for n, place in enumerate(reversed(order))} | {end: len(order)}
         found = []
         for place in reversed(order):
