@@ -140,7 +140,7 @@ class _Problem(NamedTuple):
     """Dtype of the student's products."""
     teacher_dtype: torch.dtype
     chunk_size: int
-    maths: ModuleType
+    in_logits: ModuleType
     """`loss_torch` or `loss_triton`."""
 
 
@@ -167,7 +167,7 @@ def _loss_op(
         dtype=dtype,
         teacher_dtype=teacher_dtype,
         chunk_size=chunk_size or _default_chunk(n_real, impl, hidden.device),
-        maths=importlib.import_module(f".loss_{impl}", __package__),
+        in_logits=importlib.import_module(f".loss_{impl}", __package__),
     )
     _check_numbers(problem)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -248,7 +248,7 @@ def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Te
 
         def with_top_k(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
             ids, log_probs = (_kept(t[rows], tokens) for t in (ids_MK, log_probs_MK))
-            return problem.maths.of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
+            return problem.in_logits.of_top_k(logits_MV, ids, log_probs.to(_wide(problem.dtype)), tokens, options)
 
         return with_top_k
 
@@ -257,7 +257,7 @@ def _comparison(problem: _Problem) -> Callable[[Tensor, slice, Tokens], tuple[Te
     head = head_WE[: problem.n_real].to(dtype)
 
     def with_head(logits_MV: Tensor, rows: slice, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        return problem.maths.of_head(
+        return problem.in_logits.of_head(
             logits_MV, _logits(_kept(hidden_ME[rows], tokens).to(dtype), head), tokens, options
         )
 

@@ -20,7 +20,7 @@ import functools
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ TYPES = {
 }  # fmt: skip
 REGISTER_TYPES = {"%p": bool, "%rs": U16, "%r": U32, "%f": U32, "%rd": U64}
 JUNK = {bool: False, U16: 0x7FC1, U32: 0x7FC0BAD1, U64: 0xDEADBEEFDEADBEEF}  # a NaN where it can be one
+NAN = np.array(0x7FFFFFFF, U32).view(F32)[()]
 WARP = 32
 COLUMNS = 16  # most warps of a program: each has a byte, so that several can note an access at once
 LONGEST_RUN = 100_000  # basic blocks of one program
@@ -376,6 +377,11 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     )
 
 
+def one_nan(x: np.ndarray) -> np.ndarray:
+    """Results of fp32 arithmetic: PTX has one NaN for them, whichever NaNs are the operands."""
+    return np.where(x == x, x, NAN)
+
+
 def to_tf32(x: np.ndarray) -> np.ndarray:
     """Round to nearest, ties away from zero."""
     return np.where(np.isfinite(x), (x.view(U32) + U32(0x1000)) & U32(0xFFFFE000), x.view(U32))
@@ -521,18 +527,22 @@ class Program:
             jumps = last is not None and last.op.partition(".")[0] in ("bra", "ret")
             target = (labels[last.operands[0]] if last.operands else end) if jumps else place + 1
             edges.append((last.guard if jumps else "", target, place + 1))
+
+        def successors(place: int) -> Iterator[int]:
+            guard, target, following = edges[place]
+            return iter((following, target) if guard else (target,))
+
         order: list[int] = []
-        seen = {end}
+        seen, path = {0, end}, [(0, successors(0))]
+        while path:  # a kernel has more blocks than Python allows calls within calls
+            place, rest = path[-1]
+            new = next((successor for successor in rest if successor not in seen), None)
+            if new is None:
+                order.append(path.pop()[0])
+            else:
+                seen.add(new)
+                path.append((new, successors(new)))
 
-        def visit(place: int) -> None:
-            if place not in seen:
-                seen.add(place)
-                guard, target, following = edges[place]
-                for successor in (following, target) if guard else (target,):
-                    visit(successor)
-                order.append(place)
-
-        visit(0)
         rank = {place: n for n, place in enumerate(reversed(order))} | {end: len(order)}
         found = []
         for place in reversed(order):
@@ -690,7 +700,8 @@ class Program:
         def fill(match: re.Match[str]) -> str:
             return self._operand(names[match[2]], {"p": bool, "u": U32}.get(match[1], kind))
 
-        return re.sub(r"\{([pu]?)(\d)\}", fill, template)
+        value = re.sub(r"\{([pu]?)(\d)\}", fill, template)
+        return f"one_nan({value})" if kind is F32 and name not in ("setp", "mov", "selp", "neg", "abs") else value
 
     def _conversion(self, parts: list[str], operands: Sequence[str]) -> str:
         to, source = parts[-2:]

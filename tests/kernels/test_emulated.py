@@ -180,7 +180,7 @@ def tile_name(key: tuple[torch.dtype, int, int, int]) -> str:
     return named("recurrence", f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
 
 
-@pytest.mark.parametrize(("key", "options"), itertools.product(TILES, OPTIONS) if PROVE else QUICK, ids=str)
+@pytest.mark.parametrize(("key", "options"), list(itertools.product(TILES, OPTIONS)) if PROVE else QUICK, ids=str)
 def test_a_tile_of_the_recurrence(key, options: str, prove) -> None:
     prove(tile_name(key), options, run_ssd, key, options, tile=TILES[key])
 
