@@ -42,7 +42,7 @@ def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int |
     if config is None:
         return []
     config = config.get_text_config(decoder=True)
-    known = _known_fields(type(config))
+    known = _known_fields(config.__class__)  # torch 2.6 compiles no type(config)
     fields = {name: getattr(config, name, None) for name in ("layer_types", *LIMITED.values()) if name in known}
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -148,7 +148,7 @@ def packed_inputs(
         if mask_BL is not None:
             seen = seen & (is_token_BL.unsqueeze(1) | torch.eye(len(index_L), dtype=torch.bool, device=index_L.device))
         masks[kind] = seen.unsqueeze(1) if implementation == "sdpa" else _additive(seen, dtype)
-    return {"position_ids": position_ids, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
+    return {"position_ids": position_ids, "attention_mask": masks if len(masks) > 1 else [*masks.values()][0]}
 
 
 def _seen(first_BL: Tensor) -> Tensor:

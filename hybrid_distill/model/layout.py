@@ -90,8 +90,9 @@ def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
 
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:
     """Return the norm behind an attention module's queries or keys, if it has one."""
-    found = (getattr(attention, name, None) for name in HEAD_NORMS.get(part, ()))
-    return next((norm for norm in found if norm is not None), None)
+    norms = [getattr(attention, name, None) for name in HEAD_NORMS.get(part, ())]
+    found = [norm for norm in norms if norm is not None]  # torch 2.6 compiles no next() with a default
+    return found[0] if found else None
 
 
 def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:
@@ -119,4 +120,4 @@ def attention_name(layer: nn.Module) -> str:
     """Return the name of a decoder layer's attention module, empty if it has none."""
     children = dict(layer.named_children())
     found = [name for name in ATTENTION_NAMES if name in children]
-    return found[0] if found else ""  # torch 2.6 compiles no next() with a default
+    return found[0] if found else ""

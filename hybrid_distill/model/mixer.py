@@ -511,7 +511,7 @@ class HybridMixer(nn.Module):
         their outputs. Other keyword arguments go to the kept attention; a cache may be among them, under any of
         `CACHE_NAMES`.
         """
-        cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
+        cache_name = [*[name for name in CACHE_NAMES if name in kwargs], CACHE_NAMES[0]][0]
         past_key_values = kwargs.pop(cache_name, past_key_values)
         token_mask, seq_idx = (
             self.row.get(name) if given is None else given
