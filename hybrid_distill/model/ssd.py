@@ -27,7 +27,9 @@ from torch import Tensor
 CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/ssd_torch.json
 CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
 MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds, and keeps sums finite
-IMPLEMENTATIONS = ("auto", "torch", "reference", "triton")
+IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
+MAMBA_CHUNK_SIZE = 128
+SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 LARGEST_IN_KERNELS = 128  # head dim and state size; beyond, "auto" is torch
 KERNEL_WIDTHS = (2, 3, 4)  # of convolutions
@@ -91,6 +93,8 @@ def ssd_scan(
             state = state_BHPN.to(dtype)
         if length == 0:
             return x_BLHP, state
+        if chosen == "mamba_ssm":
+            return _scan_mamba_ssm(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state, seq_idx_BL)
         scan = _scan_reference if chosen == "reference" else _scan_chunked
         x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
         y, state = scan(x, log_a, b, c, state, seq_idx_BL, min(chunk_size, length))
@@ -274,14 +278,41 @@ def _unusable(impl: str) -> str | None:
 
     Packages are imported by a string, so that transformers does not require them for an export.
     """
-    if impl != "triton":
+    package = {"triton": "hybrid_kernels", "mamba_ssm": "mamba_ssm"}.get(impl)
+    if package is None:
         return None
-    if importlib.util.find_spec("hybrid_kernels") is None:
-        return "hybrid_kernels is not installed"
-    reason = importlib.import_module("hybrid_kernels").unusable()
-    if reason is None:
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    reason = importlib.import_module(package).unusable() if impl == "triton" else None
+    if impl == "triton" and reason is None:
         KERNELS.update({name: getattr(importlib.import_module(module), name) for name, module in MODULES.items()})
     return reason
+
+
+def _scan_mamba_ssm(
+    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scan with mamba-ssm's kernels.
+
+    They compute the continuous form, in which a step dt decays by exp(-dt) and scales the input: dt is -log a here, and
+    the input is divided by it first.
+    """
+    combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    dt = -log_a.float()
+    x_over_dt = (x.float() / dt.clamp_min(SMALLEST_STEP).unsqueeze(-1)).to(x.dtype)
+    minus_one = log_a.new_full((x.shape[2],), -1.0, dtype=torch.float32)
+    y, state = combined.mamba_chunk_scan_combined(
+        x_over_dt,
+        dt.clamp_min(SMALLEST_STEP),
+        minus_one,
+        b.contiguous(),
+        c.contiguous(),
+        chunk_size=MAMBA_CHUNK_SIZE,
+        initial_states=state,
+        seq_idx=None if seq_idx is None else seq_idx.int(),
+        return_final_states=True,
+    )
+    return y, state
 
 
 def state_dtype(*tensors: Tensor) -> torch.dtype:

@@ -1,6 +1,8 @@
 """The recurrence, its matmul form, its single step and its mixing matrix are one function."""
 
 import math
+import sys
+import types
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -234,9 +236,19 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: "it is not installed")
-    for options in ({"impl": "cuda"}, {"chunk_size": 0}):
-        with pytest.raises(ValueError):
-            ssd_scan(*args, **options)
-    with pytest.raises(RuntimeError, match="it is not installed"):
-        ssd_scan(*args, impl="triton")
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed" if impl == "mamba_ssm" else None)
+    with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
+        ssd_scan(*args, impl="cuda")
+    with pytest.raises(RuntimeError, match=r"mamba_ssm is not installed\. Pass 'auto'"):
+        ssd_scan(*args, impl="mamba_ssm")
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        ssd_scan(*args, chunk_size=0)
+
+
+def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
+    for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
+    with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
+        ssd_scan(*inputs(3), impl="mamba_ssm")
