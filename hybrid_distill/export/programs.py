@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 Tokens = Sequence[Sequence[int]]
+Logits = Sequence[np.ndarray] | np.ndarray
+"""Logits by prompt: [positions, vocabulary]."""
 
 
 class Program:
@@ -28,10 +30,10 @@ class Program:
 
     batch = 8
 
-    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         raise NotImplementedError
 
-    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+    def step(self, tokens: Sequence[int]) -> Logits:
         raise NotImplementedError
 
     def nbytes(self) -> int:
@@ -77,13 +79,13 @@ class OnnxRuntime(Program):
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
         self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads)
 
-    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         ids, self.mask = left_padded(prompts)
         self.states = self.session.first_states(len(prompts))
         read = self._read(ids, 0 if every else 1)
         return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(read, prompts)]
 
-    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+    def step(self, tokens: Sequence[int]) -> Logits:
         self.mask = np.pad(self.mask, ((0, 0), (0, 1)), constant_values=1)
         return self._read(np.array([tokens]).T, 1)
 
@@ -110,7 +112,7 @@ class LlamaCpp(Program):
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.n_vocab = self.lib.llama_vocab_n_tokens(self.vocab)
 
-    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         if self.context is not None:
             self.lib.llama_free(self.context)
         options = self.lib.llama_context_default_params()
@@ -123,10 +125,10 @@ class LlamaCpp(Program):
         self.lengths = [0] * len(prompts)
         return self._read(prompts, every)
 
-    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+    def step(self, tokens: Sequence[int]) -> Logits:
         return self._read([[token] for token in tokens], every=False)
 
-    def _read(self, rows: Tokens, every: bool) -> Sequence[np.ndarray]:
+    def _read(self, rows: Tokens, every: bool) -> Logits:
         batch, shown = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1), [list[int]() for _ in rows]
         for n, row in enumerate(rows):
             for at, token in enumerate(row):
@@ -164,14 +166,14 @@ class MlxLm(Program):
         self.model, _ = load_model(folder, trust_remote_code=True)  # its model file is our own (verify_export)
         self.model.set_dtype(mx.float32)
 
-    def begin(self, prompts: Tokens, every: bool = False) -> Sequence[np.ndarray]:
+    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         self.cache, ((*first, last),) = self.make_cache(self.model), prompts
         if first and not every:
             self.model(self.mx.array([first]), cache=self.cache)
             self.mx.eval([one.state for one in self.cache])
         return self._read([*first, last] if every else [last])
 
-    def step(self, tokens: Sequence[int]) -> Sequence[np.ndarray]:
+    def step(self, tokens: Sequence[int]) -> Logits:
         return self._read(tokens)
 
     def _read(self, tokens: Sequence[int]) -> np.ndarray:

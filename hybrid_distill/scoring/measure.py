@@ -144,7 +144,8 @@ class Measured:
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
         found_XHE, found_XHT = self._collect(forwards, batches, heads, phase)
-        tables = dict(zip(("right", "logprob"), found_XHE[:, :, self.order[tried]]))
+        right_HE, logprob_HE = found_XHE[:, :, self.order[tried]]
+        tables = {"right": right_HE, "logprob": logprob_HE}
         if tried.stop == len(self.order):
             tables["loss"] = found_XHT[0]  # this process may have had no text, but others have
         return {name: table.tolist() for name, table in tables.items()}

@@ -71,8 +71,9 @@ class Race:
                 (1, n_right_E, n_before_E, n_before_E - n_right_HE),
                 (-1, self.n_queries - n_right_E, self.n_queries - n_before_E, n_right_HE - n_before_E),
             ):
-                counts = [int((each >= n).sum()) for each in (can, seen)]
-                bounds_H2 = torch.tensor([_count_bounds(*counts, x, alpha) for x in (found_HE >= n).sum(1).tolist()])
+                n_can, n_seen = int((can >= n).sum()), int((seen >= n).sum())
+                counts_H = (found_HE >= n).sum(1).tolist()
+                bounds_H2 = torch.tensor([_count_bounds(n_can, n_seen, count, alpha) for count in counts_H])
                 few_H, many_H = bounds_H2.T if sign > 0 else -bounds_H2.T.flip(0)
                 low_H, high_H = low_H + few_H, high_H + many_H
         return low_H, high_H

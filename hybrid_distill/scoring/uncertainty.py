@@ -63,16 +63,18 @@ def split_half(
     half, ks = n_examples // 2, sorted({k for k in ks if 0 < k < n_heads})
     generator = torch.Generator().manual_seed(seed)
     overlaps_SK, spearman_S = ([], []), []
+
+    def order(mean_HK: Tensor) -> np.ndarray:
+        """Number heads from worst up: by the first column, equal ones by the next; NaN, not tried, is worst."""
+        return mean_HK.nan_to_num(nan=-torch.inf).unique(dim=0, return_inverse=True)[1].numpy()
+
     for _ in range(n_splits):
         shuffled = torch.randperm(n_examples, generator=generator)
         means = [tables_KHE[:, :, part].nanmean(2).T for part in (shuffled[:half], shuffled[half : 2 * half])]
-        # Ranks by accuracy come last: a and b stay what they are.
-        for overlap_SK, column in zip(reversed(overlaps_SK), (1, 0)):
-            # Heads numbered from worst up: by this column, equal ones by the next; NaN, not tried, is worst.
-            worths = [mean_HK[:, column:].nan_to_num(nan=-torch.inf) for mean_HK in means]
-            a, b = (worth_HK.unique(dim=0, return_inverse=True)[1].numpy() for worth_HK in worths)
-            first = [np.argsort(-worth_H, kind="stable").tolist() for worth_H in (a, b)]
+        for column, overlap_SK in enumerate(overlaps_SK):
+            first = [np.argsort(-order(mean_HK[:, column:]), kind="stable").tolist() for mean_HK in means]
             overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
+        a, b = map(order, means)
         # 1 if all heads are equal in both halves, 0 if only one half tells heads apart.
         spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
     return {

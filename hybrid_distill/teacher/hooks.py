@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
 class MixerCall(NamedTuple):
     """One call of a layer's mixer, or of a module around it: arguments, output, and the heads before ``o_proj``."""
 
-    args: tuple[Tensor, ...]
+    args: tuple[Any, ...]
     kwargs: Record
     output: tuple[Tensor, ...]
     heads_BLHP: Tensor

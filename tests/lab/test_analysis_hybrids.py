@@ -76,7 +76,7 @@ def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
 
 @pytest.mark.parametrize("unit", ["%", ""])
 def test_heads_are_put_back_best_first(half: tuple, unit: str) -> None:
-    """Of a perplexity less is better."""
+    """A low perplexity is good."""
     bench, teacher = half
     (kv,) = bench.tasks
     task = kv if unit else Task(Column("p", ""), lambda *of: 101 - kv.measure(*of))
