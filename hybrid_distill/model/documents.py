@@ -148,7 +148,8 @@ def packed_inputs(
         if mask_BL is not None:
             seen = seen & (is_token_BL.unsqueeze(1) | torch.eye(len(index_L), dtype=torch.bool, device=index_L.device))
         masks[kind] = seen.unsqueeze(1) if implementation == "sdpa" else _additive(seen, dtype)
-    return {"position_ids": position_ids, "attention_mask": masks if len(masks) > 1 else [*masks.values()][0]}
+    mask, *others = masks.values()  # torch 2.6 compiles no popitem()
+    return {"position_ids": position_ids, "attention_mask": masks if others else mask}
 
 
 def _seen(first_BL: Tensor) -> Tensor:
