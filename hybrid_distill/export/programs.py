@@ -61,7 +61,7 @@ class Program:
         return self.nbytes()
 
 
-def best(logits: Sequence[np.ndarray]) -> list[int]:
+def best(logits: Logits) -> list[int]:
     return [int(logits_LV[-1].argmax()) for logits_LV in logits]
 
 
