@@ -379,5 +379,5 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
     assert {head.layer for head in ablated} == {2, 3}
     model, tokenizer = planted_teacher()
     model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="with all heads in place the logits of example"):
+    with pytest.raises(ValueError, match="with all heads in place the logits of prompt"):
         score(model, tokenizer, PROBE, n_examples=2)

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from hybrid_kernels.loss_torch import CACHED_LOGITS
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -37,6 +36,7 @@ LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps as many elements gathered that i
 KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
 DELTA_CHUNK = 64  # flash-linear-attention's: it keeps the queries, keys, values and a row of each chunk's system
 KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # of a chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
+CACHED_LOGITS = 2**18  # that plain torch compares at a time: hybrid_kernels.loss_torch.CACHED_LOGITS
 LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, of what plain torch compares at a time
 
 
@@ -276,7 +276,8 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     head = shape.vocabulary * shape.width
     largest = (KERNEL_LOGITS if kernels else TORCH_LOGITS) // shape.vocabulary
     chunk = min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
-    buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * LOGIT_BUFFERS[shape.kind] * FP32
+    own = item if item < FP32 else 2 * item  # of the buffers' logits, which the chunk's own stand for
+    buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * (LOGIT_BUFFERS[shape.kind] * FP32 - own)
     copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
     gradients = (head * FP32 if shape.trains_all else 0) + tokens * shape.width * shape.hidden_itemsize
     return gradients + copies + chunk * 2 * item + buffers
