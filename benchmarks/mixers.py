@@ -50,8 +50,8 @@ def main() -> None:
         **about("recurrences by heads kept"),
     }
     write(ROOT / "benchmarks" / "results" / "mixers.json", record)
-    points = students.melt(["recurrence", "heads"], RETRIEVAL).groupby(["variable", "recurrence", "heads"]).value
-    points = points.agg(["mean", "std"]).reset_index().replace({"variable": FIGURES})
+    points = students.melt(["recurrence", "heads"], RETRIEVAL).groupby(["variable", "recurrence", "heads"], sort=False)
+    points = (100 * points.value.agg(["mean", "std"])).reset_index().replace({"variable": FIGURES})
     points = points.set_axis(["panel", "line", "x", "y", "error"], axis=1)
     draw_lines(
         ROOT / "docs" / "mixers.png", "", [Row(points, "answered by generation", percent=True)],
