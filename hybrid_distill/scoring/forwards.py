@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -195,8 +194,8 @@ def fastest_exact(
     in_full = Forwards(model, sites, rows)
     reason: str | None = "its layers share modules"
     if not any(site.shared for site in sites):
-        plain, short = cache(partial(_plainly, in_full)), FromLayer(model, sites, rows)
-        reason = next((r for sample in samples if (r := _differs(short, tuple(sample), plain))), None)
+        short = FromLayer(model, sites, rows)
+        reason = next((r for sample in samples if (r := _differs(short, in_full, sample))), None)
         if reason is None:
             return short
     log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
@@ -210,9 +209,7 @@ def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads:
     return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
 
 
-def _plainly(
-    in_full: Forwards, rows: Sequence[Row], layer: int, heads: tuple[int, ...]
-) -> tuple[Tensor, Tensor, float]:
+def _plainly(in_full: Forwards, rows: Sequence[Row], layer: int, heads: Sequence[int]) -> tuple[Tensor, Tensor, float]:
     """Return drops of rows that run alone, of the same rows padded in one batch, and the size of the numbers."""
     together = ProbeBatch(rows if len(rows) > 1 else 3 * list(rows))
     alone_XGBE = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
@@ -222,7 +219,7 @@ def _plainly(
     return alone_XGBE, _drops(in_full, [together], layer, heads)[:, :, : len(rows)], size
 
 
-def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple[Tensor, Tensor, float]]) -> str | None:
+def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | None:
     """Return why a shortcut cannot be taken, judged by two heads of the first, a middle and the last layer.
 
     Scores are made of drops. These have to agree about as well as those of two plain forwards do, which batch the same
@@ -236,13 +233,13 @@ def _differs(short: FromLayer, rows: tuple[Row, ...], plain: Callable[..., tuple
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
         short.begin(batches)
         last = short.site_of[layer].n_heads - 1
-        heads = tuple(sorted({last // 3, last}))
+        heads = sorted({last // 3, last})
         try:
             # As in earnest: every batch reaches a layer from the one below, after other batches have run.
             for batch in batches if layer > layers[0] else ():
                 short.without(batch, layers[layers.index(layer) - 1], [0])
             found_XGBE = _drops(short, batches, layer, heads)
-            alone_XGBE, together_XGBE, size = plain(rows, layer, heads)
+            alone_XGBE, together_XGBE, size = _plainly(in_full, rows, layer, heads)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         error, noise = (_rms(other - alone_XGBE) for other in (found_XGBE, together_XGBE))

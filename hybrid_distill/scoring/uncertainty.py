@@ -71,10 +71,11 @@ def split_half(
     for _ in range(n_splits):
         shuffled = torch.randperm(n_examples, generator=generator)
         means = [tables_KHE[:, :, part].nanmean(2).T for part in (shuffled[:half], shuffled[half : 2 * half])]
-        for column, overlap_SK in enumerate(overlaps_SK):
-            first = [np.argsort(-order(mean_HK[:, column:]), kind="stable").tolist() for mean_HK in means]
+        by_accuracy, by_logprob = ([order(mean_HK[:, column:]) for mean_HK in means] for column in (0, 1))
+        for ranks, overlap_SK in zip((by_accuracy, by_logprob), overlaps_SK):
+            first = [np.argsort(-rank_H, kind="stable").tolist() for rank_H in ranks]
             overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
-        a, b = map(order, means)
+        a, b = by_accuracy
         # 1 if all heads are equal in both halves, 0 if only one half tells heads apart.
         spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
     return {
