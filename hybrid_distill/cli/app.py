@@ -10,6 +10,7 @@ import difflib
 import importlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the program ``hybrid-distill``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(_help())
+        exit_cleanly(lambda: print(_help()))
         sys.exit(0 if words else 2)
     if words[0] == "--version":
         print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
@@ -169,7 +170,10 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     try:
-        action()
+        try:
+            action()
+        finally:
+            sys.stdout.flush()
         disconnect()
         if finished := os.environ.get("HYBRID_DISTILL_FINISHED"):
             Path(finished).touch()
@@ -177,6 +181,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         print("stopped; the same command continues from what was finished, or starts again.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _lost_its_reader():
+            sys.exit(128 + signal.SIGPIPE)
         status = _exit_status(error)
         if status is None:
             raise
@@ -188,6 +194,16 @@ def exit_cleanly(action: Callable[[], object]) -> None:
             sys.exit(status)
         traceback.clear_frames(error.__traceback__)  # they hold the model that was trained; see `disconnect`
         disconnect()
+
+
+def _lost_its_reader() -> bool:
+    """Report whether the reader of stdout is gone, as with `| head`; if so, what is left to write goes nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout)
+    lost = any(event & select.POLLERR for _, event in poll.poll(0))
+    if lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return lost
 
 
 def _exit_status(error: Exception) -> int | None:

@@ -190,6 +190,16 @@ def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path
     assert ended.stderr.removeprefix("loading torch and transformers ...\n") == "stopped; nothing was begun.\n"
 
 
+@pytest.mark.parametrize("words", ["--help", "run --help", "recipes"])
+def test_a_reader_that_has_read_enough_is_not_an_error(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hybrid_distill", *words.split()]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     heavy = "raise AssertionError('torch was imported')\n"
     helped = program(tmp_path, heavy, "--help")
