@@ -319,8 +319,10 @@ def _backward(
         chunk = first + n_own - 1 - step
         start = chunk * Q
         token, n_valid = row * L + start, L - start
+        if IN_ROW:  # one stride of all, in one register
+            b_row, c_row = x_row, x_row
         dx_row = x_row if IN_ROW else H * P
-        db_row, dc_row = (b_row, c_row) if IN_ROW else (H * N, H * N)
+        db_row, dc_row = (x_row, x_row) if IN_ROW else (H * N, H * N)
         kept = upcoming
         upcoming = tl.load(through + place + tl.maximum(chunk - 1, 0))
         vector = (place + chunk) * Q + q
