@@ -1,7 +1,7 @@
 """Model the recurrence's forward and backward at whole shapes, beside the limit and the peers of traffic.py.
 
-    python benchmarks/kernel_table.py                          # prints docs/performance.md's table
-    PYTHONPATH=FOLDER_OF_TRITON python benchmarks/kernel_table.py   # of another triton
+    python benchmarks/kernel_table.py                               # prints docs/performance.md's table
+    PYTHONPATH=FOLDER_OF_TRITON python benchmarks/kernel_table.py   # adds another triton
 
 Every kernel of a call counts: the main ones by `kernel_time`, compiled as the tile table says, the small ones (decays,
 gate, states of segments carried over) by their bytes, each at least SMALLEST milliseconds. The gate is the only option.
