@@ -235,7 +235,7 @@ def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(one_by_one: bool, p
     prove("share of left out instructions noticed", named(*key, f"{one_by_one=}"), share_noticed, key, one_by_one)
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.9.0"])
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"])
 def test_every_tile_is_on_record_as_it_is_now(version: str) -> None:
     record = json.loads(RECORD.read_text())[f"triton {version}"]
     tiles = {tile_name(key): code_and_tile(tile_name(key), tile) for key, tile in TILES.items()}
