@@ -184,6 +184,7 @@ def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
 def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int, threads: int) -> Iterator[Found]:
     """Export student and teacher for each engine and run both. Yields a record of each engine."""
     import torch
+    from provenance import read, write
 
     from hybrid_distill.export import export_checkpoint
     from hybrid_distill.pipeline import finished_run
@@ -206,10 +207,9 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int
             try:
                 if name == "teacher" and engine in NATIVE:
                     teacher.save_pretrained(folder)
-                    if engine == "mlx":  # does not read rope_parameters, and takes 10,000
-                        config = json.loads((folder / "config.json").read_text())
-                        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-                        (folder / "config.json").write_text(json.dumps(config))
+                    if engine == "mlx":  # reads RoPE's settings by the names of transformers 4, which students have too
+                        rope = {n: v for n, v in model.config.backbone.items() if n in ("rope_theta", "rope_scaling")}
+                        write(folder / "config.json", read(folder / "config.json") | rope)
                 else:
                     form: Any = "remote-code" if engine == "transformers" else engine
                     export_checkpoint(model, run.tokenizer, folder, plan=heads, form=form, gate=False)
