@@ -45,7 +45,7 @@ def main() -> None:
     means = students.groupby(["recurrence", "heads"])[list(FIGURES)].agg(["mean", "std", "count"])
     record = {
         "students": {f"{name}, {heads} heads": _plain(row) for (name, heads), row in means.iterrows()},
-        "less discrete, same seed": _differences(students),
+        "less discrete, same seed": differences(students, "recurrence", "discrete", "heads"),
         "teacher": found[found.selection == "teacher"][list(FIGURES)].mean().to_dict(),
         **about("recurrences by heads kept"),
     }
@@ -60,19 +60,21 @@ def main() -> None:
     print(means.round(3).to_string(), pd.DataFrame(record["less discrete, same seed"]).T.to_string(), sep="\n\n")
 
 
-def _differences(students: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Mean difference to the discrete student of the same seed and heads, with its 95 % interval (Student's t)."""
-    by_setting = students.set_index(["recurrence", "heads", "seed"])[list(FIGURES)]
+def differences(students: pd.DataFrame, by: str, standard: str, *fixed: str) -> dict[str, dict[str, str]]:
+    """Mean difference to the ``standard`` student of the same seed, with its 95 % interval (Student's t), for every
+    other value of column ``by`` and every value of the ``fixed`` columns."""
+    by_setting = students.set_index([by, *fixed, "seed"])[list(FIGURES)]
     found = {}
-    for name in set(students.recurrence) - {"discrete"}:
-        less = (by_setting.loc[name] - by_setting.loc["discrete"]).dropna()
-        for heads, rows in less.groupby("heads"):
+    for name in sorted({*students[by]} - {standard}):
+        less = (by_setting.loc[name] - by_setting.loc[standard]).dropna()
+        for group, rows in less.groupby(list(fixed)) if fixed else [((), less)]:
             tests = {figure: ttest_1samp(rows[figure], 0).confidence_interval() for figure in FIGURES}
-            found[f"{name}, {heads} heads"] = {
+            label = ", ".join([name, *(f"{value} {column}" for value, column in zip(group, fixed))])
+            found[label] = {
                 figure: f"{rows[figure].mean():+.4f} ({low:+.4f} to {high:+.4f})"
                 for figure, (low, high) in tests.items()
             }
-    return dict(sorted(found.items()))
+    return found
 
 
 def _plain(row: pd.Series) -> dict[str, float]:
