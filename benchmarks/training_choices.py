@@ -3,15 +3,17 @@
     python benchmarks/training_choices.py    # resumes; writes benchmarks/results/training_choices.json
 
 For each seed one alignment of all heads serves every student. Each keeps six heads and takes 250 steps of distillation
-from there, with one thing changed. ``answers``: conversations that the teacher writes are mixed into the text, with the
-loss on the answers alone. ``staged``: a student that keeps 24 heads learns for half of the steps; then its 18
-lowest-scored heads become recurrent, as they were aligned. About an hour and a half of one core.
+from there, with one thing changed. ``answers``: documents whose last question the teacher answers are mixed into the
+text, with the loss on the answers alone. ``staged``: a student that keeps 24 heads learns for half of the
+steps; then its 18 lowest-scored heads become recurrent, as they were aligned. About an hour of one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,18 +25,20 @@ import pandas as pd
 import torch
 from init import trained
 from mixers import FIGURES, differences
+from more_itertools import chunked
 from provenance import ROOT, about, environment, write
 from transformers import PreTrainedModel
 
-from hybrid_distill.assets import tiny_teacher_path
+from hybrid_distill.assets import corpus_documents, tiny_teacher_path
 from hybrid_distill.config import from_json
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.probes.answering import left_pad
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
-from hybrid_distill.teacher import attention_sites
+from hybrid_distill.teacher import attention_sites, load_teacher
 from hybrid_distill.train.checkpoint import load_stage
 from hybrid_distill.train.end_to_end import EndToEnd
 
@@ -50,18 +54,14 @@ CHOICES = {
     "JSD": "--distill.kind jsd",
     "rates 1, 0.07, 0.07": "--distill.lr-scale 1 0.07 0.07",
     "rates 1, 1, 0.1": "--distill.lr-scale 1 1 0.1",
-    "rates 1, 3, 1": "--distill.lr-scale 1 3 1",
     "answers, a quarter": "--data.sources tiny {answers} --data.weights 3 1",
     "answers, half": "--data.sources tiny {answers} --data.weights 1 1",
 }
 STAGED = "staged, 24 heads first"
-TEMPLATE = """{%- for message in messages -%}
-{{ message.role }}:{% if message.role == "assistant" -%}
-{% generation %}{{ " " + message.content + eos_token }}{% endgeneration %}
-{%- else %}{{ " " + message.content + "\\n" }}{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}assistant:{% endif -%}
-"""
+TEMPLATE = """{%- for message in messages -%}{%- if message.role == "assistant" -%}
+{% generation %}{{ message.content + eos_token }}{% endgeneration %}
+{%- else -%}{{ message.content }}{%- endif -%}{%- endfor -%}"""
+"""What a user says, and the answer right behind it."""
 
 
 def main() -> None:
@@ -108,12 +108,24 @@ def seeded(seed: int, out: Path) -> list[str]:
 
 
 def answers_of_teacher(out: Path) -> Path:
-    """Return a token folder of the teacher's conversations; it gets a chat template, which it has never seen."""
+    """Return a token folder of the corpus's last questions, answered by the teacher; the loss is on its answers."""
     teacher, answers = out / "teacher", out / "answers"
     if not teacher.exists():
         shutil.copytree(tiny_teacher_path(), teacher)
         (teacher / "chat_template.jinja").write_text(TEMPLATE)
-    command("generate-data", "--model", str(teacher), "--tokens", "260K", "--new-tokens", "64", "--out", str(answers))
+        model, tokenizer = load_teacher(str(teacher))
+        # Up to the last number of a document whose end refers to what stands before.
+        ends = (re.search(r"(?s)\A(.+?) *\d+\D*\Z", text) for text in corpus_documents("train"))
+        prompts = [end[1] for end in ends if end is not None and end[1].count("\n") > 3]
+        with (out / "answers.jsonl").open("w") as file:
+            for some in chunked(sorted(prompts, key=len), 64):
+                ids_BL, mask_BL = left_pad(tokenizer(some)["input_ids"], model.device)
+                options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+                written = model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
+                for prompt, said in zip(some, tokenizer.batch_decode(written, skip_special_tokens=True)):
+                    file.write(json.dumps({"prompt": prompt, "completion": said.partition("\n")[0]}) + "\n")
+    sources = ["--sources", str(out / "answers.jsonl"), "--tokenizer", str(teacher)]
+    command("prepare-data", "--chat", *sources, "--out", str(answers))
     return answers
 
 
