@@ -1,4 +1,4 @@
-"""What else could be done with the same steps: learning rates by part, divergences, the teacher's answers, two stages.
+"""Compare uses of the same steps: learning rates by part, divergences, the teacher's answers, staged replacement.
 
     python benchmarks/training_choices.py    # resumes; writes benchmarks/results/training_choices.json
 
@@ -61,7 +61,7 @@ STAGED = "staged, 24 heads first"
 TEMPLATE = """{%- for message in messages -%}{%- if message.role == "assistant" -%}
 {% generation %}{{ message.content + eos_token }}{% endgeneration %}
 {%- else -%}{{ message.content }}{%- endif -%}{%- endfor -%}"""
-"""What a user says, and the answer right behind it."""
+"""Chat template without any words: a prompt, and the answer right behind it."""
 
 
 def main() -> None:
