@@ -109,22 +109,23 @@ def seeded(seed: int, out: Path) -> list[str]:
 
 def answers_of_teacher(out: Path) -> Path:
     """Return a token folder of the corpus's last questions, answered by the teacher; the loss is on its answers."""
-    teacher, answers = out / "teacher", out / "answers"
-    if not teacher.exists():
-        shutil.copytree(tiny_teacher_path(), teacher)
+    teacher, answers, written_to = out / "teacher", out / "answers", out / "answers.jsonl"
+    if not written_to.exists():
+        shutil.copytree(tiny_teacher_path(), teacher, dirs_exist_ok=True)
         (teacher / "chat_template.jinja").write_text(TEMPLATE)
         model, tokenizer = load_teacher(str(teacher))
         # Up to the last number of a document whose end refers to what stands before.
         ends = (re.search(r"(?s)\A(.+?) *\d+\D*\Z", text) for text in corpus_documents("train"))
         prompts = [end[1] for end in ends if end is not None and end[1].count("\n") > 3]
-        with (out / "answers.jsonl").open("w") as file:
-            for some in chunked(sorted(prompts, key=len), 64):
-                ids_BL, mask_BL = left_pad(tokenizer(some)["input_ids"], model.device)
-                options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-                written = model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
-                for prompt, said in zip(some, tokenizer.batch_decode(written, skip_special_tokens=True)):
-                    file.write(json.dumps({"prompt": prompt, "completion": said.partition("\n")[0]}) + "\n")
-    sources = ["--sources", str(out / "answers.jsonl"), "--tokenizer", str(teacher)]
+        lines = list[str]()
+        for some in chunked(sorted(prompts, key=len), 64):
+            ids_BL, mask_BL = left_pad(tokenizer(some)["input_ids"], model.device)
+            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+            written = model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
+            for prompt, said in zip(some, tokenizer.batch_decode(written, skip_special_tokens=True)):
+                lines.append(json.dumps({"prompt": prompt, "completion": said.partition("\n")[0]}) + "\n")
+        written_to.write_text("".join(lines))
+    sources = ["--sources", str(written_to), "--tokenizer", str(teacher)]
     command("prepare-data", "--chat", *sources, "--out", str(answers))
     return answers
 
@@ -153,7 +154,7 @@ def staged(out: Path, seed: int) -> EvalResult:
     learned = written_back(distilled(wide, 0), aligned, teacher)
     plan = replace(HeadPlan.top_k(scores, KEPT), teacher="")
     student = distilled(build_student(learned, plan, d_state=d_state, init="random")[0], steps)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(out / f"aligned-{seed}" / "teacher", path.parent / "teacher", dirs_exist_ok=True)
     return like.evaluate(student)
 
 
