@@ -1,0 +1,584 @@
+"""Tasks in RULER's form for the embedded teacher's shape: how many heads do their students need?
+
+    python benchmarks/ruler_form.py    # resumes; writes benchmarks/results/ruler_form.json
+
+From an empty folder: a teacher of the embedded one's shape and tokenizer learns five tasks (arXiv 2404.06654) in the
+embedded vocabulary, its heads are scored on them, and students are aligned and distilled on documents of the same tasks
+that are worded otherwise than the questions they are measured by.
+
+``needles``: every line is a fact, one is asked for (niah_multikey_2). ``codes``: the same with keys and values of
+several words (niah_multikey_3). ``variables``: names that were given one number, one of them directly, the others each
+by the one before (vt). ``common``: three words listed about ten times as often as the rest, in any order (cwe).
+``frequent``: the three most frequent words, whose counts fall with the square of their rank (fwe).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle, islice, product
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NamedTuple
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from init import trained
+from more_itertools import chunked
+from provenance import ROOT, about, read, write
+from torch import Tensor
+from torch.multiprocessing import spawn
+from torch.nn.functional import cross_entropy, one_hot
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_distill.assets.dictionaries import N_VALUES, NOUNS
+from hybrid_distill.data import DataConfig, PackedRows, open_rows
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.probes import Example, SeededProbe
+from hybrid_distill.probes.answering import left_pad, tokenize
+from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.teacher import eval_mode, load_teacher
+from hybrid_distill.train.align import LayerAlignment
+from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.end_to_end import EndToEnd
+
+sys.path.insert(0, str(ROOT / "recipes"))
+from tiny_world import PEOPLE, TIMES
+from train_tiny_teacher import Batches, TeacherRun, Trainer, make_model
+
+LENGTHS = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
+
+
+class Asked(NamedTuple):
+    """A question at the end of a document, and the words of its answer; ``in_order`` if they have one order."""
+
+    question: str
+    answers: tuple[str, ...]
+    in_order: bool = True
+
+
+class Document(NamedTuple):
+    text: str
+    asked: list[Asked]
+
+
+class Words(NamedTuple):
+    """Wording of one task: a line, and the question."""
+
+    line: str
+    question: str
+
+
+# The last of each is kept for measuring: students do not see it.
+WORDING = {
+    "needles": [
+        Words("{k} {v}", "{k}"),
+        Words("{k}: {v}", "{k}:"),
+        Words("the {k} has {v}.", "the {k} has"),
+        Words("One number of the {k} is {v}.", "The number of the {k} is"),
+        Words("The number for {k} was {v}.", "What is the number for {k}?"),
+    ],
+    "codes": [
+        Words("{k} {v}", "{k}"),
+        Words("{k}: {v}", "{k}:"),
+        Words("the {k} has {v}.", "the {k} has"),
+        Words("One code of the {k} is {v}.", "The code of the {k} is"),
+        Words("The code for {k} was {v}.", "What is the code for {k}?"),
+    ],
+    "variables": [
+        Words("set {k} {v}", "which are {v}"),
+        Words("the {k} is {v}.", "What is {v}?"),
+        Words("set {k} = {v}.", "Names with {v}:"),
+        Words("The {k} has the number of {v}.", "The number {v} is that of"),
+    ],
+    "common": [
+        Words(" {w}", "most common:"),
+        Words(" {w},", "The words that are there the most:"),
+        Words("a {w}\n", "Common words:"),
+        Words("- {w}\n", "What are the common words?"),
+    ],
+    "frequent": [
+        Words(" {w}", "most frequent:"),
+        Words(" {w},", "The three words that are there the most:"),
+        Words("a {w}\n", "Frequent words:"),
+        Words("- {w}\n", "What are the three frequent words?"),
+    ],
+}
+TASKS = tuple(WORDING)
+SHARES = {"needles": 0.7, "codes": 0.7, "variables": 0.9, "common": 1.6, "frequent": 2.2}
+ENOUGH = {"needles": 0.85, "codes": 0.85, "variables": 0.85, "common": 0.72, "frequent": 0.68}
+"""Accuracy from which a task's documents become longer."""
+
+
+class Writer:
+    """Writes documents of about so many tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, n_questions: int = 12) -> None:
+        self.tokenizer, self.n_questions = tokenizer, n_questions
+
+        def size(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        values = {"k": "apple", "v": "17", "w": "apple"}
+        more = {"codes": 5}
+        self.sizes = {
+            (task, n): (
+                size(words.line.format(**values)) + more.get(task, 0) + (task in ("needles", "codes", "variables")),
+                size(words.question) + 2,
+            )
+            for task, wordings in WORDING.items()
+            for n, words in enumerate(wordings)
+        }
+
+    def write(self, task: str, n: int, length: int, rng: random.Random, n_questions: int | None = None) -> Document:
+        """Write a document of one task in its n-th wording."""
+        n_questions = self.n_questions if n_questions is None else n_questions
+        words, (line, question) = WORDING[task][n], self.sizes[task, n]
+        if task in ("needles", "codes"):
+            return facts(rng, words, task == "codes", length, line, question, n_questions)
+        if task == "variables":
+            return variables(rng, words, length, line)
+        return listing(rng, words, task == "common", (length - question - 6) // line)
+
+
+def facts(
+    rng: random.Random, words: Words, is_long: bool, length: int, line: int, question: int, n_asked: int
+) -> Document:
+    question += 4 * is_long
+    n_asked = min(n_asked, max(1, length // (2 * question)))
+    n = max(2, min((length - n_asked * question) // line, len(NOUNS)))
+    numbers = list(map(str, range(N_VALUES)))
+    if is_long:
+        keys = [" ".join(pair) for pair in zip(rng.choices(NOUNS, k=n), rng.sample(NOUNS, n))]
+        values = [" ".join(rng.sample(numbers, 3)) for _ in keys]
+    else:
+        keys, values = rng.sample(NOUNS, n), rng.choices(numbers, k=n)
+    pairs = list(zip(keys, values))
+    text = "\n".join(words.line.format(k=key, v=value) for key, value in pairs)
+    asked = [Asked(words.question.format(k=key), tuple(value.split())) for key, value in rng.choices(pairs, k=n_asked)]
+    return Document(text, asked)
+
+
+def variables(rng: random.Random, words: Words, length: int, line: int) -> Document:
+    """Two chains of five names in filler; with room for fewer, shorter ones."""
+    n_chains = 1 if length < 64 else 2
+    n_names = 3 if length < 96 else 5
+    names, numbers = rng.sample(NOUNS, n_chains * n_names), rng.sample(range(N_VALUES), n_chains)
+    chains = [names[i::n_chains] for i in range(n_chains)]
+    lines = []
+    order = [i for i in range(n_chains) for _ in range(n_names)]
+    rng.shuffle(order)
+    place = [0] * n_chains
+    for i in order:
+        value = chains[i][place[i] - 1] if place[i] else numbers[i]
+        lines.append(words.line.format(k=chains[i][place[i]], v=value))
+        place[i] += 1
+    room = (length - len(lines) * line - n_chains * (n_names + 8)) // 11
+    for _ in range(room):
+        name, other = rng.sample(PEOPLE, 2)
+        lines.insert(rng.randrange(len(lines) + 1), f"{name} talked to {other} {rng.choice(TIMES)}.")
+    asked = [Asked(words.question.format(v=number), tuple(chain)) for number, chain in zip(numbers, chains)]
+    rng.shuffle(asked)
+    return Document("\n".join(lines), asked)
+
+
+def listing(rng: random.Random, words: Words, is_common: bool, n: int) -> Document:
+    vocabulary = rng.sample(NOUNS, len(NOUNS))
+    if is_common:
+        rare = 1 if n < 350 else 3
+        top, rest = vocabulary[:3], vocabulary[3:]
+        often = 10 * rare if n > 96 else 6
+        listed = [word for word in top for _ in range(min(often, n // 5))]
+        listed += islice(cycle(rest), n - len(listed))
+    else:
+        top = vocabulary[:3]
+        counts = [round(0.62 * n / (k + 1) ** 2) for k in range(len(vocabulary))]
+        counts[:3] = (max(least, count) for least, count in zip((6, 4, 3), counts))
+        counts[3:] = (max(1, min(count, counts[2] // 2)) for count in counts[3:])
+        listed = [word for word, count in zip(vocabulary, counts) for _ in range(count)][:n]
+    rng.shuffle(listed)
+    text = "".join(words.line.format(w=word) for word in listed).rstrip("\n")
+    return Document(text, [Asked(words.question, tuple(top), in_order=not is_common)])
+
+
+@dataclass
+class Rows:
+    """Documents as tokens, [B, L]: which are words of an answer, and of which answer's words any will do."""
+
+    ids: Tensor
+    answer: Tensor
+    any_of: dict[tuple[int, int], set[int]]
+
+
+def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], rng: random.Random) -> Rows:
+    texts, spans, free = [], [], []
+    for document in documents:
+        text, inside = document.text, []
+        for asked in document.asked:
+            answers = list(asked.answers)
+            if not asked.in_order:
+                rng.shuffle(answers)
+            text += f"\n{asked.question}"
+            inside.append((len(text), len(text) + sum(len(answer) + 1 for answer in answers)))
+            text += "".join(f" {answer}" for answer in answers)
+        texts.append(text)
+        spans.append(inside)
+        free.append(not document.asked[0].in_order)
+    found = tokenizer(texts, padding=True, return_tensors="pt", return_offsets_mapping=True, padding_side="right")
+    starts, ends = found.offset_mapping.unbind(-1)
+    answer = torch.zeros_like(found.input_ids, dtype=torch.bool)
+    any_of, blank = {}, tokenizer.convert_tokens_to_ids("\u0120")  # the token before a number
+    for row, inside in enumerate(spans):
+        for low, high in inside:
+            answer[row] |= (starts[row] >= low) & (ends[row] <= high) & (ends[row] > starts[row])
+        answer[row] &= found.input_ids[row] != blank
+        if free[row]:
+            places = answer[row].nonzero().flatten().tolist()
+            for i, place in enumerate(places):
+                any_of[row, place] = set(found.input_ids[row, places[i:]].tolist())
+    return Rows(found.input_ids, answer, any_of)
+
+
+def losses(model: LlamaForCausalLM, rows: Rows, share: float = 0.1) -> tuple[Tensor, float]:
+    """Loss on the answers, plus a little on some of the other tokens; the share of answers' tokens that are right."""
+    hidden = model.model(input_ids=rows.ids, use_cache=False).last_hidden_state[:, :-1]
+    targets, answer = rows.ids[:, 1:], rows.answer[:, 1:]
+    others = (torch.rand(targets.shape) < share) & ~answer & (targets != model.config.pad_token_id)
+    logits = model.lm_head(hidden[answer])
+    wanted = one_hot(targets[answer], logits.shape[-1]).float()
+    for n, (row, place) in enumerate(answer.nonzero().tolist() if rows.any_of else ()):
+        if any_of := rows.any_of.get((row, place + 1)):
+            wanted[n] = 0
+            wanted[n, sorted(any_of)] = 1 / len(any_of)
+    loss = cross_entropy(logits, wanted)
+    if others.any():
+        loss = loss + 0.1 * cross_entropy(model.lm_head(hidden[others]), targets[others])
+    hits = logits.argmax(-1)
+    right = wanted.gather(1, hits[:, None]) > 0
+    return loss, right.float().mean().item()
+
+
+@dataclass
+class Progress:
+    """How far a teacher has come: the length of each task's documents, as a place in `LENGTHS`, and its accuracy."""
+
+    step: int = 0
+    few_words: bool = True
+    is_copying: bool = True
+    level: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TASKS, 0))
+    right: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*TASKS, "copying"), 0.0))
+
+    def update(self, hits: dict[str, float]) -> None:
+        """Take a step's accuracies into account. Documents become longer as soon as they are answered."""
+        for task, hit in hits.items():
+            self.right[task] += (0.1 if task == "copying" else 0.05) * (hit - self.right[task])
+            if task in TASKS and self.right[task] > ENOUGH[task] and self.level[task] < len(LENGTHS) - 1:
+                self.level[task] += 1
+                self.right[task] -= 0.1
+        self.few_words &= self.right["copying"] < 0.8
+        self.is_copying &= self.few_words or self.step < 250 or self.right["copying"] < 0.85
+        self.step += 1
+
+    def __str__(self) -> str:
+        shown = [f"{task} {LENGTHS[self.level[task]]}: {self.right[task]:.2f}" for task in TASKS]
+        return f"step {self.step:5d}  copying: {self.right['copying']:.2f}  {'  '.join(shown)}"
+
+
+def teach(rank: int, options: argparse.Namespace, meeting: str) -> None:
+    """Train a teacher from random weights: copying, first of few words, until it works; then all tasks at once.
+
+    One of several processes that meet there. Each writes documents of its own; gradients are averaged.
+    """
+    world, file = options.processes, options.out / "teacher.pt"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    _, tokenizer = load_teacher("tiny")
+    run = TeacherRun(seed=options.seed, adamw_lr=2e-3, batch_size=48)
+    torch.manual_seed(run.seed)
+    model = make_model(run, tokenizer)
+    trainer, batches, writer = Trainer(run, model), Batches(run, tokenizer), Writer(tokenizer)
+    words, few = batches.words, batches.words[torch.randperm(len(batches.words))[:48]]
+    progress, started = Progress(), time.time()
+    if file.exists():
+        saved = torch.load(file, weights_only=False)
+        model.load_state_dict(saved["model"])
+        for optimizer, state in zip(trainer.optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
+        progress = saved["progress"]
+    while progress.step < options.steps:
+        step = progress.step
+        rng = batches.rng = random.Random(f"tasks {run.seed} {step} {rank}")
+        torch.manual_seed(rng.getrandbits(48))
+        trainer.scale_lr(min((step + 1) / 50, 1.0, (options.steps - step) / (0.4 * options.steps)))
+        hits, tasks = {}, () if progress.is_copying else TASKS
+        if not tasks or step % 4 == 0:
+            batches.words = few if progress.few_words else words
+            ids, again = batches.copying(*((96, 40) if tasks else (64, 16)))
+            n = max(1, (12 if tasks else 72) // world)
+            loss, hits["copying"] = losses(model, Rows(ids[:n], again[:n], {}), share=0.0)
+            loss.backward()
+        for task in tasks:
+            top = progress.level[task]
+            length = LENGTHS[top if rng.random() < 0.6 else rng.randrange(top + 1)]
+            n = max(1, round(SHARES[task] * options.tokens / length / world))
+            documents = [writer.write(task, rng.randrange(len(WORDING[task])), length, rng) for _ in range(n)]
+            loss, hits[task] = losses(model, as_rows(tokenizer, documents, rng))
+            loss.backward()
+        averaged = torch.tensor(list(hits.values()))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        flat = torch.cat([averaged, *(gradient.flatten() for gradient in gradients)])
+        dist.all_reduce(flat)
+        averaged, *parts = (flat / world).split([len(averaged), *(gradient.numel() for gradient in gradients)])
+        for gradient, part in zip(gradients, parts):
+            gradient.copy_(part.view_as(gradient) / max(1, len(tasks)))
+        trainer.step(torch.zeros((), requires_grad=True))
+        progress.update(dict(zip(hits, averaged.tolist())))
+        if rank == 0 and progress.step % 50 == 0:
+            print(f"{time.time() - started:6.0f}s  {progress}", flush=True)
+        if rank == 0 and progress.step % 500 == 0:
+            states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+            torch.save({"model": model.state_dict(), "optimizers": states, "progress": progress}, file)
+    if rank == 0:
+        model.save_pretrained(options.out / "teacher")
+        tokenizer.save_pretrained(options.out / "teacher")
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class RulerForm(SeededProbe):
+    """Questions of the five tasks in turn, in the wordings that students see: what heads are scored on.
+
+    Of several words of an answer one is asked for, behind those before it.
+    """
+
+    name: ClassVar[str] = "ruler_form"
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    length: int = 256
+    seed: int = 0
+    n_choices: int = 10
+
+    def _example(self, index: int) -> Example:
+        rng = random.Random(f"{self.name} {self.seed} {index}")
+        task = TASKS[index % len(TASKS)]
+        document = Writer(self.tokenizer).write(task, rng.randrange(len(WORDING[task]) - 1), self.length, rng, 1)
+        asked = document.asked[0]
+        place = rng.randrange(len(asked.answers))
+        answer = asked.answers[place]
+        alike = re.findall(r"\d+" if answer.isdigit() else r"[a-z]+", document.text)
+        others = sorted({word for word in alike if answer.isdigit() or word in NOUNS} - {*asked.answers})
+        choices = rng.sample(
+            [answer, *rng.sample(others, min(len(others), self.n_choices - 1))],
+            k=min(len(others), self.n_choices - 1) + 1,
+        )
+        prompt = " ".join([f"{document.text}\n{asked.question}", *asked.answers[:place]])
+        return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in choices))
+
+    def describe(self) -> dict[str, object]:
+        return {"name": self.name, "length": self.length, "seed": self.seed}
+
+
+def answered(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Share of each task's answers that a model generates, by length, in the wording that students never see.
+
+    As in RULER, a code counts whole, and of several words each one that is named.
+    """
+    writer, found = Writer(tokenizer), {}
+    for length, task in product(lengths, TASKS):
+        rng = random.Random(f"measured {task} {length}")
+        documents = [writer.write(task, len(WORDING[task]) - 1, length, rng, 1) for _ in range(n)]
+        shares = []
+        for part in chunked(documents, 16):
+            prompts = tokenize(tokenizer, [f"{text}\n{asked[0].question}" for text, asked in part])
+            ids_BL, mask_BL = left_pad(prompts, model.device)
+            most = 2 * len(part[0].asked[0].answers) + 1
+            options = {"max_new_tokens": most, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+            with eval_mode(model):
+                said_BT = model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
+            for said, document in zip(tokenizer.batch_decode(said_BT, skip_special_tokens=True), part):
+                answers, words = document.asked[0].answers, re.findall(r"\w+", said.partition("\n")[0])
+                named = len({*words[: len(answers)]} & {*answers}) / len(answers)
+                shares.append(float(words[: len(answers)] == [*answers]) if task == "codes" else named)
+        found[f"{task} {length}"] = sum(shares) / n
+    return found
+
+
+def write_text(tokenizer: PreTrainedTokenizerBase, path: Path, n_tokens: int, longest: int) -> None:
+    """Write documents of every task in all wordings but the last, a sixth of them shorter than 100 tokens."""
+    writer, rng, lines = Writer(tokenizer), random.Random("text of students"), []
+    for task in islice(cycle(TASKS), 2 * n_tokens // longest):
+        length = rng.randrange(64, longest)
+        document = writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng)
+        text = document.text + "".join(f"\n{q.question} {' '.join(q.answers)}" for q in document.asked)
+        lines.append(json.dumps({"text": text}) + "\n")
+    path.write_text("".join(lines))
+
+
+def scored(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> HeadScores:
+    path = options.out / "scores.json"
+    if not path.exists():
+        probe = RulerForm(tokenizer)
+        score_heads(teacher, tokenizer, probe, n_examples=options.scoring_examples, min_accuracy=0.0).save(path)
+    return HeadScores.load(path)
+
+
+def student_plans(teacher: PreTrainedModel, scores: HeadScores) -> dict[str, HeadPlan]:
+    """Return what each kind of student keeps. Layers are evenly spread, or those with the highest sums of scores."""
+    by_layer = scores.value_LH().nansum(1).argsort(descending=True).tolist()
+    return {
+        "6 heads": HeadPlan.top_k(scores, 6),
+        "2 spread layers": HeadPlan.layers(teacher, [1, 4]),
+        "2 layers": HeadPlan.layers(teacher, sorted(by_layer[:2])),
+        "1 layer": HeadPlan.layers(teacher, by_layer[:1]),
+        "no heads": HeadPlan.none(teacher),
+    }
+
+
+class Students:
+    """Students of one teacher: all heads are aligned once for each seed, then every plan starts from there."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.teacher, self.tokenizer = load_teacher(str(options.out / "teacher"))
+
+    def rows(self, seed: int) -> PackedRows:
+        return open_rows(rows_of(self.options, seed), self.tokenizer, cache_dir=self.options.out / "cache")
+
+    def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
+        shape = {"d_state": self.options.d_state, "recurrence": self.options.recurrence}
+        return build_student(self.teacher, plan, **shape, seed=seed, **start)[0]
+
+    def aligned(self, seed: int) -> HybridForCausalLM:
+        """Return the student without attention, aligned layer by layer, from its file if there is one."""
+        rows, file = self.rows(seed), self.options.out / f"aligned-{seed}.pt"
+        student = self.build(HeadPlan.none(self.teacher), seed, init="fitted", calibration=rows.batch(0, 4))
+        if file.exists():
+            student.load_state_dict(torch.load(file))
+        else:
+            stage, steps = LayerAlignment(student, self.teacher, AlignConfig(target="head")), self.options.align_steps
+            for step in trained(stage, rows, steps, self.options, self.options.align_rate):
+                show(f"alignment, seed {seed}", step, steps)
+            torch.save(student.state_dict(), file)
+        return student
+
+    def distill(self, name: str, plan: HeadPlan, seed: int) -> None:
+        """Train a student, measure it half way and at the end, and write what it answers."""
+        student, steps = self.build(plan, seed, init="random"), self.options.distill_steps
+        graft_recurrent_heads(student, self.aligned(seed))
+        stage, half_way = EndToEnd(student, self.teacher, DistillConfig()), {}
+        for step in trained(stage, self.rows(seed), steps, self.options, self.options.distill_rate):
+            show(f"{name}, seed {seed}", step, steps)
+            if step == steps // 2:
+                half_way = answered(student, self.tokenizer, 32, (256,))
+        found = {"kept": name, "seed": seed, "heads": [list(heads) for heads in plan.kept], "half way": half_way}
+        found["answered"] = answered(student, self.tokenizer, self.options.questions, self.options.lengths)
+        write(self.options.out / student_file(name, seed), found)
+        show(f"{name}, seed {seed}: {json.dumps(found['answered'])}", 0, 0)
+
+
+def rows_of(options: argparse.Namespace, seed: int) -> DataConfig:
+    return DataConfig(sources=(str(options.out / "text.jsonl"),), seq_len=options.row, seed=seed)
+
+
+def student_file(name: str, seed: int) -> str:
+    return f"{name.replace(' ', '-')}-{seed}.json"
+
+
+def show(name: str, step: int, steps: int) -> None:
+    if step % 50 == 0:
+        print(f"{time.strftime('%H:%M:%S')} {name}{f': step {step} of {steps}' if steps else ''}", flush=True)
+
+
+def report(options: argparse.Namespace, scores: HeadScores) -> None:
+    """Write means and deviations over seeds, beside the teacher, and the students' share of it."""
+    found = [read(file) for file in sorted(options.out.glob("*-[0-9].json"))]
+    students = pd.DataFrame([{"kept": one["kept"], "seed": one["seed"], **one["answered"]} for one in found])
+    teacher = pd.Series(read(options.out / "teacher.json"))
+    by_kept = students.drop(columns="seed").groupby("kept")
+    means = by_kept.mean()
+    shares = (means / teacher).T.groupby(lambda name: name.split()[1], sort=False).mean().T
+    record = {
+        "teacher": teacher.to_dict(),
+        "students": {
+            name: {task: f"{means.loc[name, task]:.3f} ± {by_kept.std().loc[name, task]:.3f}" for task in means}
+            for name in means.index
+        },
+        "share of the teacher, mean of the five tasks, by tokens": shares.round(4).T.to_dict(),
+        "heads": {one["kept"]: one["heads"] for one in found},
+        "ranking": [str(head) for head in scores.ranking()[:12]],
+        "settings": {name: value for name, value in vars(options).items() if name != "out"},
+        **about("tasks in RULER's form, answered by generation"),
+    }
+    write(ROOT / "benchmarks" / "results" / "ruler_form.json", record)
+    print((100 * means).round(1).T.assign(teacher=100 * teacher).to_string(), shares.round(3).to_string(), sep="\n\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/ruler-form"), help="folder of the teacher and students")
+    parser.add_argument("--seed", type=int, default=0, help="of the teacher")
+    parser.add_argument("--steps", type=int, default=1800, help="of the teacher")
+    parser.add_argument("--tokens", type=int, default=1600, help="of each task in a step of the teacher, about")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the students")
+    parser.add_argument("--d-state", type=int, default=16)
+    parser.add_argument("--recurrence", default="gdn")
+    parser.add_argument("--row", type=int, default=512, help="tokens of a row that students learn from")
+    parser.add_argument("--text-tokens", type=int, default=4_000_000)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--align-steps", type=int, default=300)
+    parser.add_argument("--align-rate", type=float, default=3e-3)
+    parser.add_argument("--distill-steps", type=int, default=600)
+    parser.add_argument("--distill-rate", type=float, default=5e-4)
+    parser.add_argument("--scoring-examples", type=int, default=200)
+    parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1000])
+    parser.add_argument("--processes", type=int, default=2, help="for gradients of the teacher, then for students")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder, text, measured = options.out / "teacher", options.out / "text.jsonl", options.out / "teacher.json"
+    if not (folder / "config.json").exists():
+        with TemporaryDirectory() as met:
+            spawn(teach, (options, f"file://{met}/meeting"), options.processes)
+    torch.set_num_threads(1)
+    teacher, tokenizer = load_teacher(str(folder))
+    if not measured.exists():
+        write(measured, answered(teacher, tokenizer, options.questions, options.lengths))
+    if not text.exists():
+        write_text(tokenizer, text, options.text_tokens, options.row)
+    scores = scored(teacher, tokenizer, options)
+    open_rows(rows_of(options, 0), tokenizer, cache_dir=options.out / "cache")
+    jobs = [
+        (options, name, plan, seed) for name, plan in student_plans(teacher, scores).items() for seed in options.seeds
+    ]
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for started in ([(options, seed) for seed in options.seeds], jobs):
+            list(pool.map(run_job, started))
+    report(options, scores)
+
+
+def run_job(job: tuple[Any, ...]) -> None:
+    """Align the heads of a seed, or distill one student of it, in a process of its own."""
+    torch.set_num_threads(1)
+    options, *student, seed = job
+    trainer = Students(options)
+    if not student:
+        trainer.aligned(seed)
+    elif not (options.out / student_file(student[0], seed)).exists():
+        trainer.distill(*student, seed)
+
+
+if __name__ == "__main__":
+    main()
