@@ -508,15 +508,16 @@ def report(options: argparse.Namespace, scores: HeadScores) -> None:
     students = pd.DataFrame([{"kept": one["kept"], "seed": one["seed"], **one["answered"]} for one in found])
     teacher = pd.Series(read(options.out / "teacher.json"))
     by_kept = students.drop(columns="seed").groupby("kept")
-    means = by_kept.mean()
+    means, deviations = by_kept.mean(), by_kept.std().fillna(0)
     shares = (means / teacher).T.groupby(lambda name: name.split()[1], sort=False).mean().T
     record = {
         "teacher": teacher.to_dict(),
         "students": {
-            name: {task: f"{means.loc[name, task]:.3f} ± {by_kept.std().loc[name, task]:.3f}" for task in means}
+            name: {task: f"{means.loc[name, task]:.3f} ± {deviations.loc[name, task]:.3f}" for task in means}
             for name in means.index
         },
         "share of the teacher, mean of the five tasks, by tokens": shares.round(4).T.to_dict(),
+        "seeds": by_kept.size().to_dict(),
         "heads": {one["kept"]: one["heads"] for one in found},
         "ranking": [str(head) for head in scores.ranking()[:12]],
         "settings": {name: value for name, value in vars(options).items() if name != "out"},
