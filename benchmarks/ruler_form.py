@@ -540,6 +540,7 @@ def report(options: argparse.Namespace, scores: HeadScores) -> None:
     shares = (means / teacher).T.groupby(lambda name: name.split()[1], sort=False).mean().T
     in_seen = pd.DataFrame({f"{one['kept']}, {one['seed']}": one["in seen wordings"] for one in found})
     in_seen["teacher"] = pd.Series(of_teacher["in seen wordings"])
+    half_way = pd.DataFrame([{"kept": one["kept"], **one["half way"]} for one in found]).groupby("kept").mean()
     record = {
         "teacher": teacher.to_dict(),
         "students": {
@@ -547,6 +548,7 @@ def report(options: argparse.Namespace, scores: HeadScores) -> None:
             for name in means.index
         },
         "share of the teacher, mean of the five tasks, by tokens": shares.round(4).T.to_dict(),
+        "share after half of the steps, at 256 tokens": (half_way / teacher).mean(axis=1).round(4).to_dict(),
         "in wordings that students have seen": in_seen.round(4).to_dict(),
         "seeds": by_kept.size().to_dict(),
         "heads": {one["kept"]: one["heads"] for one in found},
