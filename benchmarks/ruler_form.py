@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice, product
+from itertools import cycle, islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,11 +117,6 @@ WORDING = {
 }
 TASKS = tuple(WORDING)
 SHARES = {"needles": 0.7, "codes": 0.7, "variables": 0.9, "common": 1.6, "frequent": 2.2}
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-"""Chat template of conversations whose turns follow each other without a mark."""
 ENOUGH = {"needles": 0.85, "codes": 0.85, "variables": 0.85, "common": 0.72, "frequent": 0.68}
 """Accuracy from which a task's documents become longer."""
 
@@ -130,21 +125,26 @@ class Writer:
     """Writes documents of about so many tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_questions: int = 12) -> None:
-        self.tokenizer, self.n_questions, self.sizes = tokenizer, n_questions, dict[str, int]()
+        self.tokenizer, self.n_questions = tokenizer, n_questions
 
-    def size(self, text: str) -> int:
-        if text not in self.sizes:
-            self.sizes[text] = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self.sizes[text]
+        def size(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def write(
-        self, task: str, words: Words, length: int, rng: random.Random, n_questions: int | None = None
-    ) -> Document:
-        """Write a document of one task, in the given words."""
+        values = {"k": "apple", "v": "17", "w": "apple"}
+        more = {"codes": 5}
+        self.sizes = {
+            (task, n): (
+                size(words.line.format(**values)) + more.get(task, 0) + (task in ("needles", "codes", "variables")),
+                size(words.question) + 2,
+            )
+            for task, wordings in WORDING.items()
+            for n, words in enumerate(wordings)
+        }
+
+    def write(self, task: str, n: int, length: int, rng: random.Random, n_questions: int | None = None) -> Document:
+        """Write a document of one task in its n-th wording."""
         n_questions = self.n_questions if n_questions is None else n_questions
-        more = {"needles": 1, "codes": 6, "variables": 1}.get(task, 0)
-        line = self.size(words.line.format(k="apple", v="17", w="apple")) + more
-        question = self.size(words.question) + 2
+        words, (line, question) = WORDING[task][n], self.sizes[task, n]
         if task in ("needles", "codes"):
             return facts(rng, words, task == "codes", length, line, question, n_questions)
         if task == "variables":
@@ -332,7 +332,7 @@ def teach(rank: int, options: argparse.Namespace, meeting: str) -> None:
             top = progress.level[task]
             length = LENGTHS[top if rng.random() < 0.6 else rng.randrange(top + 1)]
             n = max(1, round(SHARES[task] * options.tokens / length / world))
-            documents = [writer.write(task, rng.choice(WORDING[task]), length, rng) for _ in range(n)]
+            documents = [writer.write(task, rng.randrange(len(WORDING[task])), length, rng) for _ in range(n)]
             loss, hits[task] = losses(model, as_rows(tokenizer, documents, rng))
             loss.backward()
         averaged = torch.tensor(list(hits.values()))
@@ -372,7 +372,7 @@ class RulerForm(SeededProbe):
     def _example(self, index: int) -> Example:
         rng = random.Random(f"{self.name} {self.seed} {index}")
         task = TASKS[index % len(TASKS)]
-        document = Writer(self.tokenizer).write(task, rng.choice(WORDING[task][:-1]), self.length, rng, 1)
+        document = Writer(self.tokenizer).write(task, rng.randrange(len(WORDING[task]) - 1), self.length, rng, 1)
         asked = document.asked[0]
         place = rng.randrange(len(asked.answers))
         answer = asked.answers[place]
@@ -390,18 +390,16 @@ class RulerForm(SeededProbe):
 
 
 def answered(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, lengths: Sequence[int], seen: bool = False
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, lengths: Sequence[int]
 ) -> dict[str, float]:
     """Share of each task's answers that a model generates, by length, in the wording that students never see.
 
-    With ``seen``, in the wordings of their text. As in RULER, a code counts whole, and of several words each one that
-    is named.
+    As in RULER, a code counts whole, and of several words each one that is named.
     """
     writer, found = Writer(tokenizer), {}
     for length, task in product(lengths, TASKS):
         rng = random.Random(f"measured {task} {length}")
-        words = WORDING[task][:-1] if seen else WORDING[task][-1:]
-        documents = [writer.write(task, rng.choice(words), length, rng, 1) for _ in range(n)]
+        documents = [writer.write(task, len(WORDING[task]) - 1, length, rng, 1) for _ in range(n)]
         shares = []
         for part in chunked(documents, 16):
             prompts = tokenize(tokenizer, [f"{text}\n{asked[0].question}" for text, asked in part])
@@ -419,26 +417,13 @@ def answered(
 
 
 def write_text(tokenizer: PreTrainedTokenizerBase, path: Path, n_tokens: int, longest: int) -> None:
-    """Write documents in all wordings but the last, each as plain text and as a conversation of its questions.
-
-    Lengths are spread evenly on a logarithmic scale from 64 tokens. Where the teacher answers any seen question about
-    any seen line, the two are drawn separately.
-    """
-    writer, rng, lines, left = Writer(tokenizer), random.Random("text of students"), [], n_tokens
-    while left > 0:
-        task = rng.choices(TASKS, list(SHARES.values()))[0]
-        seen = WORDING[task][:-1]
-        words = rng.choice(seen)
-        if task not in ("needles", "codes"):
-            words = words._replace(question=rng.choice(seen).question)
-        length = round(64 * (longest / 64) ** rng.random())
-        document = writer.write(task, words, length, rng)
-        turns = [(f"\n{asked.question}", f" {' '.join(asked.answers)}") for asked in document.asked]
-        turns[0] = (document.text + turns[0][0], turns[0][1])
-        said = list(chain.from_iterable(turns))
-        messages = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), said)]
-        left -= length
-        lines.append(json.dumps({"text": "".join(said), "messages": messages}) + "\n")
+    """Write documents of every task in all wordings but the last, a sixth of them shorter than 100 tokens."""
+    writer, rng, lines = Writer(tokenizer), random.Random("text of students"), []
+    for task in islice(cycle(TASKS), 2 * n_tokens // longest):
+        length = rng.randrange(64, longest)
+        document = writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng)
+        text = document.text + "".join(f"\n{q.question} {' '.join(q.answers)}" for q in document.asked)
+        lines.append(json.dumps({"text": text}) + "\n")
     path.write_text("".join(lines))
 
 
@@ -468,12 +453,9 @@ class Students:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.teacher, self.tokenizer = load_teacher(str(options.out / "teacher"))
-        self.tokenizer.chat_template = TEMPLATE
 
-    def rows(self, seed: int, loss_on: str = "all") -> PackedRows:
-        """Open the students' text; the loss is on all tokens of it, or on the answers alone."""
-        data = rows_of(self.options, seed, loss_on)
-        return open_rows(data, self.tokenizer, cache_dir=self.options.out / "cache")
+    def rows(self, seed: int) -> PackedRows:
+        return open_rows(rows_of(self.options, seed), self.tokenizer, cache_dir=self.options.out / "cache")
 
     def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
         shape = {"d_state": self.options.d_state, "recurrence": self.options.recurrence}
@@ -492,32 +474,23 @@ class Students:
             torch.save(student.state_dict(), file)
         return student
 
-    def measure(self, model: PreTrainedModel) -> dict[str, dict[str, float]]:
-        n, lengths = self.options.questions, self.options.lengths
-        return {
-            "answered": answered(model, self.tokenizer, n, lengths),
-            "in seen wordings": answered(model, self.tokenizer, n, lengths[:1], seen=True),
-        }
-
     def distill(self, name: str, plan: HeadPlan, seed: int) -> None:
         """Train a student, measure it half way and at the end, and write what it answers."""
         student, steps = self.build(plan, seed, init="random"), self.options.distill_steps
         graft_recurrent_heads(student, self.aligned(seed))
-        rows = self.rows(seed, self.options.loss_on)
         stage, half_way = EndToEnd(student, self.teacher, DistillConfig()), {}
-        for step in trained(stage, rows, steps, self.options, self.options.distill_rate):
+        for step in trained(stage, self.rows(seed), steps, self.options, self.options.distill_rate):
             show(f"{name}, seed {seed}", step, steps)
             if step == steps // 2:
                 half_way = answered(student, self.tokenizer, 32, (256,))
         found = {"kept": name, "seed": seed, "heads": [list(heads) for heads in plan.kept], "half way": half_way}
-        found |= self.measure(student)
+        found["answered"] = answered(student, self.tokenizer, self.options.questions, self.options.lengths)
         write(self.options.out / student_file(name, seed), found)
         show(f"{name}, seed {seed}: {json.dumps(found['answered'])}", 0, 0)
 
 
-def rows_of(options: argparse.Namespace, seed: int, loss_on: str) -> DataConfig:
-    chat = loss_on == "answers"
-    return DataConfig(sources=(str(options.out / "text.jsonl"),), seq_len=options.row, seed=seed, chat=chat)
+def rows_of(options: argparse.Namespace, seed: int) -> DataConfig:
+    return DataConfig(sources=(str(options.out / "text.jsonl"),), seq_len=options.row, seed=seed)
 
 
 def student_file(name: str, seed: int) -> str:
@@ -533,14 +506,10 @@ def report(options: argparse.Namespace, scores: HeadScores) -> None:
     """Write means and deviations over seeds, beside the teacher, and the students' share of it."""
     found = [read(file) for file in sorted(options.out.glob("*-[0-9].json"))]
     students = pd.DataFrame([{"kept": one["kept"], "seed": one["seed"], **one["answered"]} for one in found])
-    of_teacher = read(options.out / "teacher.json")
-    teacher = pd.Series(of_teacher["answered"])
+    teacher = pd.Series(read(options.out / "teacher.json"))
     by_kept = students.drop(columns="seed").groupby("kept")
     means, deviations = by_kept.mean(), by_kept.std().fillna(0)
     shares = (means / teacher).T.groupby(lambda name: name.split()[1], sort=False).mean().T
-    in_seen = pd.DataFrame({f"{one['kept']}, {one['seed']}": one["in seen wordings"] for one in found})
-    in_seen["teacher"] = pd.Series(of_teacher["in seen wordings"])
-    half_way = pd.DataFrame([{"kept": one["kept"], **one["half way"]} for one in found]).groupby("kept").mean()
     record = {
         "teacher": teacher.to_dict(),
         "students": {
@@ -548,8 +517,6 @@ def report(options: argparse.Namespace, scores: HeadScores) -> None:
             for name in means.index
         },
         "share of the teacher, mean of the five tasks, by tokens": shares.round(4).T.to_dict(),
-        "share after half of the steps, at 256 tokens": (half_way / teacher).mean(axis=1).round(4).to_dict(),
-        "in wordings that students have seen": in_seen.round(4).to_dict(),
         "seeds": by_kept.size().to_dict(),
         "heads": {one["kept"]: one["heads"] for one in found},
         "ranking": [str(head) for head in scores.ranking()[:12]],
@@ -569,15 +536,13 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the students")
     parser.add_argument("--d-state", type=int, default=16)
     parser.add_argument("--recurrence", default="gdn")
-    parser.add_argument("--row", type=int, default=1024, help="tokens of a row that students learn from")
-    parser.add_argument("--text-tokens", type=int, default=6_000_000)
-    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--row", type=int, default=512, help="tokens of a row that students learn from")
+    parser.add_argument("--text-tokens", type=int, default=4_000_000)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--align-steps", type=int, default=300)
     parser.add_argument("--align-rate", type=float, default=3e-3)
-    parser.add_argument("--distill-steps", type=int, default=1500)
+    parser.add_argument("--distill-steps", type=int, default=600)
     parser.add_argument("--distill-rate", type=float, default=5e-4)
-    parser.add_argument("--loss-on", choices=("answers", "all"), default="answers", help="of distillation")
-    parser.add_argument("--kept", nargs="+", default=["6 heads", "2 spread layers"], help="plans of student_plans()")
     parser.add_argument("--scoring-examples", type=int, default=200)
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1000])
@@ -590,16 +555,15 @@ def main() -> None:
             spawn(teach, (options, f"file://{met}/meeting"), options.processes)
     torch.set_num_threads(1)
     teacher, tokenizer = load_teacher(str(folder))
+    if not measured.exists():
+        write(measured, answered(teacher, tokenizer, options.questions, options.lengths))
     if not text.exists():
         write_text(tokenizer, text, options.text_tokens, options.row)
     scores = scored(teacher, tokenizer, options)
-    students = Students(options)
-    for loss_on in ("all", "answers"):  # tokenize before there are several processes
-        students.rows(0, loss_on)
-    if not measured.exists():
-        write(measured, students.measure(teacher))
-    plans = student_plans(teacher, scores)
-    jobs = [(options, name, plans[name], seed) for seed in options.seeds for name in options.kept]
+    open_rows(rows_of(options, 0), tokenizer, cache_dir=options.out / "cache")
+    jobs = [
+        (options, name, plan, seed) for name, plan in student_plans(teacher, scores).items() for seed in options.seeds
+    ]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for started in ([(options, seed) for seed in options.seeds], jobs):
             list(pool.map(run_job, started))
