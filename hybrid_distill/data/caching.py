@@ -118,10 +118,12 @@ def write_logits(
             connect().wait_for_everyone()
             on_main_process(lambda: _finish(folder, header, rows, check_rows))
     header = LogitHeader.open(folder)
-    found = header.measured
+    found, line = header.measured, f"{folder}: top {header.top_k}, {header}, {time.monotonic() - began:,.1f} s"
+    if not found["tokens"]:
+        return f"{line}; the loss counts no token of the {found['rows']} rows that were checked"
     return (
-        f"{folder}: top {header.top_k}, {header}, {time.monotonic() - began:,.1f} s; they cover {found['covered']:.2%} "
-        f"of the teacher's probability (lowest 1 % of tokens: {found['covered_p01']:.2%})"
+        f"{line}; they cover {found['covered']:.2%} of the teacher's probability (lowest 1 % of tokens: "
+        f"{found['covered_p01']:.2%})"
     )
 
 

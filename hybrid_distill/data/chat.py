@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -18,6 +19,8 @@ PAIRS = (("prompt", "completion"), ("problem", "generated_solution"))
 """Columns that hold one question and one answer: the usual names, and those of OpenMathInstruct."""
 COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
 _ROLES = {"human": "user", "gpt": "assistant"}
+_DATE = "26 Jul 2024"
+"""Date in conversations, Llama 3.1's default; Llama 3.2's template would write today's: other tokens every day."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -37,7 +40,7 @@ def conversation_of(record: object, place: str) -> str:
             "of role and content, or `prompt` and `completion`."
         )
     messages = [_message(turn, place) for turn in turns]
-    return json.dumps(messages) if any(message["role"] == "assistant" for message in messages) else ""
+    return json.dumps(messages, default=str) if any(message["role"] == "assistant" for message in messages) else ""
 
 
 def _message(message: object, place: str) -> Record:
@@ -73,9 +76,16 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
 
     The assistant's part is what the template marks with ``{% generation %}``; in a template without the mark, what
     an answer adds to the conversation before it, its end-of-turn token included. Nothing is added to the template.
-    Raises ValueError for a template that renders the beginning of a longer conversation differently.
+    Raises ValueError for a template that renders the beginning of a longer conversation differently, and for a
+    conversation that the template refuses.
     """
-    text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
+    try:
+        text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot render a conversation ({error}): "
+            f"{conversation[:60]} ...; leave such conversations out, or change the template."
+        ) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     own = [any(first <= start < end for first, end in spans) for start, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], [*own[1:], False]
@@ -89,7 +99,7 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     """
     template = tokenizer.get_chat_template()
     if _MARK.search(template):
-        options = {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+        options = {"return_assistant_tokens_mask": True, "date_string": _DATE, **tokenizer.special_tokens_map}
         found: Any = render_jinja_template([messages], chat_template=template, **options)
         return found[0][0], found[1][0]
     text, spans = rendered(messages, tokenizer), list[Span]()
@@ -112,4 +122,5 @@ def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt:
     """Return messages as text, with the beginning of an answer if it is a ``prompt``."""
     if not messages:
         return ""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    options = {"add_generation_prompt": prompt, "date_string": _DATE}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -65,7 +65,7 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
                 )
         elif is_token_folder(source):
             folder = Path(source).expanduser()
-            headers[folder] = TokenHeader.load(TokenHeader.file(folder))
+            headers[folder] = TokenHeader.open(folder)
         else:
             files = [] if is_embedded(source) else source_files(source)
             if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):

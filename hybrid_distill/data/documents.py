@@ -110,10 +110,12 @@ def source_fingerprint(source: str) -> str:
     """Hash a source: texts of the embedded corpus, revision of a hub data set, or names, sizes and times of files."""
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
-    if source.startswith(HUB):
+    on_hub, folder = source.startswith(HUB), _hub_repo(source)
+    if on_hub and not folder.is_dir():
         return hash_of([source, _hub_revision(source)])
-    stats = [(path, path.stat()) for path in source_files(source)]
-    return hash_of([[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if on_hub else source_files(source)
+    stats = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return hash_of([source, stats] if on_hub else stats)
 
 
 def is_embedded(source: str) -> bool:
@@ -125,11 +127,11 @@ def text_of(record: object, text_column: str | None, place: str) -> str:
     """Return the text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
     if text_column is None:
         return conversation_of(record, place)
-    text = record.get(text_column, False) if isinstance(record, dict) else False
+    columns: Record = record if isinstance(record, dict) else {}
+    text = columns.get(text_column, False)
     if text is not None and not isinstance(text, str):
-        names = ", ".join(record) if isinstance(record, dict) else ""
         raise ValueError(
-            f"{place} has no text in column {text_column!r}; its columns are {names or 'none'}: "
+            f"{place} has no text in column {text_column!r}; its columns are {', '.join(columns) or 'none'}: "
             "choose one with --data.text-column, or --text-column of prepare-data."
         )
     return text or ""
@@ -235,11 +237,11 @@ def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[
     """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises ValueError."""
     from datasets import load_dataset
 
-    repo, config, split = [*source.removeprefix(HUB).split(":"), "", ""][:3]
+    config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
     revision = _hub_revision(source)
     with _reachable(source):
         options = {"split": split or "train", "streaming": True, "revision": revision}
-        dataset: IterableDataset = load_dataset(repo, config or None, **options)
+        dataset: IterableDataset = load_dataset(str(_hub_repo(source)), config or None, **options)
         if isinstance(place, dict):
             dataset.load_state_dict(place)
 
@@ -259,13 +261,17 @@ def _hub_revision(source: str) -> str | None:
     """Return the commit of a hub data set, which pins it for a resumed preparation; None for a local folder."""
     from huggingface_hub import dataset_info
 
-    repo = source.removeprefix(HUB).split(":")[0]
-    if Path(repo).expanduser().is_dir():
+    if _hub_repo(source).is_dir():
         return None
     with _reachable(source):
         if reason := hub_error():
             raise ConnectionError(reason)
-        return dataset_info(repo).sha
+        return dataset_info(str(_hub_repo(source))).sha
+
+
+def _hub_repo(source: str) -> Path:
+    """Return the repository that a source names; it may be a local folder."""
+    return Path(source.removeprefix(HUB).split(":")[0]).expanduser()
 
 
 @contextmanager

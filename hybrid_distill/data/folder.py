@@ -25,7 +25,7 @@ from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_
 
 log = logging.getLogger(__name__)
 
-SHARD_TOKENS, HUB_SHARD_TOKENS = 2**30, 2**24
+SHARD_TOKENS, CACHE_SHARD_TOKENS = 2**30, 2**24
 
 Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
 """Function that reads texts in batches from a place on, each with the place behind it."""
@@ -146,8 +146,7 @@ def cached_tokens(
     if not TokenHeader.file(folder).exists():
         with FileLock(f"{folder}.lock"):
             try:
-                shard_tokens = HUB_SHARD_TOKENS if limit else SHARD_TOKENS
-                options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": shard_tokens}
+                options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": CACHE_SHARD_TOKENS}
                 write_tokens(folder, [source], tokenizer, **options)
             except ValueError:
                 if not TokenHeader.file(folder, partial=True).exists():

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..assets import prompts_path
 from ..io import Record, read_json
 from ..limits import Count, Positive, Share
-from ..probes.answering import left_pad
+from ..probes.answering import left_pad, tokenize
 from ..teacher import eval_mode, fingerprint, generated, longest_context
 from .chat import check_template, rendered
 from .folder import SourcePlace, TokenHeader, write_tokens
@@ -113,8 +113,8 @@ def _written(
     seed: str,
     special: bool,
 ) -> list[str]:
-    """Sample how the model continues each text. ``special``: the tokenizer adds its tokens around a text."""
-    ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+    """Sample how the model continues each text. ``special``: behind the tokenizer's beginning-of-text token."""
+    ids = tokenize(tokenizer, texts) if special else tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     longest = longest_context(model.config)
     rows = ids if longest is None else [row[-(longest - sampling.new_tokens) :] for row in ids]
     ids_BL, mask_BL = left_pad(rows, model.device)

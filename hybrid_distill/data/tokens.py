@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -73,29 +74,21 @@ class Tokens:
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:
-    """Tokenize the documents that are not blank; with ``chat`` they are conversations (`encode_conversation`)."""
+    """Tokenize the documents that are not blank, each closed by the tokenizer's EOS token.
+
+    With ``chat`` they are conversations (`encode_conversation`).
+    """
+    written, learned = [text for text in texts if text.strip()], None
     if chat:
-        both = [encode_conversation(text, tokenizer) for text in texts if text]
-        documents, learned = [ids for ids, _ in both], _joined([own for _, own in both], np.dtype(bool))
+        both = [encode_conversation(text, tokenizer) for text in written]
+        documents = [ids for ids, _ in both]
+        learned = np.fromiter(chain.from_iterable(own for _, own in both), bool)
     else:
-        documents, learned = encode_documents(texts, tokenizer), None
-    lengths = [len(document) for document in documents]
-    return Shard(_joined(documents, dtype), np.cumsum([0, *lengths], dtype=np.int64)[:-1], learned)
-
-
-def _joined(parts: Sequence[Sequence[int]], dtype: np.dtype) -> np.ndarray:
-    arrays = [np.asarray(part, dtype=dtype) for part in parts]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
-
-
-def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenize each document that is not blank, closed by the tokenizer's EOS token."""
-    eos = eos_id(tokenizer)
-    written = [text for text in texts if text.strip()]
-    if not written:
-        return []
-    encoded = tokenizer(written, return_attention_mask=False, verbose=False)["input_ids"]
-    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in encoded]
+        eos = eos_id(tokenizer)
+        found = tokenizer(written, return_attention_mask=False, verbose=False)["input_ids"] if written else []
+        documents = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in found]
+    starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)[:-1]
+    return Shard(np.fromiter(chain.from_iterable(documents), dtype), starts, learned)
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -227,6 +227,9 @@ def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
     read = rows_of(texts(60), tokenizer).sources[0].shards[0]
     n_tokens = max(start for start in read.starts if start <= 200)
     assert rows.sources[0].shards[0].ids.tolist() == read.ids[:n_tokens].tolist()
+    write_source(tmp_path / "hub" / "a.jsonl", texts(60, first=1))
+    changed = open_rows(DataConfig((source,), hub_tokens=200, seq_len=16), tokenizer, cache_dir=tmp_path / "cache")
+    assert changed.text_fingerprint != rows.text_fingerprint, "a local folder has no revision"
     with pytest.raises(ValueError, match=r"pass --data.hub-tokens N, .* prepare-data --sources hf:"):
         open_rows(DataConfig(sources=(source, "tiny")), tokenizer)
 

@@ -9,16 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import die, killed
+from tokenizers.processors import TemplateProcessing
+from training import die, killed, small_models, word_tokenizer
 
 from hybrid_distill.assets import prompts_path
 from hybrid_distill.assets.dictionaries import HEADER, QUESTION
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.generate_data import GenerateJob, generate
-from hybrid_distill.data import CachedLogitsDataset, DataConfig, TokenHeader, open_logits, open_rows
+from hybrid_distill.data import (
+    CachedLogitsDataset,
+    DataConfig,
+    PackedRows,
+    TokenHeader,
+    Tokens,
+    open_logits,
+    open_rows,
+    write_logits,
+)
 from hybrid_distill.data import generate as writing
 from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.data.generate import Sampling, prompt
+from hybrid_distill.data.tokens import Shard
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, REWORDED
 from hybrid_distill.teacher import fingerprint, load_teacher
 
@@ -108,6 +119,25 @@ def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows
     batch = CachedLogitsDataset(rows, logits).batch(0, rows.n_rows)
     expected = top_k_of(model, batch, 5, vocab_size=len(tokenizer)).ids_BLK.sort(-1).values
     assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], expected[batch["mask"]]) and batch["mask"].any()
+
+
+def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This tokenizer closes every text; a model that reads the end begins another one."""
+    model, tokenizer = load_teacher("tiny")
+    eos, seen = tokenizer.eos_token_id, {}
+    closing = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
+    tokenizer.backend_tokenizer.post_processor = closing
+    monkeypatch.setattr(writing, "generated", lambda model, **given: seen.update(given) or given["inputs"])
+    writing._written(model, tokenizer, ["The sky"], Sampling(), "0", True)
+    assert tokenizer("The sky")["input_ids"][-1] == eos != seen["inputs"][0, -1]
+
+
+def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
+    shard = Shard(np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool))
+    rows = PackedRows([Tokens((shard,), 1, "questions")], seq_len=16)
+    options = {"name": "small", "top_k": 3, "places": rows.n_rows, "vocab_size": 99}
+    line = write_logits(tmp_path, small_models()[1], word_tokenizer(), rows, **options)
+    assert "the loss counts no token of the 4 rows" in line
 
 
 def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

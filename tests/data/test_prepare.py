@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from hybrid_distill import data
 from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.prepare_data import PrepareJob
-from hybrid_distill.data import DataConfig, PackedRows, TokenHeader, check_sources, documents, folder, open_rows, tokens
+from hybrid_distill.data import DataConfig, PackedRows, TokenHeader, check_sources, documents, folder, open_rows
+from hybrid_distill.data.chat import conversation_of, encode_conversation, rendered
 
 EOS = 1
 
@@ -138,7 +141,7 @@ def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_pat
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     first = prepare.prepare(job)
     expected = rows_of(texts(120), tokenizer)
-    monkeypatch.setattr(tokens, "encode_documents", pytest.fail)
+    monkeypatch.setattr(folder, "encode", pytest.fail)
     assert prepare.prepare(job).split("(")[0] == first.split("(")[0], "a finished folder is left alone"
     config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
     rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
@@ -154,7 +157,8 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
     prepare.prepare(job)
     damaged = job.out / "ids-00001.bin"
     whole = damaged.read_bytes()
-    for act in (lambda: data.open_tokens(job.out, tokenizer), lambda: prepare.prepare(job)):
+    check = partial(check_sources, DataConfig((str(job.out),)), tokenizer)
+    for act in (check, lambda: data.open_tokens(job.out, tokenizer), lambda: prepare.prepare(job)):
         for content in (whole[:-2], b""):
             damaged.write_bytes(content)
             with pytest.raises(ValueError, match=rf"ids-00001.bin has {len(content)} bytes, the header says"):
@@ -201,6 +205,16 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
         rest = documents.document_batches([str(tmp_path / "files")], "text", 100, json.loads(json.dumps(place)))
         assert [batch for batch, _ in rest] == [batch for batch, _ in batches[number + 1 :]]
     assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl") == len(batches) - 1
+
+
+def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_it(tokenizer):
+    record = {"messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]}
+    conversation = conversation_of(record, "line 1")
+    tokenizer.chat_template = "{{ date_string or strftime_now('%d %b %Y') }}"
+    assert rendered(json.loads(conversation), tokenizer) == "26 Jul 2024"
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(ValueError, match=r"cannot render a conversation \(no users\)"):
+        encode_conversation(conversation, tokenizer)
 
 
 def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(tmp_path, monkeypatch, caplog):
