@@ -81,19 +81,7 @@ def planted_teacher(
     noise: float = 0.015, seed: int = 0, *, shape: Shape = Shape(), circuit: Circuit = Circuit()
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The teacher and its tokenizer; ``noise`` is the spread of all other heads' weights."""
-    model, tokenizer = noisy_teacher(probe_texts(), noise, seed, shape)
-    with torch.no_grad():
-        plant_gather(model, circuit.gather_value_key, into=VALUE_KEY)
-        plant_gather(model, circuit.gather_asked_key, into=ASKED_KEY)
-        plant_aggregate(model, circuit.aggregate)
-    return model, tokenizer
-
-
-def noisy_teacher(
-    texts: list[str], noise: float, seed: int, shape: Shape
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A Llama that knows its words and nothing else, and a tokenizer of the words of ``texts``."""
-    tokenizer = word_tokenizer(texts)
+    tokenizer = word_tokenizer(probe_texts())
     config = LlamaConfig(
         vocab_size=shape.vocabulary or len(tokenizer),
         hidden_size=shape.width,
@@ -115,6 +103,9 @@ def noisy_teacher(
             elif "norm" not in name:
                 parameter.zero_()
         _plant_words(model, tokenizer)
+        _plant_gather(model, circuit.gather_value_key, into=VALUE_KEY)
+        _plant_gather(model, circuit.gather_asked_key, into=ASKED_KEY)
+        _plant_aggregate(model, circuit.aggregate)
     return model, tokenizer
 
 
@@ -150,13 +141,13 @@ def _still(model: LlamaForCausalLM, number: int) -> list[int]:
     return columns[:number]
 
 
-def plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice, back: int = 2) -> None:
-    """Attend ``back`` tokens back: the query of every token is the key of every token, turned by as many positions."""
+def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
+    """Attend two tokens back: the query of every token is the key of every token, turned by two positions."""
     attention = model.model.layers[head.layer].self_attn
     size, width = model.config.head_dim, model.config.hidden_size
     q_rows, kv_rows = _slices(model, head)
     half, moving = size // 2, torch.arange(_still(model, 1)[0])
-    turn = -back * THETA ** (-2 * moving / size)
+    turn = -2 * THETA ** (-2 * moving / size)
     key, query = torch.zeros(size), torch.zeros(size)
     key[moving] = 1
     query[moving], query[half + moving] = turn.cos(), turn.sin()
@@ -170,32 +161,21 @@ def plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice, back: int =
     attention.o_proj.weight[into, q_rows][:, :n] = 0.2 * (WIDTH / width) ** 0.5 * torch.eye(n)
 
 
-def plant_aggregate(
-    model: LlamaForCausalLM,
-    head: HeadId,
-    *,
-    asked: slice = ASKED_KEY,
-    among: slice = VALUE,
-    into: slice = OUT,
-    gain: float = 1.0,
-) -> None:
-    """Attend to the value whose key is the one ``asked`` for, and write that value out.
-
-    Values are words with something in the part ``among`` of the stream, which is what is copied ``into`` another.
-    """
+def _plant_aggregate(model: LlamaForCausalLM, head: HeadId) -> None:
+    """Attend to the value whose key is asked for, and write that value out."""
     attention = model.model.layers[head.layer].self_attn
     q_rows, kv_rows = _slices(model, head)
     *content, gate = _still(model, len(KEYS) + 1)
     query, key = attention.q_proj.weight[q_rows], attention.k_proj.weight[kv_rows]
-    _copy(query, content, asked, scale=4)
+    _copy(query, content, ASKED_KEY, scale=4)
     _copy(key, content, VALUE_KEY, scale=4)
     # Only values are worth attending to; the question itself has the same key two tokens back.
     query[gate, CONSTANT] = 4
-    key[gate, among] = 4
-    n = among.stop - among.start
-    _copy(attention.v_proj.weight[kv_rows], range(n), among)
+    key[gate, VALUE] = 4
+    n = VALUE.stop - VALUE.start
+    _copy(attention.v_proj.weight[kv_rows], range(n), VALUE)
     attention.o_proj.weight[:, q_rows] = 0
-    attention.o_proj.weight[into, q_rows][:, :n] = gain * torch.eye(n)
+    attention.o_proj.weight[OUT, q_rows][:, :n] = torch.eye(n)
 
 
 def _copy(weight: Tensor, rows: list[int] | range, columns: slice, scale: float = 1.0) -> None:

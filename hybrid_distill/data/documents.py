@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,12 +111,17 @@ def source_fingerprint(source: str) -> str:
     """Hash a source: texts of the embedded corpus, revision of a hub data set, or names, sizes and times of files."""
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
-    on_hub, folder = source.startswith(HUB), _hub_repo(source)
-    if on_hub and not folder.is_dir():
+    if not source.startswith(HUB):
+        return hash_of(_stats(source_files(source)))
+    folder = _hub_repo(source)
+    if not folder.is_dir():
         return hash_of([source, _hub_revision(source)])
-    files = sorted(path for path in folder.rglob("*") if path.is_file()) if on_hub else source_files(source)
-    stats = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return hash_of([source, stats] if on_hub else stats)
+    names = sorted(glob("**", root_dir=folder, recursive=True))  # but hidden ones
+    return hash_of([source, _stats(path for name in names if (path := folder / name).is_file())])
+
+
+def _stats(files: Iterable[Path]) -> list[object]:
+    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def is_embedded(source: str) -> bool:

@@ -203,7 +203,7 @@ class PackedRows:
 
 
 def shuffled(place: int, n: int, *key: int) -> int:
-    """Index of ``place`` under a seeded permutation of 0 ... n - 1; every ``key`` is another permutation.
+    """Return the index of ``place`` in a seeded permutation of 0 ... n - 1; every ``key`` is another permutation.
 
     A Feistel network permutes the numbers below a power of four, and a number above n - 1 goes through it again until
     it is below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). There is no table: any place

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import text_config
-from . import check_counts
 from .answering import Tokens, forward, left_pad, tokenize
 
 LOGITS_AT_ONCE = 2**27
@@ -51,7 +50,6 @@ def text_batches(
     batch_size: int,
 ) -> Iterator[TextBatch]:
     """Yield the rows of `text_rows` in batches small enough for their logits to fit."""
-    check_counts(batch_size=batch_size)
     rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
     n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
     for start in range(0, len(rows), n_rows):
@@ -63,7 +61,6 @@ def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_t
 
     Raises ValueError when that leaves none of them.
     """
-    check_counts(max_tokens=max_tokens)
     rows = [row[:max_tokens] for row in tokenize(tokenizer, texts) if len(row[:max_tokens]) > 1]
     if texts and not rows:
         raise ValueError(f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict.")

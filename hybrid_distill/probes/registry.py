@@ -22,27 +22,20 @@ def make_probe(name: str, **options: object) -> Probe:
 
     Raises ValueError for an unknown name, and for what the probe refuses.
     """
-    known = options_of(name)
-    return {**PROBES, **RULER}[name](**{option: value for option, value in options.items() if option in known})
+    probes = {**PROBES, **RULER}
+    if name not in probes:
+        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(probes)}.")
+    known = inspect.signature(probes[name]).parameters
+    return probes[name](**{option: value for option, value in options.items() if option in known})
 
 
-def options_of(name: str) -> tuple[str, ...]:
-    """Return the names of a probe's options. Raises ValueError for an unknown name."""
-    known = {**PROBES, **RULER}
-    if name not in known:
-        raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(known)}.")
-    return tuple(inspect.signature(known[name]).parameters)
-
-
-def _kv(
-    pairs: int | Sequence[int] = 16, seed: int = 0, keys: tuple[str, ...] = NOUNS, n_queries: int = 1
-) -> KVRetrieval:
+def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1) -> KVRetrieval:
     sizes = as_tuple("pairs", pairs)
-    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, keys, n_queries=n_queries)
+    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, n_queries=n_queries)
 
 
-def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0, keys: tuple[str, ...] = NOUNS) -> TwoHop:
-    return TwoHop(_one("two_hop", pairs), seed, keys)
+def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0) -> TwoHop:
+    return TwoHop(_one("two_hop", pairs), seed)
 
 
 def _mqar(

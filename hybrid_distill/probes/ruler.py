@@ -29,14 +29,14 @@ from .needle import filler_sentences
 
 
 class Needles(NamedTuple):
-    """Settings of lm-eval's generator of needles in a haystack."""
+    """Settings of lm-eval's generator of needles in a haystack, by its names: keys (k), values (v), queries (q)."""
 
-    haystack: str
-    keys: str = "words"
-    values: str = "numbers"
-    n_keys: int = 1
-    n_values: int = 1
-    n_queries: int = 1
+    type_haystack: str
+    type_needle_k: str = "words"
+    type_needle_v: str = "numbers"
+    num_needle_k: int = 1
+    num_needle_v: int = 1
+    num_needle_q: int = 1
 
 
 class RulerQuestion(NamedTuple):
@@ -56,12 +56,12 @@ class RulerQuestion(NamedTuple):
 NEEDLES = {
     "niah_single_1": Needles("repeat"),
     "niah_single_2": Needles("essay"),
-    "niah_single_3": Needles("essay", values="uuids"),
-    "niah_multikey_1": Needles("essay", n_keys=4),
+    "niah_single_3": Needles("essay", type_needle_v="uuids"),
+    "niah_multikey_1": Needles("essay", num_needle_k=4),
     "niah_multikey_2": Needles("needle"),
-    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
-    "niah_multivalue": Needles("essay", n_values=4),
-    "niah_multiquery": Needles("essay", n_keys=4, n_queries=4),
+    "niah_multikey_3": Needles("needle", type_needle_k="uuids", type_needle_v="uuids"),
+    "niah_multivalue": Needles("essay", num_needle_v=4),
+    "niah_multiquery": Needles("essay", num_needle_k=4, num_needle_q=4),
 }
 LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}
 """Tokens that lm-eval lets a model generate."""
@@ -162,26 +162,18 @@ def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[
 
 
 def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -> tuple[_Write, int]:
-    haystack, keys, values, n_keys, n_values, n_queries = needles
-    is_single = n_queries * n_values == 1
+    niah, kind, values = generators.niah, needles.type_haystack, needles.type_needle_v
+    is_single = needles.num_needle_q * needles.num_needle_v == 1
     essay = list(islice(cycle(" ".join(filler_sentences()).split()), length))
+    options = {**needles._asdict(), "template": generators.niah_template}
 
     def write(units: int) -> RulerQuestion:
-        text, answers, query = generators.niah.generate_input_output(
-            units,
-            essay if haystack == "essay" else generators.niah.get_haystack(haystack),
-            type_haystack=haystack,
-            num_needle_k=n_keys,
-            type_needle_k=keys,
-            num_needle_v=n_values,
-            type_needle_v=values,
-            template=generators.niah_template,
-            num_needle_q=n_queries,
-        )
+        haystack = essay if kind == "essay" else niah.get_haystack(kind)
+        text, answers, query = niah.generate_input_output(units, haystack, **options)
         asked = f"{values[:-1] if is_single else values} for {query} mentioned in the provided text"
         return RulerQuestion(text, " ", f"The special magic {asked} {'is' if is_single else 'are'}", tuple(answers))
 
-    return write, n_keys * n_values
+    return write, needles.num_needle_k * needles.num_needle_v
 
 
 def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = " ") -> RulerQuestion:
@@ -192,7 +184,7 @@ def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = "
 
 @cache
 def load_generators() -> SimpleNamespace:
-    """Import lm-eval's generators, without the download that one of them starts. Raises ValueError if they lack."""
+    """Import lm-eval's generators, without the download that one of them starts. Raises ValueError without lm-eval."""
     try:
         from nltk import data
 

@@ -26,7 +26,7 @@ from ..probes import Probe, check_counts, queries_of
 from ..probes.answering import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
-from ..teacher import HeadKind, HeadSite, ablate_heads, eval_mode, head_sites
+from ..teacher import HeadKind, HeadSite, ablate_heads, check_exists, eval_mode, head_sites
 from .forwards import computed_in, fastest_exact
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import Measured, Steps
@@ -75,7 +75,7 @@ def score_heads(
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
     sites = head_sites(model, kind)
-    candidates = _candidates(sites, heads, removed)
+    candidates = _candidates(model, sites, heads, removed)
     n_queries, texts = queries_of(probe), list(control_texts or [])
     examples = probe.examples(n_examples * n_queries)
     encoded = [encode_example(tokenizer, example) for example in examples]
@@ -112,16 +112,15 @@ def score_heads(
 
 
 def _candidates(
-    sites: Sequence[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
+    model: PreTrainedModel, sites: list[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
 ) -> list[HeadId]:
     """List the heads to score, bottom to top. Raises ValueError for one that does not exist, and for none at all."""
-    every = heads_of(sites)
-    if missing := sorted({HeadId(*head) for head in [*(heads or []), *removed]} - set(every)):
-        raise ValueError(f"heads {missing} do not exist: this model's heads are {every[0]} to {every[-1]}.")
-    wanted = set(every if heads is None else heads) - set(removed)
+    for head in heads or ():
+        check_exists(model, sites, HeadId(*head))
+    wanted = [head for head in heads_of(sites) if (heads is None or head in heads) and head not in removed]
     if not wanted:
         raise ValueError("no head is left to score; name some in heads that are not in removed.")
-    return [head for head in every if head in wanted]
+    return wanted
 
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:

@@ -106,7 +106,7 @@ class Question(Row):
 
     @cached_property
     def sees_LL(self) -> Tensor:
-        """Which tokens (columns) each token (row) attends to."""
+        """Mask of the tokens (columns) that each token (row) attends to."""
         sees_LL = torch.ones(len(self.tokens), len(self.tokens), dtype=torch.bool).tril()
         for path, index in self.node.items():
             sees_LL[index] = sees_LL[self.node.get(path[:-1], self.n_base - 1)]

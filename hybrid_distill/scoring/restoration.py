@@ -24,7 +24,7 @@ from ..plan import HeadId
 from ..probes import Probe
 from ..probes.answering import ChoiceResult, answer_choices
 from ..progress import track
-from ..teacher import AttentionSite, attention_sites, replaced_forward
+from ..teacher import AttentionSite, attention_sites, check_exists, replaced_forward
 from .head_scores import HeadScores, describe_run, heads_of
 
 
@@ -36,10 +36,8 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
     """
     by_layer: dict[int, list[int]] = {}
     ours, theirs = attention_sites(student), attention_sites(teacher)
-    every = heads_of(ours)
     for layer, head in heads:
-        if (layer, head) not in every:
-            raise ValueError(f"head {HeadId(layer, head)} does not exist: they are {every[0]} to {every[-1]}.")
+        check_exists(student, ours, HeadId(layer, head))
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
@@ -74,7 +72,7 @@ def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
 def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
     """Run the teacher's attention in the place of these layers' mixers, output projection included.
 
-    With a cache too: make it and use it within. Raises ValueError for a layer that does not exist.
+    With a cache too: make it and use it within.
     """
     mixers, theirs = student.mixers(), attention_sites(teacher)
 
@@ -91,8 +89,6 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
 
     with ExitStack() as hooks:
         for layer in set(layers):
-            if not 0 <= layer < len(mixers):
-                raise ValueError(f"layer {layer} does not exist: layers 0..{len(mixers) - 1}.")
             hooks.enter_context(replaced_forward(mixers[layer], attention(theirs[layer])))
         yield
 

@@ -116,6 +116,7 @@ def test_shares_of_tokens_are_the_weights_to_within_a_row_and_no_token_is_lost(w
 
 
 def write_source(path: Path, records: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
     lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in records)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines.encode()))
@@ -220,7 +221,6 @@ def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
 
 def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
     """A local folder stands for a repository of the hub."""
-    (tmp_path / "hub").mkdir()
     write_source(tmp_path / "hub" / "a.jsonl", texts(60))
     source = f"hf:{tmp_path / 'hub'}"
     rows = open_rows(DataConfig(sources=(source,), hub_tokens=200, seq_len=16), tokenizer, cache_dir=tmp_path / "cache")

@@ -1,12 +1,12 @@
 """Forms of prompts, on tokenizers that treat digits, blanks and newlines as the large families do."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_family_model
 from families import STYLES, family_tokenizer
+from head_tables import some_scores
 from planted import KEYS, planted_teacher
 from test_answering import brute_force, sharp
 
@@ -18,7 +18,6 @@ from hybrid_distill.probes.forms import FormedProbe, best_form, in_form
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.words import MQAR, single_token_words
-from hybrid_distill.scoring import score_heads
 
 
 @torch.no_grad()
@@ -103,16 +102,10 @@ def test_chats_that_cannot_be_written_are_refused(template: str | None, message:
         FormedProbe(KVRetrieval(2), "chat", family_tokenizer("qwen", template)).examples(1)
 
 
-def test_scores_of_another_form_are_not_continued_and_their_comparison_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, tokenizer = planted_teacher()
-    options = {"n_examples": 4, "min_accuracy": 0.0, "resume_path": tmp_path / "partial.json", "progress": False}
+def test_a_comparison_of_scores_of_other_forms_says_so(tmp_path: Path) -> None:
     for form in ("plain", "shots=1"):
-        asked = in_form(KVRetrieval(4, keys=KEYS), form, tokenizer)
-        score_heads(model, tokenizer, asked, **options).save(tmp_path / f"{form}.json")
-    assert "are not used (they are of another model, probe or version)" in caplog.text
-    assert json.loads((tmp_path / "shots=1.json").read_text())["provenance"]["probe"]["prompt_form"] == "shots=1"
+        probe = in_form(KVRetrieval(4, keys=KEYS), form, family_tokenizer("qwen"))
+        some_scores([[0.5, 0.1]], provenance={"probe": probe.describe()}).save(tmp_path / f"{form}.json")
     assert "other forms: plain and shots=1" in compare_files(tmp_path / "plain.json", tmp_path / "shots=1.json")
 
 

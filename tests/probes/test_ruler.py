@@ -27,20 +27,16 @@ def test_needles_are_asked_for_with_lm_evals_settings(monkeypatch: pytest.Monkey
     for task, needles in NEEDLES.items():
         given.clear()
         getattr(niah_utils, task)(max_seq_lengths=[512])
-        theirs = [given["type_haystack"], given["type_needle_k"], given["type_needle_v"]]
-        theirs += [given.get("num_needle_k", 1), given.get("num_needle_v", 1), given.get("num_needle_q", 1)]
-        theirs[3] = max(theirs[3], theirs[5])  # as generate_samples does
-        assert list(needles) == theirs, task
+        theirs = {name: given.get(name, 1) for name in needles._fields}
+        theirs["num_needle_k"] = max(theirs["num_needle_k"], theirs["num_needle_q"])  # as generate_samples does
+        assert needles._asdict() == theirs, task
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_prompts_are_worded_as_lm_evals(task: str) -> None:
-    niah, tokenizer, needles = load_generators().niah, family_tokenizer("smollm2"), NEEDLES[task]
-    (row,) = niah.generate_samples(
-        niah.get_haystack(needles.haystack), TOKENIZER=tokenizer, max_seq_length=2000, num_samples=1,
-        type_haystack=needles.haystack, type_needle_k=needles.keys, type_needle_v=needles.values,
-        template=load_generators().niah_template,
-    )  # fmt: skip
+    niah, tokenizer, options = load_generators().niah, family_tokenizer("smollm2"), NEEDLES[task]._asdict()
+    options |= {"template": load_generators().niah_template, "max_seq_length": 2000, "num_samples": 1}
+    (row,) = niah.generate_samples(niah.get_haystack(options["type_haystack"]), TOKENIZER=tokenizer, **options)
     (ours,) = ruler_questions(task, 2000, tokenizer, 1, 1)
     theirs = f"{row['input']} {row['gen_prefix']}"
     lines = [
