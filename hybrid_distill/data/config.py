@@ -70,7 +70,8 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
             files = [] if is_embedded(source) else source_files(source)
             if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):
                 raise no_conversations(source)
-    check_tokenizer(headers, tokenizer)
+    if headers:
+        check_tokenizer(headers, tokenizer)
     if config.chat and (text := [folder for folder, header in headers.items() if not header.chat]):
         raise ValueError(f"the token folder {text[0]} holds plain text and data.chat is on; pass --data.no-chat.")
     if config.chat and not all(map(is_token_folder, config.sources)):

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..progress import track
 from ..teacher import eval_mode, generated
-from . import Example
+from . import Example, check_counts
 
 Tokens = tuple[int, ...]
 
@@ -242,6 +242,7 @@ def answer_generation(
 
 def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
     """Split examples into batches, behind a progress bar."""
+    check_counts(batch_size=size)
     for start in track(range(0, len(examples), size), name, hidden=not progress):
         yield examples[start : start + size]
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..io import Record
 from ..plan import HeadId
 from ..probes.answering import forward
 from ..teacher import (
@@ -131,17 +132,16 @@ class FromLayer(Forwards):
 
         Returns the input of ``layer``, the input of its output projection, and its output.
         """
-        site, block = self.site_of[layer], self.blocks[layer]
         found: list[Tensor] = []
-
-        def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            found.append(args[0] if args else kwargs["hidden_states"])
 
         def mixed(module: nn.Module, args: object, output: object) -> None:
             self.as_mixed = _filled_like(output)
 
-        def after(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        def after(
+            module: nn.Module, args: tuple[Tensor, ...], kwargs: Record, output: Tensor | tuple[Tensor, ...]
+        ) -> None:
             self.as_output = _filled_like(output)
+            found.append(args[0] if args else kwargs["hidden_states"])
             found.append(output[0] if isinstance(output, tuple) else output)
             raise _Enough
 
@@ -149,12 +149,8 @@ class FromLayer(Forwards):
             if below_BLD is not None:
                 hooks.enter_context(replay_blocks(self.model, start - 1, self.as_output(below_BLD)))
             recorded = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
-            for handle in (
-                block.register_forward_pre_hook(before, with_kwargs=True),
-                site.module.register_forward_hook(mixed),
-                block.register_forward_hook(after),
-            ):
-                hooks.callback(handle.remove)
+            hooks.enter_context(self.site_of[layer].module.register_forward_hook(mixed))
+            hooks.enter_context(self.blocks[layer].register_forward_hook(after, with_kwargs=True))
             hooks.enter_context(suppress(_Enough))
             part.logits(self.model)
         below, above = found

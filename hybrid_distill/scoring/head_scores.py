@@ -98,13 +98,10 @@ class HeadScores:
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         """List all heads that exist, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
-        value, logprob = self.value_LH(by).tolist(), self.logprob_drop_LH.tolist()
-        worth = {
-            HeadId(layer, head): (-value[layer][head], -logprob[layer][head])
-            for layer in range(self.n_layers)
-            for head in range(self.n_heads)
-        }
-        return sorted((head for head, both in worth.items() if not math.isnan(sum(both))), key=lambda h: (worth[h], h))
+        both_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
+        found = (~both_LH2.isnan().any(-1)).nonzero().tolist()
+        worth = {HeadId(*head): (-both_LH2[tuple(head)]).tolist() for head in found}
+        return sorted(worth, key=lambda head: (worth[head], head))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
         """Return a warning if the scores do not tell the ``k``-th head from the next, else None.

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -164,10 +165,9 @@ def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
 
 def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
-    with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError) as error:
+    refusal = r"n_pairs 8.* guessing gives 12\.5%, scoring asks for 56\.2%.* lower --min-accuracy"
+    with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError, match=refusal):
         score(model, tokenizer, PROBE, n_examples=16)
-    for part in ("n_pairs 8", "guessing gives 12.5%", "asks for 56.2%", "Take an easier probe", "--min-accuracy"):
-        assert part in str(error.value)
 
 
 def test_a_file_records_what_the_scores_were_made_of(scores, teacher, tmp_path) -> None:
@@ -216,26 +216,23 @@ def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, 
 
 def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
     """Tokens that pass each layer's MLP: none below the ablated layer, never pads."""
-    model, tokenizer = teacher
-    counted = [0] * N_LAYERS
-    hooks = [
-        block.mlp.register_forward_hook(
-            lambda module, args, output, layer=layer: counted.__setitem__(
-                layer, counted[layer] + args[0].shape[:-1].numel()
-            )
-        )
-        for layer, block in enumerate(model.model.layers)
-    ]
+    (model, tokenizer), counted = teacher, Counter()
+
+    def count(mlp: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        counted[mlp] += args[0].shape[:-1].numel()
+
+    mlps = [block.mlp for block in model.model.layers]
+    hooks = [mlp.register_forward_pre_hook(count) for mlp in mlps]
     (batch,) = batches_of(questions(tokenizer, PROBE.examples(6)))
     forwards = FromLayer(model, head_sites(model), Rows(model, 8))
     forwards.begin([batch])
     for layer in range(N_LAYERS):
-        counted[:] = [0] * N_LAYERS
+        counted.clear()
         forwards.without(batch, layer, range(N_HEADS))
         all_tokens = 6 * N_HEADS * batch.length
         expected = [0] * layer + [all_tokens] * (N_LAYERS - layer)
         expected[layer] += 6 * batch.length  # once for all heads: what the layers above begin with
-        assert counted == expected
+        assert [counted[mlp] for mlp in mlps] == expected
     for hook in hooks:
         hook.remove()
 
@@ -290,7 +287,7 @@ def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
     assert some.ranking()[0] == AGGREGATE and set(some.ranking()) == heads
     for head in heads:
         assert some.logprob_drop_LH[head] == pytest.approx(scores.logprob_drop_LH[head].item(), abs=1e-4)
-    with pytest.raises(ValueError, match="do not exist"):
+    with pytest.raises(ValueError, match="L9H0 does not exist"):
         score(*teacher, PROBE, heads=[HeadId(9, 0)])
     with pytest.raises(ValueError, match="no head is left"):
         score(*teacher, PROBE, heads=heads, removed=heads)
@@ -369,11 +366,10 @@ def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_
         return read_HQ
 
     options = {"n_examples": 8, "resume_path": path}
-    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+    refusal = "without L2H3 the logits of prompt 5 .'Memorize the following.* not finite.* resume_path"
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=refusal):
         patch.setattr(Forwards, "without", broken)
         score(*teacher, PROBE, **options)
-    for part in ("without L2H3", "prompt 5", "'Memorize the following", "not finite", "float32", "resume_path"):
-        assert part in str(error.value), error.value
     ablated = watch(monkeypatch)
     score(*teacher, PROBE, **options)
     assert {head.layer for head in ablated} == {2, 3}
