@@ -148,8 +148,8 @@ def cached_tokens(
             try:
                 options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": CACHE_SHARD_TOKENS}
                 write_tokens(folder, [source], tokenizer, **options)
-            except ValueError:
-                if not TokenHeader.file(folder, partial=True).exists():
+            except ValueError:  # a local file changes before it can be read, and is another source then
+                if limit is None or not TokenHeader.file(folder, partial=True).exists():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
     return open_tokens(folder, tokenizer)

@@ -158,14 +158,10 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
                 act()
         damaged.write_bytes(whole)
         act()
-
-
-def test_a_header_of_another_format_is_refused(tokenizer, sources, tmp_path):
-    folder.write_tokens(tmp_path / "out", sources[:1], tokenizer)
-    path = tmp_path / "out" / "tokens.json"
+    path = job.out / "tokens.json"
     path.write_text(path.read_text().replace("tokens/2", "tokens/99"))
     with pytest.raises(ValueError, match="its format is 'hybrid-distill/tokens/99'"):
-        check_sources(DataConfig(sources=(str(tmp_path / "out"),)), tokenizer)
+        check()
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -31,7 +31,8 @@ def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
         before, after = getattr(scores, name), getattr(loaded, name)
         assert torch.equal(before.nan_to_num(123), after.nan_to_num(123)), name
         assert torch.equal(before.isnan(), after.isnan()) and before.dtype == after.dtype, name
-    assert loaded.agreement == scores.agreement
+    for name in ("agreement", "baseline", "provenance", "n_kv_heads"):
+        assert getattr(loaded, name) == getattr(scores, name), name
     assert loaded.ranking() == scores.ranking()
 
 

@@ -170,13 +170,10 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
         score(model, tokenizer, PROBE, n_examples=16)
 
 
-def test_a_file_records_what_the_scores_were_made_of(scores, teacher, tmp_path) -> None:
-    scores.save(tmp_path / "scores.json")
-    loaded = HeadScores.load(tmp_path / "scores.json")
-    assert (loaded.n_layers, loaded.n_heads, loaded.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
-    assert (loaded.baseline, loaded.provenance) == (scores.baseline, scores.provenance)
-    made = loaded.provenance
-    assert made["fingerprint"] == fingerprint(teacher[0]) == loaded.fingerprint
+def test_scores_record_what_they_were_made_of(scores, teacher) -> None:
+    assert (scores.n_layers, scores.n_heads, scores.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
+    made = scores.provenance
+    assert made["fingerprint"] == fingerprint(teacher[0]) == scores.fingerprint
     assert made["probe"] == PROBE.describe()
     assert (made["n_examples"], made["dtype"], made["device"]) == (32, "float32", "cpu")
     assert made["control"]["texts"] == 4
