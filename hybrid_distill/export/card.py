@@ -94,11 +94,11 @@ def quantized_card(card: str, to: str, limit: float) -> str:
 def origin(teacher: str) -> tuple[str, str]:
     """Read (license, base_model) for `export_checkpoint` from the teacher's own model card.
 
-    A card that cannot be had or names no license leaves the hub's "unknown".
+    Without a card that can be read and names a license, it is the hub's "unknown".
     """
     if teacher == TINY:
         return "apache-2.0", ""
-    local = Path(teacher)
+    local = Path(teacher).expanduser()
     license, _ = on_card(local / "README.md" if local.is_dir() else teacher)
     return license, local.resolve().name if local.is_dir() else teacher
 
@@ -107,7 +107,7 @@ def on_card(card: str | Path) -> tuple[str, str]:
     """Read (license, base_model) from a model card: a file, or that of a name on the hub."""
     try:
         data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError):
+    except Exception:  # no file, no network, or a header that YAML or the card's class refuses
         data = {}
     return data.get("license") or UNKNOWN, data.get("base_model") or ""
 

@@ -105,7 +105,8 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
 def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    record, prompts = read_record(gate), load_prompts(gate, device)
+    record = read_record(gate)
+    prompts = load_prompts(gate, "cpu" if record["form"] in PACKAGES else device)  # programs return arrays of numpy
     yield _none("pickled files", [path.name for path in folder.rglob("*") if path.suffix in PICKLES])
     if record["form"] in PACKAGES:
         yield check_files(folder, record)

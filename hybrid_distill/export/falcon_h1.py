@@ -66,16 +66,16 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     return found + backbone_obstacles(student)
 
 
-def backbone_obstacles(student: HybridForCausalLM) -> list[str]:
-    """List what forms with layers as Llama's cannot express, whatever the recurrent heads are."""
+def backbone_obstacles(student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES) -> list[str]:
+    """List what forms with layers like Llama's cannot express, whatever the recurrent heads are."""
     backbone, found = student.model.config, []
-    if backbone.model_type not in BACKBONES:
-        found.append(f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}")
+    if backbone.model_type not in backbones:  # others may lack the fields below
+        return [f"its backbone is {backbone.model_type}, not one of {', '.join(backbones)}"]
     if backbone.hidden_act != "silu":
         found.append(f"its MLPs use {backbone.hidden_act}, not silu")
     cache = student.new_cache()
-    if any(cache.layer(index).sliding_window is not None for index in range(len(cache.layers))):
-        found.append("its kept heads see a window, and this form's see everything")
+    if any(mixer.kept and cache.layer(mixer.layer).sliding_window is not None for mixer in student.mixers()):
+        found.append("some of its kept heads see a window, and this form's see everything")
     return found
 
 

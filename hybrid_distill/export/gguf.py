@@ -174,13 +174,13 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_t
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _parts(tokenizer: PreTrainedTokenizerBase) -> Record:
+def _parts(tokenizer: PreTrainedTokenizerBase | None) -> Record:
     """Read the tokenizer.json of a fast tokenizer."""
-    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    return {"model": {"type": "slow"}} if backend is None else json.loads(backend.to_str())
+    backend: Any = tokenizer.backend_tokenizer if tokenizer is not None and tokenizer.is_fast else None
+    return {"model": {"type": "missing or slow"}} if backend is None else json.loads(backend.to_str())
 
 
-def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Find llama.cpp's name of the pre-tokenizer. Raises ValueError for one that it lacks."""
     parts = _parts(tokenizer)
     step = parts.get("pre_tokenizer") or {}

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer, SSMHeads
-from .falcon_h1 import kept_by_group, placed
+from .falcon_h1 import backbone_obstacles, kept_by_group, placed, rope_kinds
 
 if TYPE_CHECKING:
     from onnx_ir import Model, Value
@@ -33,24 +33,16 @@ MODEL, DATA, RUNNER = "model.onnx", "model.onnx.data", "generate.py"
 OPSET, RUNTIME_DOMAIN = 24, "com.microsoft"
 LARGEST_FILE = 2**31 - 2**24  # bytes of weights in model.onnx itself: protobuf ends at 2 GiB, and the graph needs some
 _END = 2**62  # of a slice that goes on to the last token
-_ROPE_BY_LENGTH = ("dynamic", "longrope")  # other frequencies for longer texts
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # other frequencies for longer texts
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be written as ONNX."""
-    backbone = student.model.config
-    found = []
-    if backbone.model_type not in BACKBONES:
-        return [f"its backbone is {backbone.model_type}, not one of {', '.join(BACKBONES)}"]
+    found = backbone_obstacles(student, BACKBONES)
     if student.config.recurrence == "gdn":
         found.append("its recurrent heads are gdn")
-    if backbone.hidden_act != "silu":
-        found.append(f"its MLPs use {backbone.hidden_act}, not silu")
-    cache = student.new_cache()
-    if any(mixer.kept and cache.layer(mixer.layer).sliding_window is not None for mixer in student.mixers()):
-        found.append("some of its kept heads see a window, and the graph's see everything")
-    if (rope_type := student.model.rotary_emb.rope_type) in _ROPE_BY_LENGTH:
-        found.append(f"its RoPE is {rope_type}: its frequencies change with the length of the text")
+    if kinds := rope_kinds(student) & _ROPE_BY_LENGTH:
+        found.append(f"its RoPE is {', '.join(kinds)}: its frequencies change with the length of the text")
     return found
 
 

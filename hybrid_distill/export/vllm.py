@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import write_json
 from ..model import HybridForCausalLM
-from ..model.configuration_hybrid import rope_settings
 from . import falcon_h1
 from .checkpoint import tied_weights, write_weights
 
@@ -34,7 +33,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     if left_out := [part for part in parts if part in biases]:
         found.append(f"its {', '.join(left_out)} have biases, which vLLM's Falcon-H1 leaves out")
     head_dim, times = student.config.head_dim, spacing(student.config.head_dim)
-    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in rope_settings(student.model.config)}
+    kinds = falcon_h1.rope_kinds(student)
     if times is None or (times > 1 and kinds - SPREADABLE):
         found.append(
             f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be made a size that vLLM takes: "

@@ -37,14 +37,13 @@ def test_every_form_has_a_writer_and_a_program() -> None:
     assert all(load_program(form).__name__ == PROGRAMS[form].__name__ for form in PACKAGES)
 
 
-@pytest.mark.parametrize("form", WRITTEN_WITH)
-def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(form: str, tmp_path: Path) -> None:
-    student, plan = tiny_student("gpt_neox")
-    with pytest.raises(
-        ValueError, match=rf"cannot be exported as {form}: .*its backbone is gpt_neox.*\. Export it as remote"
-    ) as error:
-        export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, form=form)
-    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
+def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(family: str, tmp_path: Path) -> None:
+    student, plan = tiny_student(family)
+    for form in WRITTEN_WITH:
+        with pytest.raises(ValueError, match=rf"exported as {form}: .*its backbone is {family}.*\. Export it as"):
+            export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, form=form)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_form_whose_packages_are_absent_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,5 +119,5 @@ def test_a_program_computes_what_the_student_computes(
     assert report.ok and f"generated tokens, {PACKAGES[form]}" in report.table()
     assert verify_export(path).ok
     (path / "extra.py").write_text("")
-    checks = {one.name: one for one in run_checks(path, path / "gate")}
-    assert "extra.py is unknown" in next(one.detail for name, one in checks.items() if "files on disk" in name)
+    checks = run_checks(path, path / "gate", device="meta")  # of models: programs choose their own
+    assert [one.detail for one in checks if not one.ok] == ["extra.py is unknown"]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import make_family_model
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, tiny_student
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
 from hybrid_distill.cli.export import ExportJob, export_student
@@ -103,11 +104,7 @@ Gemma2PreTrainedModel._supports_sdpa = True
 @pytest.fixture(scope="module")
 def soft_capped(tmp_path_factory):
     """A Gemma 2 student whose capped scores matter, and its export."""
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "attn_logit_softcapping": 0.5,
-             "query_pre_attn_scalar": 1}  # fmt: skip
-    torch.manual_seed(0)
-    teacher = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
+    teacher = make_family_model("gemma2", vocab_size=300, attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -179,12 +176,15 @@ def test_tokenizer_files_suit_transformers_4(exports):
     assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == byte_tokenizer()(text)["input_ids"]
 
 
-def test_license_and_name_come_from_the_teachers_own_card(tmp_path):
+def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     teacher = tmp_path / "Some-1B"
     teacher.mkdir()
     assert origin(str(teacher)) == ("unknown", "Some-1B")
     (teacher / "README.md").write_text("---\nlicense: llama3.2\n---\n# Some\n")
-    assert origin(str(teacher)) == ("llama3.2", "Some-1B")
+    assert origin(str(teacher)) == origin("~/Some-1B") == ("llama3.2", "Some-1B")
+    (teacher / "README.md").write_text("---\nlicense: [llama3.2\n---\n")
+    assert origin(str(teacher)) == ("unknown", "Some-1B"), "a card whose YAML is broken"
     assert origin("tiny") == ("apache-2.0", "")
 
 
