@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import keep
+from test_falcon_h1 import stirred
 from transformers import AutoModelForCausalLM
 
 from hybrid_distill.export import falcon_h1, vllm
@@ -26,13 +27,7 @@ UNEVEN = [(0, 1, 2), (), (0, 1, 2, 3, 4, 6, 7)]
 
 
 def student_of(teacher: Any, *kept: tuple[int, ...], d_state: int = 5) -> HybridForCausalLM:
-    """A student that no longer is what it started as."""
-    student = build_student(teacher, keep(teacher, *kept), d_state=d_state, recurrence="mamba2")[0].float().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in student.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return student
+    return stirred(build_student(teacher, keep(teacher, *kept), d_state=d_state, recurrence="mamba2")[0])
 
 
 @torch.no_grad()
