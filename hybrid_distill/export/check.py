@@ -39,7 +39,7 @@ from torch import Tensor
 
 # Largest allowed difference of logits, relative to the largest logit. "forward" compares two processes that
 # do the same arithmetic; "order" compares two orders of the same sums: chunk by chunk or token by token,
-# alone or in a padded batch.
+# alone or in a padded batch, by the student's code or another program's.
 TOLERANCE = {
     torch.float64: {"forward": 1e-5, "order": 1e-4},  # transformers computes norms and RoPE in float32
     torch.float32: {"forward": 1e-5, "order": 1e-4},
@@ -129,6 +129,8 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     model, loading = load_model(folder, record, device, trust)
     yield loading
     limits = dict(TOLERANCE[model.dtype])
+    if record["form"] == "falcon-h1":  # other code than the student's
+        limits["forward"] = limits["order"]
     if record["quantized"]:
         limits["forward"] = record["quantized"]["limit"]
     yield from check_outputs(model, prompts, limits)

@@ -149,7 +149,8 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(
     student, plan = tiny_student("llama", recurrence="mamba2")
     own, stock = tmp_path / "own", tmp_path / "stock"
     export_checkpoint(student, None, own, plan=plan, form="safetensors", gate=False)
-    assert export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB")).ok
+    report = export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB"))
+    assert report.ok and {one.limit for one in report.checks if "logits" in one.name} == {1e-4}
     assert json.loads((stock / "gate/report.json").read_text())["ok"]
     assert not list(stock.glob("*.py")) + list(own.glob("*.py")) and len(list(stock.glob("model-*.safetensors"))) > 1
     assert "auto_map" not in json.loads((stock / "config.json").read_text())
@@ -162,7 +163,7 @@ def test_a_student_goes_from_form_to_form_behind_the_gate(
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
     file = next(path for path in stock.glob("*.safetensors") if "model.layers.0.mamba.A_log" in load_file(path))
     weights = load_file(file)
-    weights["model.layers.0.mamba.A_log"] += 0.1
+    weights["model.layers.0.mamba.A_log"] += 1
     save_file(weights, file, metadata={"format": "pt"})
     for folder, status in (("stock", 1), ("nowhere", 2)):
         with pytest.raises(SystemExit) as end:
