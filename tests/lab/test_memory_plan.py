@@ -32,9 +32,19 @@ from hybrid_distill.lab.memory.plan import (
     StageShape,
     memory_plan,
 )
+from hybrid_distill.lab.memory.timing import training_time
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
-from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, MatrixConfig, PostConfig, StageConfig
+from hybrid_distill.train.config import (
+    AlignConfig,
+    DistillConfig,
+    LongConfig,
+    MatrixConfig,
+    PostConfig,
+    StageConfig,
+    TeacherConfig,
+)
+from hybrid_distill.train.on_policy import OnPolicy
 from hybrid_distill.train.stages import make_stage
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +192,17 @@ def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> No
     layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
+
+
+def test_timing_lets_transformers_choose_the_attention_and_students_write(
+    tmp_path: Path, family_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, write, written = family_model("gemma2", num_hidden_layers=1), OnPolicy.own_text, []
+    teacher.save_pretrained(tmp_path)
+    monkeypatch.setattr(OnPolicy, "own_text", lambda *of: written.append(of) or write(*of))
+    run = replace(small_run(), gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=("align", "on_policy"))
+    said = training_time(run, HeadPlan.random(teacher, 3, seed=0), teacher.num_parameters())
+    assert re.findall(r"\n  (\w+): [\d,]+ steps of ", said) == ["align", "on_policy"] and written
 
 
 @pytest.fixture(autouse=True)

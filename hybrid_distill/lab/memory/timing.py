@@ -41,7 +41,7 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
 def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -> Iterator[tuple[str, int, float]]:
     """Yield (stage, steps, seconds of a step)."""
     shape = load_config(config.teacher.path, config.teacher.revision)
-    attention = {"attn_implementation": config.teacher.attn_implementation or "sdpa"}
+    attention = {"attn_implementation": own} if (own := config.teacher.attn_implementation) else {}
     with torch.random.fork_rng():
         teacher = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **attention)
         for options in config.stage_configs:
@@ -65,19 +65,19 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
 
 
 def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
-    """Measure forward and backward of a row, after one to warm up."""
+    """Measure forward and backward of a row, after one to warm up; by its seed, a student may write it first."""
 
-    def train() -> None:
-        for part in stage.micro_batches(row, 1, [0]):
+    def train(seed: int) -> None:
+        for part in stage.micro_batches(row, 1, [seed]):
             loss = stage(part, stage.totals(part)).total
             loss.backward()
             loss.item()  # waits for a GPU
 
-    train()
+    train(0)
     began, n = time.perf_counter(), 0
     while not n or time.perf_counter() - began < at_least:
-        train()
         n += 1
+        train(n)
     return (time.perf_counter() - began) / n
 
 
