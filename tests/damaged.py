@@ -174,10 +174,6 @@ def plant_code(file: str, auto_map: str | None = None) -> Damage:
     return damage
 
 
-def append_code(file: str, text: str) -> Damage:
-    return lambda folder, rng: (folder / file).write_text(f"{(folder / file).read_text()}\n{text}\n")
-
-
 def remove(pattern: str) -> Damage:
     return lambda folder, rng: [file.unlink() for file in folder.glob(pattern)]
 
@@ -297,9 +293,6 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
     yield "planted tokenization.py", plant_code("tokenization.py")
     for file in ("modeling_hybrid.py", "configuration_hybrid.py", "documents.py", "ssd.py"):
         yield f"code in {file}", plant_code(file)
-    for text in ("exec('1')", "__import__('os')", "import os", "open('x')", "importlib.import_module('os')", "def (",
-                 "torch.load('x')", "from subprocess import run", "torch.utils.cpp_extension.load('x')"):  # fmt: skip
-        yield f"ssd.py {text}", append_code("ssd.py", text)
     yield "no config", remove("config.json")
     yield "no weights", remove("model-*.safetensors")
     yield "one shard gone", remove("model-00002*")

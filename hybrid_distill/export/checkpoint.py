@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,8 +96,7 @@ def export_checkpoint(
                 shutil.copyfile(file, folder / file.name)
         plan.save(folder / "plan.json")
         if scores is not None:
-            scores.save(folder / "head_scores.json")
-            write_json(folder / "head_scores.json", _without_paths(read_json(folder / "head_scores.json")))
+            replace(scores, provenance=_without_paths(scores.provenance)).save(folder / "head_scores.json")
         if results is not None:
             record = {name: result.to_dict() for name, result in results.items()}
             write_json(folder / "evaluation.json", _without_paths(record))
@@ -212,6 +212,6 @@ def _without_paths(value: Any) -> Any:
     """Cut absolute paths in the values of a JSON record down to their last part."""
     if isinstance(value, dict):
         return {name: _without_paths(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_paths(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).expanduser().is_absolute() else value

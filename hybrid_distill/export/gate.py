@@ -85,16 +85,16 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     form = form_of(folder)
     if form in program.PACKAGES:
         check_unchanged(folder)
-        own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
-        other = [file.name for file in folder.glob("*.py") if file_hash(file) not in own]
-        _refuse_code(other, folder, trust_remote_code)
+        if not trust_remote_code:
+            own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
+            _refuse_code([file.name for file in folder.glob("*.py") if file_hash(file) not in own], folder)
         if absent := absent_program(form):
             raise ValueError(
                 f"only the files of {folder} were checked: {absent}; install it, or run "
                 f"{folder / 'gate' / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
-        _refuse_code(foreign_code(folder), folder, trust_remote_code)
+        _refuse_code(foreign_code(folder), folder)
         check_checkpoint(folder)
     return run_gate(folder, device)
 
@@ -104,8 +104,8 @@ def form_of(folder: Path) -> str:
     return read_json(folder / MARK).get("form", "") if (folder / MARK).is_file() else ""
 
 
-def _refuse_code(other: list[str], folder: Path, trusted: bool) -> None:
-    if other and not trusted:
+def _refuse_code(other: list[str], folder: Path) -> None:
+    if other:
         raise ValueError(
             f"{', '.join(other)} in {folder} is not the code that this version of hybrid-distill exports, and "
             "verifying runs it; export the student again, or read that code and pass --trust-remote-code."

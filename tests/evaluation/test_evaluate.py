@@ -160,13 +160,13 @@ def test_losing_the_circuit_shows_in_retrieval_and_in_memory(planted) -> None:
     assert lost.conv_state_bytes == expected.conv
 
 
-@pytest.mark.parametrize("change", [{"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}])
-def test_a_record_that_is_not_an_evaluation_is_refused(planted, tmp_path, change: dict[str, object]) -> None:
+def test_a_record_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:
     teacher, tokenizer = planted
     record = evaluate(teacher, tokenizer, n_pairs=(), held_out_texts=["apple anchor arrow"]).to_dict()
     assert EvalResult.from_dict(record).to_dict() == record
-    with pytest.raises(ValueError, match="not an evaluation"):
-        EvalResult.from_dict({**record, **change})
+    for change in ({"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}):
+        with pytest.raises(ValueError, match="not an evaluation"):
+            EvalResult.from_dict({**record, **change})
     (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
     with pytest.raises(ValueError, match="cannot be read as an evaluation"):
         EvalResult.load(tmp_path / "torn.json")

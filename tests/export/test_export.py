@@ -73,7 +73,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[HybridForCausalLM, Path]]:
     torch.set_num_threads(1)
     made = {}
     for family in FAMILIES:
-        student, plan = tiny_student(family, recurrence={"olmo2": "mamba2", "mistral": "gdn"}.get(family, "discrete"))
+        student, plan = tiny_student(family, recurrence={"olmo3": "mamba2", "phi3": "gdn"}.get(family, "discrete"))
         path = tmp_path_factory.mktemp(family) / "export"
         results = {"teacher": RESULT, "student": replace(RESULT, recurrent_heads_zeroed=ZEROED)}
         options = {"results": results, "license": "apache-2.0"} if not made else {}
