@@ -200,13 +200,6 @@ def test_card_says_what_was_kept_measured_and_allowed(exports):
     assert HeadPlan.load(path / "plan.json").k == 4
 
 
-def test_no_path_of_this_machine_is_exported(exports):
-    _, path = exports["llama"]
-    for file in path.rglob("*"):
-        if file.suffix in (".json", ".md"):
-            assert str(Path.home()) not in file.read_text() and str(path.parent) not in file.read_text(), file.name
-
-
 def test_gate_sees_a_changed_tensor_one_that_is_not_a_number_and_a_pickle(copied):
     path, failed = copied
     for damage in (lambda tensor: tensor.view(-1)[0].add_(1e-3), lambda tensor: tensor.fill_(float("nan"))):

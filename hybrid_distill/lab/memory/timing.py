@@ -24,8 +24,10 @@ LARGEST = 1e9
 
 
 def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
-    """Measure a second of training of each stage, here and now; return a line for each, "" where that says nothing:
-    for runs on several GPUs, and for teachers that a dry run should not have to make."""
+    """Train each stage for a part of a second, here and now, and return a line for each.
+
+    Empty for runs on several GPUs, for students that keep all heads, and for teachers too large for a dry run.
+    """
     if config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
         return ""
     device = own_device()
@@ -65,7 +67,10 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
 
 
 def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
-    """Measure forward and backward of a row, after one to warm up; by its seed, a student may write it first."""
+    """Average a row's forward and backward, after one to warm up.
+
+    Each has a seed of its own: by it, the student of the on-policy stage writes the row first, or does not.
+    """
 
     def train(seed: int) -> None:
         for part in stage.micro_batches(row, 1, [seed]):
