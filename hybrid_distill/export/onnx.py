@@ -42,7 +42,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     if student.config.recurrence == "gdn":
         found.append("its recurrent heads are gdn")
     if kinds := rope_kinds(student) & _ROPE_BY_LENGTH:
-        found.append(f"its RoPE is {', '.join(kinds)}: its frequencies change with the length of the text")
+        found.append(f"its RoPE is {', '.join(sorted(kinds))}: its frequencies change with the length of the text")
     return found
 
 
