@@ -252,6 +252,15 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
     assert "the teacher's evaluation" in text
 
 
+def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(tmp_path: Path, no_figures: None) -> None:
+    rows = [row for row in cells() if row["selection"] in ("teacher", "all")]
+    record = {"grid": {"heads": ["all"], "seeds": [0, 1, 2]}, "share_alignment": False, "command": "--recipe r.py"}
+    (write(tmp_path, rows) / "sweep.json").write_text(json.dumps(record))
+    text = write_sweep_report(tmp_path).read_text()
+    assert "3 of 3 cells are finished" in text
+    assert "`hybrid-distill sweep --heads all --seeds 3 --no-share --recipe r.py`" in text
+
+
 def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures: None) -> None:
     def measured(heads: int) -> dict[str, object]:
         return {"whole_kv_generation_8": 0.9, "zeroed_kv_generation_8": 0.05, "recurrence_unused": heads // 4}

@@ -181,6 +181,7 @@ def _made(results: SweepResults) -> list[Block]:
         grid = {name.replace("_", "-"): ",".join(map(str, values)) for name, values in record["grid"].items()}
         grid["seeds"] = str(len(record["grid"].get("seeds", [])))
         flags = [f"--{name} {values}" for name, values in grid.items()]
+        flags += [] if record.get("share_alignment", True) else ["--no-share"]
         made.append(f"`{' '.join(['hybrid-distill sweep', *flags, record.get('command', '')]).rstrip()}`")
     if "train_seconds" in results.rows:
         made.append(f"The students' own stages took {duration(results.students['train_seconds'].sum())} together.")
@@ -204,7 +205,7 @@ def _draw(results: SweepResults, folder: Path) -> dict[str, list[Figure]]:
     if TEACHER in results.settings.index and groups:
         parts = [_points(*results.against_teacher(names), "all", 100).assign(group=g) for g, names in groups.items()]
         points = pd.concat(parts)
-        first = points.selection.iloc[0]
+        first = points.selection.iloc[0] if len(points) else ""
         shown = points.loc[points.selection == first]
         covered = [Row(shown, "student, of what the teacher has", True, {"teacher": 100})]
     by_group = f"Coverage, student over teacher, by group of tasks; heads: {first}"
