@@ -162,6 +162,16 @@ def test_ruler_is_measured_length_by_length(knows_half: None, tiny: MODEL_AND_TO
     assert "| by length | 512 | 1400 |" in shown and "| ruler_vt | – |" in shown
 
 
+def test_processes_that_get_no_figures_measure_each_part_once(
+    knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the main process: one that asked a part again would wait for the others forever."""
+    measured_parts: list[str] = []
+    monkeypatch.setattr(running, "measure_part", lambda part, *args: measured_parts.append(part.name))
+    measured(*tiny, "niah_single_1,niah", tmp_path, ruler_lengths="512")
+    assert len(measured_parts) == len(set(measured_parts)) == 8
+
+
 def test_questions_of_the_hub_need_a_network_and_say_so(tmp_path: Path) -> None:
     _, missing = write_questions(SuiteJob(suite="piqa,niah,kv", limit=2), tmp_path)
     assert missing.startswith("piqa: ") and "niah: RULER's lengths" in missing and "kv" not in missing

@@ -75,10 +75,12 @@ def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: S
         result = _resumed(result, out / FILE)
     lm = make_lm(model, tokenizer, job.batch_size, max_length)
     on_main_process(lambda: out.mkdir(parents=True, exist_ok=True))
+    tried = set(result.parts)  # tasks share parts, and only the main process has their figures
     for task in tasks_of(job.suite):
         parts = parts_of(task, job)
         for part in parts:
-            if part.name not in result.parts:
+            if part.name not in tried:
+                tried.add(part.name)
                 _run_part(result, part, lm, tokenizer, job)
             if all(part.name in result.parts for part in parts):
                 result.tasks[task.name] = _score(task, [result.parts[part.name] for part in parts])
