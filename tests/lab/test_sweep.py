@@ -22,7 +22,7 @@ from training import small_run
 
 from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import RunConfig, from_json
-from hybrid_distill.lab.sweep.cells import best_layers, cell_config
+from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, sweep
@@ -163,6 +163,18 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait:
     again = Scripted(1, {})
     run_tasks(this, again, lambda task: None)
     assert set(again.begun) == failed.keys(), "failed tasks are tried again, finished ones are not"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_process_that_fails_ends_its_launch(is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the others would wait for it in vain."""
+    task = opened(small_run(tmp_path), grid("0")).tasks["s0"]
+    state = SimpleNamespace(is_main_process=is_main, num_processes=2)
+    for name, stand_in in (("connect", lambda: state), ("GRACE", 0), ("_work", lambda *args: [][0])):
+        monkeypatch.setattr(f"hybrid_distill.lab.sweep.cells.{name}", stand_in)
+    with pytest.raises(IndexError):
+        perform(Sweep(tmp_path), task)
+    assert (task.outcome().error == "IndexError: list index out of range") == is_main
 
 
 def test_progress_and_time_left(tmp_path: Path) -> None:

@@ -22,25 +22,35 @@ from .folder import Sweep, Task
 from .grid import Cell
 from .jobs import PATIENCE
 
+GRACE = 10.0
+"""Seconds in which the main process, if it fails too, writes why before another process ends the launch."""
+
 
 def perform(sweep: Sweep, task: Task) -> None:
     """Carry a task out and write how it ended; an error becomes its failure.
 
-    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving.
+    Raises only what stops a sweep, KeyboardInterrupt and Interrupted after saving; and, in one of several processes,
+    the error: their launcher then ends the others, which may wait for this one.
     """
-    begun, error = time.monotonic(), ""
+    begun = time.monotonic()
     try:
         with alone_in(task.folder, patience=PATIENCE):
             _work(sweep, task)
     except Interrupted:
         raise
     except Exception as raised:
-        if connect().is_main_process:
-            with task.log_path.open("a") as file:
-                file.write(traceback.format_exc())
-        text = " ".join(str(raised).split())
-        error = text if isinstance(raised, ValueError) else f"{type(raised).__name__}: {text}"
-    on_main_process(lambda: task.end(error, time.monotonic() - begun))
+        state, text = connect(), " ".join(str(raised).split())
+        if state.is_main_process:
+            error = text if isinstance(raised, ValueError) else f"{type(raised).__name__}: {text}"
+            task.end(error, time.monotonic() - begun)
+        else:
+            time.sleep(GRACE)
+        if state.num_processes > 1:
+            raise
+        with task.log_path.open("a") as file:
+            file.write(traceback.format_exc())
+    else:
+        on_main_process(lambda: task.end(seconds=time.monotonic() - begun))
 
 
 def _work(sweep: Sweep, task: Task) -> None:
