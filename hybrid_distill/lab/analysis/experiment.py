@@ -31,7 +31,7 @@ from ...probes.registry import PROBES, make_probe
 from ...progress import track
 from ...teacher import TINY, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suites.job import SuiteJob
+from ..suites.job import SuiteJob, tasks_of
 from ..suites.running import run_suite
 from ..suites.tasks import check_job
 
@@ -222,17 +222,21 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
 
 
 def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a column of a task of lm-eval. Raises ValueError for one that lm-eval cannot ask, or not this model."""
+    """Make a column of a task of lm-eval. Raises ValueError for a suite, and for a task that cannot be asked."""
     check_job(job)
+    task, *more = tasks_of(job.suite)
+    if more:
+        raise ValueError(f"{LM_EVAL}{job.suite} is {1 + len(more)} tasks; pass one of them, as {LM_EVAL}{task.name}.")
+    is_share = "perplexity" not in task.metric
 
-    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+    def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         with TemporaryDirectory() as folder:
             found = run_suite(model, tokenizer, job, Path(folder))
         for part, reason in found.failed.items():
             raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
-        return 100 * found.tasks[job.suite].value
+        return (100 if is_share else 1) * found.tasks[task.name].value
 
-    return Task(Column(job.suite), percent)
+    return Task(Column(task.name) if is_share else Column(task.name, "", digits=3), measure)
 
 
 def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:

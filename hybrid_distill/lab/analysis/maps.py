@@ -92,7 +92,8 @@ class Maps(Experiment):
         prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
-            panels += self._panels(Subject(path, self.subject.dtype).load()[0], path, prompt, chosen, ssm_heads)
+            other, _ = replace(self.subject, model=path).load("--beside")
+            panels += self._panels(other, path, prompt, chosen, ssm_heads)
         n_columns = len(chosen) + len(ssm_heads) if self.beside else COLUMNS_OF_ONE_MODEL
         title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
         table = sharpness_table(title, [(label, sharpness(prompt, mix)) for label, mix in panels])
