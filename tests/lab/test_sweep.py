@@ -21,14 +21,14 @@ from test_pipeline import weights
 from training import small_run
 
 from hybrid_distill.cli.recipes import load_recipe
-from hybrid_distill.config import RunConfig, from_json
+from hybrid_distill.config import PlanConfig, RunConfig, from_json
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks, share_of_machine
 from hybrid_distill.lab.sweep.results import progress, status
-from hybrid_distill.locking import locked
+from hybrid_distill.locking import is_locked, locked
 from hybrid_distill.pipeline import Run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -249,6 +249,17 @@ def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
     for mixer, source in zip(student.build(student.plan()).mixers(), donor.mixers()):
         picked = [source.recurrent.index(head) for head in mixer.recurrent]
         torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
+
+
+def test_cells_open_the_alignment_that_they_share_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that wrote its config.json at once failed now and then."""
+    this, seen = opened(small_run(tmp_path), grid("2", selection="restoration")), []
+    monkeypatch.setattr(Run, "aligned", property(lambda run: seen.append(is_locked(run.out))))
+    monkeypatch.setattr(Run, "last_stage", lambda run: run.out)
+    monkeypatch.setattr("hybrid_distill.lab.sweep.cells.restored_plan", lambda run, k: PlanConfig("file", k=k))
+    assert cell_config(this, this.cells[0]).plan.k == 2 and seen == [True]
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])

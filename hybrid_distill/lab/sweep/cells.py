@@ -8,6 +8,7 @@ benchmarks/sweep_sharing.py measures how much that matters.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from dataclasses import replace
@@ -111,7 +112,10 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
         scores = HeadScores.load(_seeded(sweep, cell.seed).out / "scores.json")
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
-        return restored_plan(_alignment_run(sweep, cell.seed, cell.d_state), cell.heads)
+        run = _alignment_run(sweep, cell.seed, cell.d_state)
+        with alone_in(run.out, patience=math.inf):  # cells that begin together would write its files at once
+            run.aligned  # noqa: B018  opens it
+        return restored_plan(run, cell.heads)
     return PlanConfig(cell.selection, k=cell.heads, seed=cell.seed if cell.selection == "random" else 0)
 
 
