@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -134,10 +135,9 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
 
 
 def _by_length(result: SuiteResult) -> list[Record]:
-    """Tabulate RULER's parts, one row a task, where there are several lengths."""
+    """Tabulate RULER's parts: a row a task, a column a length, the shortest first."""
     rows: dict[str, Record] = {}
-    for part in result.parts.values():
-        if "length" in part:
-            row = rows.setdefault(part["ruler"], {"by length": part["ruler"]})
-            row[str(part["length"])] = with_error(part["value"], part["stderr"], scale=100)
+    for part in sorted((part for part in result.parts.values() if "length" in part), key=itemgetter("length")):
+        row = rows.setdefault(part["ruler"], {"by length": part["ruler"]})
+        row[str(part["length"])] = with_error(part["value"], part["stderr"], scale=100)
     return list(rows.values())

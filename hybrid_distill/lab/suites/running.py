@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ...distributed import make_accelerator, on_main_process
-from ...io import Record
+from ...io import Record, differences
 from ...probes import digest
 from ...scoring import describe_run
 from ...teacher import longest_context, read_teacher
@@ -102,10 +102,10 @@ def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
     """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     found = SuiteResult.load(path)
     here, there = ({"model": result.model["fingerprint"], **result.settings} for result in (fresh, found))
-    if differences := [f"{k} {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k]]:
+    if changed := differences(there, here):
         raise ValueError(
-            f"{path} was measured otherwise ({'; '.join(differences)}); pass another folder with --out, or measure "
-            "anew with --again."
+            f"{path} was measured with other settings: {', '.join(changed)}; pass another folder with --out, or "
+            "measure again with --again."
         )
     found.failed.clear()
     return found
