@@ -177,11 +177,10 @@ class HybridHeadRanking(ModelExperiment):
 
 
 class RankedHead(NamedTuple):
-    """One head, the argument that finds it among `head_sites`, and its losses, in the order of ``COLUMNS``."""
+    """One head, and its losses in the order of ``COLUMNS``."""
 
     head: HeadId
     kind: HeadKind
-    asked: HeadKind | None
     lost: tuple[float, float, float]
 
 
@@ -192,20 +191,18 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     """
     ranked = []
     for kind, found in scores.items():
-        asked = asked_for(kind)
-        sites = {site.layer: site for site in head_sites(model, asked)}
+        sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
         for head in found.ranking():
             control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
-            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), asked, lost))
+            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), lost))
     return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
 
 
 @contextmanager
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
-    kinds: set[HeadKind | None] = {ranked.asked for ranked in heads}
     with ExitStack() as removed:
-        for kind in kinds:
-            own = [ranked.head for ranked in heads if ranked.asked == kind]
-            removed.enter_context(ablate_heads(model, own, kind=kind))
+        for kind in head_kinds(model):
+            own = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
+            removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
         yield
