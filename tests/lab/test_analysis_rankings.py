@@ -35,20 +35,13 @@ def test_lists_of_layer_and_head(tmp_path: Path, content: Any) -> None:
     assert load_ranking(written(tmp_path, content), SHAPE) == heads((1, 3), (0, 0), (1, 0))
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "Expecting value"),
-        ([[0, 1], [0, 9]], "L0H9 does not exist"),
-        ([[0, 1], [0, 1]], "named twice: L0H1"),
-        ([[0, 1, 2]], "too many values"),
-        (OTHER, "0 of its rankings are of a model of this shape"),
-        ({"rankings": {"one": THIS, "two": THIS}}, "2 of its rankings are of a model of this shape"),
-        ({"rankings": [[0, 1]]}, "no attribute"),
-    ],
-)
-def test_a_file_that_is_no_ranking(tmp_path: Path, content: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"ranking does not hold a ranking of these heads \((.|\n)*{reason}"):
+AMBIGUOUS = {"rankings": {"one": THIS, "two": THIS}}
+MISSING, REPEATED = [[0, 1], [0, 9]], [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("content", ["", MISSING, REPEATED, [[0, 1, 2]], OTHER, AMBIGUOUS, {"rankings": [[0, 1]]}])
+def test_a_file_that_is_not_a_ranking(tmp_path: Path, content: Any) -> None:
+    with pytest.raises(ValueError, match="ranking does not hold a ranking of these heads"):
         load_ranking(written(tmp_path, content), SHAPE)
 
 
