@@ -13,18 +13,8 @@ from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.analysis.experiment import (
-    Bench,
-    Column,
-    Questions,
-    Row,
-    Table,
-    Task,
-    accuracy_task,
-    lm_eval_task,
-)
+from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Row, Table, Task, accuracy_task
 from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHeads, parse_kept, without_layers
-from hybrid_distill.lab.suites.job import SuiteJob
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
@@ -210,9 +200,10 @@ def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
 
 def test_tasks_of_lm_eval_are_columns(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
+    tiny = load_teacher(TINY)
     write_rows(tmp_path / "arc_easy/test.jsonl", [row("arc_easy", n) for n in range(4)])
-    (task,) = Questions(tasks="lm_eval:arc_easy", data_dir=tmp_path, examples=3).make(*load_teacher(TINY))
+    task, text = Questions(tasks="lm_eval:arc_easy,lm_eval:text", data_dir=tmp_path, examples=3).make(*tiny)
+    assert task.column.header == "arc_easy, %" and 3 * task.measure(*tiny) % 100 == pytest.approx(0)
+    assert text.column.header == "text" and text.measure(*tiny) < 10, "a perplexity is not a share"
     with pytest.raises(ValueError, match="lm_eval:ruler is 11 tasks; pass one of them, as lm_eval:niah_single_1"):
-        lm_eval_task(SuiteJob(suite="ruler"))
-    assert lm_eval_task(SuiteJob(suite="text")).column.unit == "", "a perplexity is not a share"
-    assert task.column.header == "arc_easy, %" and 3 * task.measure(*load_teacher(TINY)) % 100 == pytest.approx(0)
+        Questions(tasks="lm_eval:ruler").make(*tiny)

@@ -223,10 +223,10 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
 
 def lm_eval_task(job: SuiteJob) -> Task:
     """Make a column of a task of lm-eval. Raises ValueError for a suite, and for a task that cannot be asked."""
-    check_job(job)
     task, *more = tasks_of(job.suite)
     if more:
         raise ValueError(f"{LM_EVAL}{job.suite} is {1 + len(more)} tasks; pass one of them, as {LM_EVAL}{task.name}.")
+    check_job(job)
     is_share = "perplexity" not in task.metric
 
     def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
