@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from training import small_run
 
+from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.demo import Variant, compare
-from hybrid_distill.config import PlanConfig, TeacherConfig, current_flags, from_record, to_json
+from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig, current_flags, from_record, to_json
 from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
@@ -77,6 +79,26 @@ def test_an_export_of_a_finished_run_carries_its_results(
     assert "license: apache-2.0" in card and "| student |" in card
     modes = {(tmp_path / "exported" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
     assert len(modes) == 1, "whoever may read the config may read the weights"
+
+
+def test_a_resumed_run_builds_and_measures_on_its_device(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first start did after scoring: the student has other last bits when it is built elsewhere."""
+    placed: dict[int, str] = {}
+    monkeypatch.setattr(pipeline.nn.Module, "to", lambda model, device: placed.update({id(model): device}))
+    monkeypatch.setattr(pipeline, "connect", lambda: SimpleNamespace(device="gpu"))
+    built, measured, build = [], [], pipeline.build_student
+    monkeypatch.setattr(pipeline, "build_student", lambda t, *a, **o: built.append(placed[id(t)]) or build(t, *a, **o))
+    monkeypatch.setattr(pipeline, "evaluate", lambda model, *_, **__: measured.append(placed[id(model)]) or Mock())
+    this = Run(small_run(finished))
+    student = this.build(this.plan())
+    this.evaluate(student, again=True)
+    assert (built, measured) == (["gpu"], ["gpu", "gpu"])
+
+
+def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
+    monkeypatch.chdir(finished / "stages")
+    this = Run(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
+    assert [stage["name"] for stage in this._training()] == ["align", "distill"] * 2
 
 
 def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ class Run(RunInputs):
         """Build the student before its first stage. build.json lists where every tensor comes from."""
         options, data, calibration = self.config.student, self.config.data, None
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
+        # Where it is decides the last bits, and a resumed run must build the student that its checkpoints began from.
+        nn.Module.to(self.teacher, connect().device)
         if aligned is None and options.init in CALIBRATED:  # on the run's first rows of text
             calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
@@ -250,8 +252,8 @@ class Run(RunInputs):
         if config.cached_logits is not None:
             self._release_teacher(student)
         elif (teacher := self.stage_teacher(config)) is not self.teacher:
-            self.teacher.cpu()  # makes room; `evaluate` moves it back
-        manifest = train_stage(
+            self.teacher.cpu()  # makes room; whoever needs it moves it back
+        return train_stage(
             make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
             rows,
             folder,
@@ -263,9 +265,6 @@ class Run(RunInputs):
             profile=self.config.profile,
             teacher_sharding=self.config.teacher_sharding,
         )
-        if teacher is not None and self.config.teacher_sharding == "replicated":
-            nn.Module.to(self.teacher, connect().device)
-        return manifest
 
     def stage_teacher(self, stage: StageConfig) -> PreTrainedModel:
         """Return the teacher that a stage distills from."""
@@ -314,7 +313,6 @@ class Run(RunInputs):
 
         ``again`` measures anew. New results go to the trackers too.
         """
-        nn.Module.to(self.teacher, student.device)  # it may have been loaded again after the stages
         self.evaluate_teacher(again=again)
         path = self.out / EVALUATION
         is_new = again or not is_there(path)
@@ -328,10 +326,12 @@ class Run(RunInputs):
         return self._evaluated(self.teacher, self.out / TEACHER_EVALUATION, again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-        options, form = self.config.evaluation, self.form
+        options, form, device = self.config.evaluation, self.form, connect().device
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for each in (model, self.teacher):  # a resumed run has loaded them from files
+                nn.Module.to(each, device)
             with Phase(f"measuring the {'teacher' if model is self.teacher else 'student'}"):
                 evaluate(
                     model,
@@ -381,7 +381,8 @@ class Run(RunInputs):
     def _training(self) -> list[Record]:
         """List steps and tokens of each finished stage, first those of the run that aligned the heads, if any."""
         aligned = self.config.student.aligned
-        before = self.out / "aligned" if self.config.plan.selection == "restoration" else aligned and aligned.parents[1]
+        shared = aligned and aligned.resolve().parents[1]
+        before = self.out / "aligned" if self.config.plan.selection == "restoration" else shared
         stages = finished_run(before)._training() if before and (before / "config.json").is_file() else []
         for stage, folder in self._stage_folders():
             if StageManifest.read(folder):
