@@ -153,10 +153,10 @@ class _Training:
         self.stage.train()
         micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
+        teacher_forced = not isinstance(self.stage, EndToEnd)  # counted now: ZeRO-3 leaves empty weights
+        self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
         self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
-        teacher_forced = not isinstance(self.stage, EndToEnd)
-        self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
