@@ -38,6 +38,8 @@ class EndToEnd(Stage[DistillConfig]):
         self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
         if config.gradient_checkpointing:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # of an earlier stage
+            student.gradient_checkpointing_disable()
 
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)

@@ -292,6 +292,13 @@ def test_end_to_end_trains_what_it_says_and_never_the_teacher(batch, train, trai
     assert not any(id(p) in theirs for p in student.parameters())
 
 
+def test_a_stage_recomputes_only_if_it_says_so_itself():
+    student, teacher = small_models()
+    for recompute in (True, False):
+        EndToEnd(student, teacher, DistillConfig(gradient_checkpointing=recompute))
+        assert student.is_gradient_checkpointing == recompute
+
+
 def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     student, teacher = small_models()
     stage = LayerAlignment(student.bfloat16(), teacher.bfloat16(), AlignConfig(precision="bf16"))
