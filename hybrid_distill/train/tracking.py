@@ -55,9 +55,9 @@ class TrackedRun:
 
 
 def log_figures(trackers: Sequence[str], tracked: TrackedRun, figures: Mapping[str, float]) -> None:
-    """Add the evaluation's results to a run whose stages are over."""
+    """Add the evaluation's results to a run whose stages are over, one step later: wandb ignores a step it has."""
     accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
     tracked.start(accelerator)
-    tracked.log(accelerator, "evaluation", figures, 0)
+    tracked.log(accelerator, "evaluation", figures, 1)
     for tracker in accelerator.trackers:
         tracker.finish()

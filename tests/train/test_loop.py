@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from training import StoppingRows, WrappedRows, die, killed, small_config, small
 
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.train import checkpoint, loop, resume
+from hybrid_distill.train import checkpoint, loop, resume, tracking
 from hybrid_distill.train.checkpoint import StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
 from hybrid_distill.train.optimizer import make_adamw, wsd
@@ -283,6 +284,14 @@ def test_a_trace_and_a_tracker_are_written_when_asked_for(tmp_path):
     trace = json.loads((tmp_path / "trace-0.json").read_text())
     assert sum(event["name"].startswith("ProfilerStep") for event in trace["traceEvents"]) == len(PROFILED)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_the_evaluation_is_logged_after_the_last_step(tmp_path, monkeypatch):
+    logged = []
+    accelerator = SimpleNamespace(log_with=[], trackers=[], log=lambda values, step: logged.append((values, step)))
+    monkeypatch.setattr(tracking, "make_accelerator", lambda **_: accelerator)
+    tracking.log_figures(["wandb"], tracking.TrackedRun(tmp_path, "run", first_step=7), {"perplexity": 3.0})
+    assert logged == [({"evaluation/perplexity": 3.0}, 8)]
 
 
 def test_operations_of_a_step_follow_from_the_weights(monkeypatch):
