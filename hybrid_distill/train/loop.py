@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import (
+    agree_on,
     compute_everywhere,
     is_deepspeed,
     is_fsdp2,
@@ -106,7 +107,7 @@ def train_stage(
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
-    if manifest := StageManifest.read(out):
+    if manifest := agree_on(lambda: StageManifest.read(out)):
         check_same_run(identity, asdict(manifest), out)
         return checkpoint.load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
@@ -276,7 +277,10 @@ class _Training:
             f"{(self.step + 1) * size - 1} of the data's order."
         )
         if self.config.on_divergence == "stop" or self.spikes.skipped > self.config.max_skips:
-            raise Diverged(f"{found} Earlier checkpoints are untouched; lower the learning rate or clip more.")
+            raise Diverged(
+                f"{found} Earlier checkpoints are untouched; resume with another on_divergence, max_skips or spike, or "
+                "begin again with a lower learning rate or clip."
+            )
         if self.accelerator.is_main_process:
             logger.warning("%s The batch is left out.", found)
         return reason
@@ -321,7 +325,7 @@ class _Training:
         on_main_process(write)
         if not is_whole:
             checkpoint.load_trained(self.out, student)
-        manifest = StageManifest.read(self.out)
+        manifest = agree_on(lambda: StageManifest.read(self.out))
         assert manifest is not None
         return manifest
 
