@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
@@ -238,9 +239,9 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
     )
 
 
-def config_of(recipe: object) -> RunConfig:
+def config_of(recipe: ModuleType) -> RunConfig:
     """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
-    return checked_config(ask_recipe(recipe, "config"), f"config() of {_file_of(recipe)}")
+    return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
 
 
 def checked_config(config: object, source: str) -> RunConfig:
@@ -250,14 +251,10 @@ def checked_config(config: object, source: str) -> RunConfig:
     return config
 
 
-def ask_recipe(recipe: object, name: str) -> Any:
+def ask_recipe(recipe: ModuleType, name: str) -> Any:
     """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
-    with in_recipe(_file_of(recipe)):
+    with in_recipe(str(recipe.__file__)):
         return getattr(recipe, name)()
-
-
-def _file_of(recipe: object) -> str:
-    return str(getattr(recipe, "__file__", "the recipe"))
 
 
 @contextmanager

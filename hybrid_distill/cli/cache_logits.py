@@ -56,7 +56,7 @@ def cache_logits(job: CacheJob) -> str:
     Raises ValueError for a teacher or data that cannot be had, and as `write_logits`.
     """
     run, config, folder = Run(job.run), job.config, job.folder
-    tokenizer = run.stage_tokenizer(config)
+    _, tokenizer = run.stage_shape_and_tokenizer(config)
     return write_logits(
         folder,
         run.stage_teacher(config),

@@ -303,7 +303,7 @@ class Run(RunInputs):
             raise ValueError(f"{self.out} contains several runs; pass one of {', '.join(below)}.")
         plan = HeadPlan.load(path)
         if plan.keeps_all:
-            return self.build(plan), plan
+            return self._new_student(plan)[0], plan
         return self._loaded_student(plan, self.last_stage()), plan
 
     # evaluate

@@ -27,7 +27,6 @@ LEAVES = (
 """Results of a run beside config.json; a new run in its place must not read them."""
 MEASURED = ("teacher/evaluation.json", "evaluation.json", "report.md")
 """Results made again, and nothing else, when the config asks for another evaluation."""
-SHOWN_DIFFERENCES = 5
 
 
 def is_run(path: Path) -> bool:
@@ -75,10 +74,8 @@ def _check_same(config: RunConfig, before: Record, now: Record) -> None:
     free = [stage for stage in config.stages if not _has_begun(config.out, stage)]
     changed = differences(before, now, {*MAY_CHANGE, *config.unused_stages, *free, "evaluation"}, STAGE_MAY_CHANGE)
     if changed:
-        more = len(changed) - SHOWN_DIFFERENCES
-        shown = ", ".join(changed[:SHOWN_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
-            f"{config.out} holds a run with other settings: {shown}; "
+            f"{config.out} holds a run with other settings: {', '.join(changed)}; "
             "use another --out, or --resume never to begin again."
         )
 

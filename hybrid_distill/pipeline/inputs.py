@@ -75,12 +75,9 @@ class RunInputs:
             return self.shape_and_tokenizer
         return read_teacher(teacher.path, teacher.revision)
 
-    def stage_tokenizer(self, stage: StageConfig) -> PreTrainedTokenizerBase:
-        return self.stage_shape_and_tokenizer(stage)[1]
-
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage; with cached logits, once these are found to fit."""
-        tokenizer = self.stage_tokenizer(stage)
+        _, tokenizer = self.stage_shape_and_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
         rows = open_rows(data, tokenizer)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:

@@ -72,14 +72,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_trainable_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters. Raises ValueError for tensors with other names."""
-    parameters = trainable(module)
-    if parameters.keys() != tensors.keys():
-        odd = sorted(parameters.keys() ^ tensors.keys())
-        raise ValueError(
-            f"the checkpoint trains other parameters: {len(odd)} differ, for example {odd[0]}; "
-            "resume with the options it was made with, or start again with --resume never."
-        )
+    """Set the trainable parameters from a checkpoint of this run (`resume.check_same_run`)."""
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in trainable(module).items():
             parameter.copy_(tensors[name])

@@ -14,7 +14,7 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
 from hybrid_distill.train.align import LayerAlignment
-from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig, StageConfig
+from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import distillation_loss
 from hybrid_distill.train.on_policy import OnPolicy, _kind_of, _SampleByRow
@@ -286,7 +286,6 @@ REFUSED = {
     "align without recurrent heads": (lambda: make("align", k=8), "nothing to train"),
     "matrix without recurrent heads": (lambda: make("matrix", k=8), "nothing to train"),
     "matrix without maps": (lambda: make_stage(MatrixConfig(), *small_models()), "'sdpa' attention does not give"),
-    "no stage": (lambda: make_stage(StageConfig(), *small_models()), "StageConfig is not a stage"),
     "heads and more": (lambda: AlignConfig(target="head", train="mixer"), r"heads alone: use --align\.train ssm"),
     "sharded teacher, its layers": (
         lambda: with_sharded_teacher(LayerAlignment(*small_models(), AlignConfig(target="layer")), Mock()),
