@@ -7,13 +7,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from training import die, free_port, killed, small_run
+from test_launch import DDP, launch
+from training import die, killed, small_run
 
 from hybrid_distill import locking
 from hybrid_distill.cli.app import main
@@ -123,14 +123,12 @@ def test_never_two_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.launched
-def test_of_launched_processes_one_says_why(tmp_path: Path) -> None:
+def test_of_launched_processes_one_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--main_process_port", str(free_port()), "-m", "hybrid_distill"]
-    command += ["run", str(tmp_path / "recipe.py"), "--out", str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    words = ("run", tmp_path / "recipe.py", "--out", tmp_path / "run")
     with locked(tmp_path / "run"):
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        ended = launch((*DDP, "-m"), *words, program=Path("hybrid_distill"))
     said = [line for line in ended.stderr.splitlines() if line.startswith("error")]
     assert ended.returncode != 0 and len(said) == 1, ended.stderr
     assert f"in use by process {os.getpid()} on" in said[0]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ from conftest import make_family_model
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import DataConfig, PackedRows, Tokens
 from hybrid_distill.data.tokens import encode, hash_of, id_dtype
-from hybrid_distill.distributed import connect
+from hybrid_distill.distributed import connect, rank_and_world
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -208,43 +208,32 @@ def record_sharded_teachers(path: Path) -> None:
 
 
 def train_chain(
-    out: Path,
-    *,
+    out: tyro.conf.Positional[Path],
     bf16: bool = False,
     signal_in: str = "",
     signal_at: int = -1,
-    number: int = signal.SIGTERM,
-    **options: Any,
+    number: int = int(signal.SIGTERM),
+    teacher_sharding: str = "replicated",
 ) -> None:
     """Align, go on with long rows in segments, and distill a new student, 12 steps each.
 
-    ``number`` is sent to this process when it asks for the batch of step ``signal_at`` of the stage ``signal_in``.
+    ``number`` is sent to the last process when it asks for the batch of step ``signal_at`` of the stage ``signal_in``.
     """
     changes = {"precision": "bf16", "gradient_checkpointing": True} if bf16 else {}
+    rank, world = rank_and_world()
     for name in CHAIN:
         if name != "long":
             student, teacher = sure_models(bf16)
-        stop_at = signal_at if name == signal_in else -1
+        stop_at = signal_at if name == signal_in and rank == world - 1 else -1
         rows = StoppingRows(small_rows(), stop_at, lambda: os.kill(os.getpid(), number))
-        config = small_config(name, micro_batch_size=2, **changes)
-        train_stage(make_stage(config, student, teacher, vocab_size=99), rows, out / name, progress=False, **options)
+        stage = make_stage(small_config(name, micro_batch_size=2, **changes), student, teacher, vocab_size=99)
+        train_stage(stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding)
 
 
 def main() -> None:
-    """Train under a launcher; the last process gets the signal, if there is to be one."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--signal-in", default="")
-    parser.add_argument("--signal-at", type=int, default=-1)
-    parser.add_argument("--number", type=int, default=signal.SIGTERM)
-    parser.add_argument("--teacher-sharding", default="replicated")
-    args = vars(parser.parse_args())
-    state = connect()
-    if state.process_index < state.num_processes - 1:
-        args["signal_at"] = -1
-    record_sharded_teachers(args["out"] / f"teacher-{state.process_index}.json")
-    train_chain(**args)
+    """Train under a launcher."""
+    record_sharded_teachers(Path(sys.argv[1]) / f"teacher-{connect().process_index}.json")
+    tyro.cli(train_chain)
 
 
 if __name__ == "__main__":

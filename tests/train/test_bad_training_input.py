@@ -33,36 +33,27 @@ def inputs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "found"),
     [
-        ("--data.sources {}/words", ["tokens of another tokenizer", "with words", "tiny_teacher", "prepare-data"]),
-        ("--stages align post --post.data.sources {}/chat", ["another tokenizer", "with chat", "tiny_teacher"]),
-        (
-            "--stages align post --post.teacher {0}/model --post.data.sources {0}/chat",
-            ["mixed tokenizers", "tiny_teacher", "/model", "pass a teacher of the student's family"],
-        ),
-        ("--stages post --post.data.sources {}/chat.jsonl", ["tiny_teacher has no chat template", "--post.teacher"]),
-        ("--stages post", ["tiny is plain text", "--post.data.sources"]),
-        (
-            "--teacher {0}/model --data.sources {0}/words {0}/chat",
-            ["mixes tokens of another tokenizer", "with words", "with chat"],
-        ),
+        ("--data.sources {0}/words", "tokens of another tokenizer"),
+        ("--stages align post --post.data.sources {0}/chat", "another tokenizer"),
+        ("--stages align post --post.teacher {0}/model --post.data.sources {0}/chat", "mixed tokenizers"),
+        ("--stages post --post.data.sources {0}/chat.jsonl", "tiny_teacher has no chat template"),
+        ("--stages post", "tiny is plain text"),
+        ("--teacher {0}/model --data.sources {0}/words {0}/chat", "mixes tokens of another tokenizer"),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
-            ["pass --data.hub-tokens N", "prepare-data --sources hf:somebody/chat"],
+            "prepare-data --sources hf:somebody/chat",
         ),
-        ("--stages long --long.seq-len 4096", ["long.seq_len is 4096", "'tiny' reach over 1024", "at most 1024"]),
-        ("--data.seq-len 2048", ["data.seq_len is 2048", "at most 1024"]),
-        ("--stages post --post.teacher /no/such/model", ["/no/such/model", "existing"]),
+        ("--stages long --long.seq-len 4096", "long.seq_len is 4096"),
+        ("--data.seq-len 2048", "data.seq_len is 2048"),
+        ("--stages post --post.teacher /no/such/model", "/no/such/model"),
     ],
 )
 def test_data_and_teachers_that_do_not_go_together(
-    inputs: Path, capsys: pytest.CaptureFixture[str], flags: str, words: list[str]
+    inputs: Path, capsys: pytest.CaptureFixture[str], flags: str, found: str
 ) -> None:
-    said = refusal(capsys, small_run(inputs / "run"), *flags.format(inputs).split())
-    assert said.startswith("error: ") and len(said.strip().splitlines()) == 1
-    for word in words:
-        assert word in said
+    assert found in refusal(capsys, small_run(inputs / "run"), *flags.format(inputs).split())
     assert not (inputs / "run").exists()
 
 
