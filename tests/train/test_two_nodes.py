@@ -53,10 +53,7 @@ def machines() -> Iterator[list[str]]:
 
 
 def launch(machines: list[str], config: str, *arguments: object, program: Path = PROGRAM) -> list[int]:
-    """Run `training.py`, or another program, with one process on each machine; the exit status of each.
-
-    When one of them has ended, the other has a minute to notice.
-    """
+    """Run `training.py`, or another program, with one process on each machine; the exit status of each."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
         "NNODES": "2", "NPROC": "1", "MASTER_ADDR": ADDRESSES[0], "CONFIG": config, "PYTHON": sys.executable,
@@ -68,23 +65,11 @@ def launch(machines: list[str], config: str, *arguments: object, program: Path =
             command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(program), *map(str, arguments)]
             own = environment | {"NODE_RANK": str(rank)}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=own, start_new_session=True))
-        wait_for_the_first(processes)
-        for process in processes:
-            process.wait(timeout=60)
-        return [process.returncode for process in processes]
+        return [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_the_first(processes: list[subprocess.Popen[bytes]]) -> None:
-    """To end, within five minutes."""
-    for _ in range(6000):
-        if any(process.poll() is not None for process in processes):
-            return
-        time.sleep(0.05)
-    raise AssertionError("neither machine ends")
 
 
 def steps(folder: Path) -> list[int]:
