@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .io import write_json
+from .io import refused, write_json
 from .limits import COUNT, COUNT_OR_NONE, Limits
 
 FORMAT = "hybrid-distill/head-plan/1"
@@ -41,14 +41,8 @@ class HeadId(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
 
-class Table(Protocol):
-    """Numbers [layer, head] of numpy or torch."""
-
-    def tolist(self) -> list[list[float]]: ...
-
-
 class Scored(Protocol):
-    """Scores of all heads (`HeadScores`); tables are [layer, head], NaN where a layer has no such head."""
+    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN where a layer has no such head."""
 
     @property
     def n_layers(self) -> int: ...
@@ -57,11 +51,11 @@ class Scored(Protocol):
     @property
     def n_kv_heads(self) -> int: ...
     @property
-    def logprob_drop_LH(self) -> Table: ...
+    def logprob_drop_LH(self) -> Any: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
-    def value_LH(self, by: str = "retrieval") -> Table: ...
+    def value_LH(self, by: str = "retrieval") -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -257,15 +251,12 @@ class HeadPlan:
     @classmethod
     def load(cls, path: str | Path) -> HeadPlan:
         """Read a plan written by `save`. Raises ValueError for any other file."""
-        try:
+        with refused(f"{path} is not a head plan", "write one with HeadPlan.save"):
             record = json.loads(Path(path).read_text())
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
-            shape = (record["n_layers"], record["n_heads"], record["n_kv_heads"])
-            kept = tuple(HeadId(*pair) for pair in record["kept"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a head plan ({error}); write one with HeadPlan.save.") from error
-        return cls(*shape, kept=kept, teacher=record.get("teacher", ""))
+            fields = (record[name] for name in ("n_layers", "n_heads", "n_kv_heads", "kept"))
+            return cls(*fields, teacher=record.get("teacher", ""))
 
 
 def _shape(source: object) -> tuple[int, int, int]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from head_tables import some_scores
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli.plan import PlanJob, make_plan
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
+from hybrid_distill.scoring import HeadScores
 
 LAYERS, HEADS, KV_HEADS = 3, 8, 4
 SHAPE = SimpleNamespace(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS)
@@ -24,28 +26,24 @@ HEADER = '{"format": "hybrid-distill/head-plan/1"'
 SIZES = {"head_dim": 4, "d_state": 8}
 
 
-class Ranked(SimpleNamespace):
+def ranked() -> HeadScores:
     """Four of the 24 heads are ranked, as in a hybrid teacher whose other layers have no attention."""
-
-    def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        return RANKING if by == "retrieval" else RANKING[::-1]
-
-    def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        return f"a tie at {k} by {by}" if k == 2 else None
-
-
-def ranked(**more: str) -> Any:
-    return Ranked(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS, **more)
+    accuracy_LH, logprob_LH = torch.full((2, LAYERS, HEADS), torch.nan)
+    for head, accuracy, logprob in zip(RANKING, (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.2, 0.4)):
+        accuracy_LH[head], logprob_LH[head] = accuracy, logprob
+    return some_scores(accuracy_LH, logprob_LH, n_kv_heads=KV_HEADS)
 
 
 def test_top_k_takes_the_head_of_the_ranking(caplog) -> None:
     plan = HeadPlan.top_k(ranked(), 3)
     assert plan.kept == tuple(sorted(RANKING[:3])) and plan.k == 3
-    assert set(HeadPlan.top_k(ranked(), 3, by="ratio").kept) == set(RANKING[1:])
+    assert set(HeadPlan.top_k(ranked(), 3, by="logprob").kept) == set(RANKING[1:])
     assert HeadPlan.top_k(ranked(), 0) == HeadPlan.none(SHAPE)
     assert not caplog.records
-    HeadPlan.top_k(ranked(), 2, by="ratio")
-    assert caplog.messages == ["a tie at 2 by ratio"]
+    for _ in range(2):
+        HeadPlan.top_k(ranked(), 2, by="logprob")
+    (warning,) = caplog.messages
+    assert "the cut at k = 2 falls inside a tie: L0H1 is kept, L2H0 is not" in warning
     with pytest.raises(ValueError, match="k is 5, but only 4 heads"):
         HeadPlan.top_k(ranked(), 5)
 
@@ -74,7 +72,7 @@ def test_kept_and_recurrent_heads_partition_a_layer() -> None:
 
 
 def test_a_plan_and_its_teacher_are_read_back(tmp_path: Path) -> None:
-    plan = HeadPlan.random(HeadPlan.top_k(ranked(fingerprint="abc"), 4), 3, seed=0)
+    plan = HeadPlan.random(HeadPlan.top_k(drawn(3, 8, 4), 4), 3, seed=0)
     plan.save(tmp_path / "plan.json")
     assert HeadPlan.load(tmp_path / "plan.json") == plan and plan.teacher == "abc"
 
@@ -129,35 +127,25 @@ def test_a_file_that_is_not_a_plan(tmp_path: Path, text: str | None) -> None:
         HeadPlan.load(path)
 
 
-@dataclass
-class Scores:
+def drawn(n_layers: int, n_heads: int, n_kv_heads: int, seed: int = 0) -> HeadScores:
     """Accuracy drops in eighths, as of eight examples, so that many are equal or below zero."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    seed: int = 0
-    fingerprint: str = "abc"
-    logprob_drop_LH: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (self.n_layers, self.n_heads)
-        self.accuracy_LH = torch.randint(-2, 6, shape, generator=generator).double() / 8
-        self.logprob_drop_LH = torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def value_LH(self, by: str = "retrieval") -> Any:
-        return self.accuracy_LH if by == "retrieval" else self.logprob_drop_LH
-
-    def worth(self, plan: HeadPlan) -> float:
-        value_LH = self.accuracy_LH + 1e-6 * self.logprob_drop_LH
-        return sum(value_LH[head].item() for head in plan.kept)
+    generator = torch.Generator().manual_seed(seed)
+    accuracy_LH = torch.randint(-2, 6, (n_layers, n_heads), generator=generator) / 8
+    logprob_LH = torch.randn(n_layers, n_heads, generator=generator, dtype=torch.float64)
+    return some_scores(accuracy_LH, logprob_LH, n_kv_heads=n_kv_heads, provenance={"fingerprint": "abc"})
 
 
-SHAPES = [Scores(2, 4, 2), Scores(4, 2, 2, seed=2), Scores(1, 8, 4, seed=3)]
+def worth(scores: HeadScores, plan: HeadPlan) -> float:
+    value_LH = scores.accuracy_drop_LH + 1e-6 * scores.logprob_drop_LH
+    return sum(value_LH[head].item() for head in plan.kept)
 
 
-def every_plan(scores: Scores) -> list[HeadPlan]:
+SMALL = pytest.mark.parametrize(
+    "scores", [drawn(2, 4, 2), drawn(4, 2, 2, seed=2), drawn(1, 8, 4, seed=3)], ids=["2x4/2", "4x2/2", "1x8/4"]
+)
+
+
+def every_plan(scores: HeadScores) -> list[HeadPlan]:
     heads = HeadPlan.all(scores).kept
     sizes = range(len(heads) + 1)
     return [HeadPlan.from_pairs(scores, kept) for size in sizes for kept in itertools.combinations(heads, size)]
@@ -171,14 +159,14 @@ def size(plan: HeadPlan, context: int, windows: Any = None) -> int:
     return cache_bytes(plan, length=context, windows=windows, **SIZES).total
 
 
-@pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
+@SMALL
 def test_no_plan_under_the_budget_is_worth_more(scores: Any) -> None:
     plans = every_plan(scores)
 
     def check(found: HeadPlan, cost: Callable[[HeadPlan], int], budget: int) -> None:
         assert cost(found) <= budget
-        best = max(scores.worth(plan) for plan in plans if cost(plan) <= budget)
-        assert scores.worth(found) == pytest.approx(best, abs=1e-9)
+        best = max(worth(scores, plan) for plan in plans if cost(plan) <= budget)
+        assert worth(scores, found) == pytest.approx(best, abs=1e-9)
 
     for budget in range(9):
         found = HeadPlan.under_budget(scores, heads=budget)
@@ -196,42 +184,39 @@ def test_no_plan_under_the_budget_is_worth_more(scores: Any) -> None:
 
 
 def test_two_heads_of_a_group_cost_one_kv_head() -> None:
-    scores: Any = Scores(1, 4, 2)
-    scores.accuracy_LH = torch.tensor([[0.4, 0.4, 0.5, -0.1]], dtype=torch.float64)
+    scores = some_scores([[0.4, 0.4, 0.5, -0.1]], n_kv_heads=2)
     assert HeadPlan.under_budget(scores, heads=1).kept == (HeadId(0, 2),)
     assert HeadPlan.under_budget(scores, kv_heads=1).kept == (HeadId(0, 0), HeadId(0, 1))
     assert HeadPlan.under_budget(scores, kv_heads=2).kept == (HeadId(0, 0), HeadId(0, 1), HeadId(0, 2))
-    assert HeadPlan.under_budget(scores, kv_heads=1).teacher == "abc"
+    assert HeadPlan.under_budget(drawn(1, 4, 2), kv_heads=1).teacher == "abc"
 
 
 def test_log_probability_decides_between_heads_of_equal_accuracy_and_layers_without_heads_keep_none() -> None:
-    scores: Any = Scores(1, 4, 4)
-    scores.accuracy_LH = torch.tensor([[0.25, 0.0, 0.0, torch.nan]], dtype=torch.float64)
-    scores.logprob_drop_LH = torch.tensor([[-5.0, -1.0, 2.0, torch.nan]], dtype=torch.float64)
+    scores = some_scores([[0.25, 0.0, 0.0, torch.nan]], [[-5.0, -1.0, 2.0, torch.nan]], n_kv_heads=4)
     for budget in (2, 4):
         assert HeadPlan.under_budget(scores, heads=budget).kept == (HeadId(0, 0), HeadId(0, 2))
-    assert HeadPlan.under_budget(scores, heads=1, by="ratio").kept == (HeadId(0, 2),)
+    assert HeadPlan.under_budget(scores, heads=1, by="logprob").kept == (HeadId(0, 2),)
 
 
 def test_a_model_of_a_thousand_heads() -> None:
     """Against the simple rule that is right for this budget: the groups of greatest total, without negative heads."""
-    scores: Any = Scores(32, 32, 8)
-    worth_LG = (scores.accuracy_LH + 1e-6 * scores.logprob_drop_LH).clamp(min=0).reshape(32, 8, 4).sum(-1)
+    scores = drawn(32, 32, 8)
+    worth_LG = (scores.accuracy_drop_LH + 1e-6 * scores.logprob_drop_LH).clamp(min=0).reshape(32, 8, 4).sum(-1)
     plan = HeadPlan.under_budget(scores, kv_heads=40)
-    assert scores.worth(plan) == pytest.approx(worth_LG.flatten().sort(descending=True).values[:40].sum().item())
+    assert worth(scores, plan) == pytest.approx(worth_LG.flatten().sort(descending=True).values[:40].sum().item())
     budget = size(HeadPlan.all(scores), 4096) // 4
     plan = HeadPlan.under_budget(scores, cache_bytes=budget, context=4096, **SIZES)
     assert 0.98 * budget < size(plan, 4096) <= budget
 
 
-@pytest.mark.parametrize("scores", SHAPES, ids=lambda s: f"{s.n_layers}x{s.n_heads}/{s.n_kv_heads}")
+@SMALL
 def test_a_container_friendly_plan_fills_its_layers_and_no_such_plan_is_worth_more(scores: Any) -> None:
     plans, group_size = every_plan(scores), scores.n_heads // scores.n_kv_heads
     for n in range(1, scores.n_kv_heads + 1):
         found = HeadPlan.container_friendly(scores, n)
         full = [plan for plan in plans if kv_counts(plan) == [n] * scores.n_layers and plan.k == found.k]
         assert found in full and found.k == n * group_size * scores.n_layers and found.teacher == "abc"
-        assert scores.worth(found) == pytest.approx(max(map(scores.worth, full)), abs=1e-9)
+        assert worth(scores, found) == pytest.approx(max(worth(scores, plan) for plan in full), abs=1e-9)
     with pytest.raises(ValueError, match="kv_heads is 0"):
         HeadPlan.container_friendly(scores, 0)
 
@@ -249,7 +234,7 @@ def test_a_container_friendly_plan_fills_its_layers_and_no_such_plan_is_worth_mo
     ],
 )
 def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
-    scores: Any = Scores(2, 4, 2)
+    scores = drawn(2, 4, 2)
     with pytest.raises(ValueError, match=message):
         HeadPlan.under_budget(scores, **arguments)
 
