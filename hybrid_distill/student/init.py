@@ -91,7 +91,7 @@ def init_ssm(
 ) -> Started:
     """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
-    The inits of `CALIBRATED` need a ``trace``, the others ignore it.
+    The inits of `CALIBRATED` need a ``trace``; the others take none.
     """
     open_D: Tensor | float = 0.0
     is_delta, key_R = config.recurrence == "gdn", None
@@ -107,19 +107,17 @@ def init_ssm(
         group_size = site.n_heads // site.n_kv_heads
         per_head = [_rows(site, "value", head // group_size) for head in heads]
         x_weight, x_bias = (torch.cat(column) for column in zip(*per_head))
-        inputs = _input_statistics(site, trace if init in CALIBRATED else None)
+        inputs = _input_statistics(site, trace)
         open_D = OPEN_GATE * torch.cholesky_solve(inputs[0].unsqueeze(1), inputs[1])[:, 0]
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
         key_R = (1 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
-        if init == "fitted":
-            assert trace is not None
-            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
-        elif init == "statistics":
-            assert trace is not None
-            chosen = _from_statistics(heads, config.conv_width, trace, key_R)
-        else:
+        if trace is None:
             chosen = _guess(len(heads), config.conv_width, x_weight.device, key_R)
+        elif init == "fitted":
+            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
+        else:
+            chosen = _from_statistics(heads, config.conv_width, trace, key_R)
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
     if is_delta:
@@ -265,9 +263,8 @@ def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Te
     Without data, inputs are white noise behind the layer's input norm, whose gains are the channels' spreads.
     """
     if trace is None:
-        norm = getattr(site.block, "input_layernorm", None)
-        width = _projection(site, "query").in_features
-        gains_D = getattr(norm, "weight", torch.ones(width)).float().abs().clamp_min(1e-3)
+        weight, gains_D = _projection(site, "query").weight, _gains(getattr(site.block, "input_layernorm", None))
+        gains_D = torch.ones_like(weight[0]).float() if gains_D is None else gains_D.abs().clamp_min(1e-3)
         return torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D)
     hidden = trace.hidden_BLD.flatten(0, 1).double()
     mean_D = hidden.mean(0)
@@ -324,9 +321,19 @@ def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor
         places = slice(head * site.head_dim, (head + 1) * site.head_dim)
     usual_rms = ((normed_CD @ root_DD).square().sum() / len(normed_CD) + normed_bias_C.square().mean()).sqrt()
     gain = 1 / usual_rms.clamp_min(1e-6)
-    if (weight := getattr(norm, "weight", None)) is not None:
-        gain = gain * weight.float()[places, None]
+    if (gains_C := _gains(norm)) is not None:
+        gain = gain * gains_C[places, None]
     return weight_PD * gain, bias_P * gain.flatten()
+
+
+def _gains(norm: nn.Module | None) -> Tensor | None:
+    """Return what a norm multiplies its channels by: its weight or, in families such as Gemma, 1 + weight."""
+    if norm is None or (weight := getattr(norm, "weight", None)) is None:
+        return None
+    signs_C = torch.ones_like(weight)
+    signs_C[1::2] = -1
+    seen_C = (signs_C * (norm(signs_C) - norm(-signs_C)) / 2).float()
+    return min(weight.float(), 1 + weight.float(), key=lambda gains_C: (gains_C - seen_C).abs().sum().item())
 
 
 class _Best:

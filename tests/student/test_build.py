@@ -22,7 +22,7 @@ from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
-from hybrid_distill.student.init import LayerTrace, init_ssm
+from hybrid_distill.student.init import LayerTrace, _gains, init_ssm
 from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, load_teacher, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
@@ -174,6 +174,14 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
         student, _ = build_student(teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options)
         errors[name] = head_errors(student, teacher, rows.batch(1, 4))
     assert errors["gdn"] < errors["discrete"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "offset"), [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)])
+def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int, family_model: FamilyModel) -> None:
+    attention, block = (getattr(attention_sites(family_model(family))[0], name) for name in ("module", "block"))
+    for norm in (block.input_layernorm, getattr(attention, "q_norm", block.input_layernorm)):
+        assert torch.equal(_gains(norm), norm.weight + offset)
 
 
 @torch.no_grad()
