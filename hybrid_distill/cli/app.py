@@ -41,6 +41,7 @@ COMMANDS = {
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
+STYLES = ("--quiet", "--json")
 WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
 """Seconds of loading libraries after which a line says so."""
@@ -52,10 +53,11 @@ _report_loading = cache(lambda: print("loading torch and transformers ...", file
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program ``hybrid-distill``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    command = next((word for word in words if word not in STYLES), None)
+    if command in (None, "-h", "--help"):
         exit_cleanly(lambda: print(_help()))
-        sys.exit(0 if words else 2)
-    if words[0] == "--version":
+        sys.exit(0 if command else 2)
+    if command == "--version":
         print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
         return
     exit_cleanly(lambda: _dispatch(*in_current_words(_with_style(words))))
@@ -75,9 +77,10 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
 
 def _with_style(words: list[str]) -> list[str]:
     """Take --quiet and --json, which all commands share, out of the words. ``serve`` has flags of another program."""
-    asked = [word for word in words if word in ("--quiet", "--json")] if words[0] != "serve" else []
-    if "--json" in asked and words[0] not in WITH_JSON:
-        raise ValueError(f"{words[0]} does not write JSON; leave out --json, which is for {', '.join(WITH_JSON)}.")
+    asked = [word for word in words if word in STYLES] if words[0] != "serve" else []
+    command = next(word for word in words if word not in STYLES)
+    if "--json" in asked and command not in WITH_JSON:
+        raise ValueError(f"{command} does not write JSON; leave out --json, which is for {', '.join(WITH_JSON)}.")
     progress.style = "json" if "--json" in asked else "quiet" if asked else "lines"
     if asked:
         logging.getLogger("hybrid_distill").setLevel(logging.WARNING)

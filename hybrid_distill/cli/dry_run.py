@@ -16,7 +16,7 @@ from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_
 from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
 from ..limits import first_line
-from ..model import layer_windows
+from ..model import HybridForCausalLM, layer_windows
 from ..pipeline import Run
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
@@ -79,11 +79,12 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """Return (plan, its description); heads that are not ranked yet are replaced by as many, evenly spread."""
     path, options = config.out / "plan.json", config.plan
     origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
-    known = HeadPlan.load(path) if path.exists() else Run(config).known_plan(options, teacher)
+    is_made = path.exists() and config.resume != "never"
+    known = HeadPlan.load(path) if is_made else Run(config).known_plan(options, teacher)
     if known is not None:
         layers = {layer: ", ".join(map(str, known.kept_in(layer))) for layer in range(known.n_layers)}
         lines = [f"  layer {layer}: {heads}" for layer, heads in layers.items() if heads]
-        return known, "\n".join([f"Plan ({path if path.exists() else origin}):", *lines])
+        return known, "\n".join([f"Plan ({path if is_made else origin}):", *lines])
     heads = HeadPlan.all(teacher).kept
     plan = HeadPlan.from_pairs(teacher, [heads[i * len(heads) // options.k] for i in range(options.k)])
     return plan, "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
@@ -107,7 +108,7 @@ class _PlannedStage(NamedTuple):
 def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
     other, seq_len = stage.teacher_within(config.teacher), stage.data_within(config.data).seq_len
     model = shape_of_teacher(config.teacher)
-    student = empty_student(model, plan, config.student.d_state, config.student.conv_width)
+    student = _student(config, model, plan)
     shape = StageShape(stage, student, model if other == config.teacher else shape_of_teacher(other))
     rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, rows)
@@ -128,6 +129,10 @@ def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Plann
     words += ["gradient checkpointing"] if stage.gradient_checkpointing else []
     extent = f"{stage.steps:,} steps, {stage.steps * stage.batch_size * seq_len:,} tokens in all"
     return _PlannedStage(stage, f"{', '.join(words)}; {extent}", own, others)
+
+
+def _student(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> HybridForCausalLM:
+    return empty_student(teacher, plan, config.student.d_state, config.student.conv_width, config.student.recurrence)
 
 
 def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:
@@ -159,7 +164,7 @@ def _size(n_bytes: float) -> str:
 
 
 def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_PlannedStage]) -> str:
-    student = empty_student(teacher, plan, config.student.d_state, config.student.conv_width)
+    student = _student(config, teacher, plan)
     n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
     shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
     cache = partial(cache_bytes, **shape, windows=layer_windows(teacher.config))

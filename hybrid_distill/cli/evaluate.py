@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from ..distributed import alone_in, is_launched_main
+from ..distributed import alone_in, is_launched_main, own_device
 from ..limits import Count
 from ..progress import finish
 
@@ -32,6 +32,8 @@ def command(
         form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; implies --again.
         again: Measure again and replace the earlier results.
     """
+    from torch import nn
+
     from ..evaluation.evaluate import EvalResult
     from ..pipeline import Run, finished_run
 
@@ -51,6 +53,8 @@ def command(
             print(f"{path} was measured before ({date}); pass --again to measure again.", file=sys.stderr)
     else:
         with alone_in(run_dir):
-            result = this.evaluate(this.trained_student()[0], again=again)
+            student, _ = this.trained_student()
+            nn.Module.to(student, own_device())
+            result = this.evaluate(student, again=again)
     if is_launched_main():
         finish(json.dumps(result.to_dict(), indent=2), **result.to_dict())

@@ -98,12 +98,12 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
         cache_bytes, head_dim=head_dim, windows=windows, batch=job.batch, conv_width=job.conv_width,
         bytes_per_element=BYTES[job.dtype], state_bytes=BYTES[job.state_dtype],
     )  # fmt: skip
-    ranking = None if job.scores is None else HeadScores.load(job.scores).ranking()
+    scores = None if job.scores is None else HeadScores.load(job.scores)
     d_states, lengths = numbers("d-state", job.d_state, least=1), numbers("lengths", job.lengths, least=1)
     total, rows = shape.n_layers * shape.n_heads, []
     for k in numbers("heads", job.heads, least=0, named={"all": total}):
         HeadPlan.check_k(shape, k)
-        for name, plan in _placements(shape, k, windows, ranking).items():
+        for name, plan in _placements(shape, k, windows, scores).items():
             for d_state in d_states if k < total else [0]:
                 for length in lengths:
                     size = n_bytes(plan, length=length, d_state=d_state)
@@ -113,11 +113,13 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
 
 
 def _placements(
-    shape: HeadPlan, k: int, windows: Sequence[int | None], ranking: Sequence[HeadId] | None
+    shape: HeadPlan, k: int, windows: Sequence[int | None], scores: HeadScores | None
 ) -> dict[str, HeadPlan]:
-    """Return the first ``k`` heads of a ranking; without one, the ``k`` that need most and least keys and values."""
-    if ranking is not None:
-        return {f"first {k}": HeadPlan.from_pairs(shape, ranking[:k])}
+    """Return the ``k`` heads of the best scores; without scores, the ``k`` that need most and least keys and values."""
+    if scores is not None:
+        plan = HeadPlan.top_k(scores, k)
+        plan.check_fits(shape)  # the default model is not the one that was scored
+        return {f"first {k}": plan}
     reach = [math.inf if window is None else window for window in windows]
     heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
     group_size = shape.n_heads // shape.n_kv_heads

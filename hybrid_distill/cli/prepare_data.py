@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..assets import tiny_teacher_path
 from ..data import write_tokens
 from ..data.folder import SHARD_TOKENS
-from ..limits import Count, check_options, first_line
+from ..limits import Count, check_options
 from ..locking import locked
-from ..teacher import TINY
+from ..teacher import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def prepare(job: PrepareJob) -> str:
     Raises ValueError for a tokenizer or a source that cannot be had, and for a folder that holds other tokens or that
     another process writes to.
     """
-    tokenizer = load_tokenizer(job.tokenizer)
+    tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
     began = time.monotonic()
     with locked(job.out):
         header = write_tokens(
@@ -63,17 +61,6 @@ def prepare(job: PrepareJob) -> str:
             shard_tokens=job.shard_tokens,
         )
     return f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local folder, a hub id or ``tiny``. Raises ValueError when it cannot be had."""
-    try:
-        return AutoTokenizer.from_pretrained(tiny_teacher_path() if name == TINY else name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer {name!r} cannot be loaded ({first_line(error)}); pass the teacher's folder with "
-            f"--tokenizer PATH, or the embedded one with --tokenizer {TINY}."
-        ) from error
 
 
 def command(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:

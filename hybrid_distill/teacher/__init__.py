@@ -23,6 +23,7 @@ from .loading import (
     load_config,
     load_on_own_device,
     load_teacher,
+    load_tokenizer,
     longest_context,
     read_teacher,
 )

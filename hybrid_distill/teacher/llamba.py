@@ -59,7 +59,8 @@ def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> Hybri
     biases = [name for name in expected if name.endswith(tuple(f".{part}_proj.bias" for part in "xbca"))]
     if not published["ssm_cfg"]["bias"]:
         state |= {name: torch.zeros(expected[name], dtype=dtype) for name in biases}
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    if published["tie_embeddings"]:
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     return HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
 
 

@@ -138,6 +138,12 @@ def read_teacher(
         return load_config(name_or_path, revision), _tokenizer(path, revision)
 
 
+def load_tokenizer(name_or_path: str | Path, flag: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, of a teacher or alone in its folder. ``flag`` and errors are those of `load_teacher`."""
+    with _refusal(name_or_path, flag):
+        return _tokenizer(_folder_or_name(name_or_path))
+
+
 def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:
     """Read the config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError without one."""
     path = _folder_or_name(name_or_path)
@@ -225,7 +231,9 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
         ) from error
 
 
-def _tokenizer(path: str | Path, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    path: str | Path, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer. Raises ValueError for a Llamba without one: it is published without its teacher's tokenizer."""
     if not is_llamba(path):
         return AutoTokenizer.from_pretrained(

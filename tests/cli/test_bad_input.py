@@ -29,6 +29,7 @@ CASES = """
     evaluate-suite --suite kv: name a model with --model
     evaluate-suite --model tiny --suite kv --pairs many: --pairs is 'many'
     evaluate-suite --model tiny --suite piqa,kv --data-dir {}: lacks piqa/validation.jsonl; write them
+    --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe; pass its name or file first
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,

@@ -137,6 +137,19 @@ def test_a_dry_run_says_what_to_launch_and_starts_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_plans_anew_what_the_run_would_and_counts_the_recurrence(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*argv: str) -> str:
+        run_recipe(small_run(done), ["--dry-run", *argv])
+        return capsys.readouterr().out
+
+    kept, anew = said(), said("--resume", "never", "--student.recurrence", "gdn")
+    assert f"Plan ({done / 'plan.json'}):" in kept and "Plan (random):" in anew
+    size = re.compile(r"student ([\d,]+)")
+    assert size.findall(kept) != size.findall(anew)
+
+
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["--data.sources", "gone", "--evaluation.texts", "lost", "--scoring.file", str(tmp_path / "scores.json")]
     with pytest.raises(SystemExit, match="2"):
@@ -173,19 +186,23 @@ def test_a_recipe_that_fails_is_named_in_one_line(
     assert RECIPES_THAT_FAIL[text] in said and not (tmp_path / "out").exists()
 
 
-def program(tmp_path: Path, torch: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run the program with another torch."""
+HEAVY = "raise AssertionError('torch was imported')\n"
+
+
+def program(tmp_path: Path, command: str, torch: str = HEAVY) -> subprocess.CompletedProcess[str]:
+    """Run Python with another torch."""
     (tmp_path / "torch.py").write_text(torch)
     path = os.pathsep.join([str(tmp_path), str(RECIPES.parent)])
     return subprocess.run(
-        [sys.executable, "-m", "hybrid_distill", *argv], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        [sys.executable, *command.split()], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
         text=True, timeout=60,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
     )  # fmt: skip
 
 
 def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path) -> None:
-    ended = program(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n", "score")
+    interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    ended = program(tmp_path, "-m hybrid_distill score", interrupted)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr.removeprefix("loading torch and transformers ...\n") == "stopped; nothing was begun.\n"
 
@@ -201,14 +218,17 @@ def test_a_reader_that_has_read_enough_is_not_an_error(words: str) -> None:
 
 
 def test_help_and_version_load_no_library(tmp_path: Path) -> None:
-    heavy = "raise AssertionError('torch was imported')\n"
-    helped = program(tmp_path, heavy, "--help")
-    assert helped.returncode == 0 and all(f"\n  {name} " in helped.stdout for name in NAMES), helped.stderr
+    def ran(words: str) -> subprocess.CompletedProcess[str]:
+        return program(tmp_path, f"-m hybrid_distill {words}")
+
+    for words, status in (("--quiet --help", 0), ("--quiet", 2)):
+        helped = ran(words)
+        assert helped.returncode == status and all(f"\n  {name} " in helped.stdout for name in NAMES), helped.stderr
     for command in ("evaluate", "verify", "run"):
-        assert program(tmp_path, heavy, command, "--help").stdout.startswith(f"usage: hybrid-distill {command} ")
-    assert program(tmp_path, heavy, "--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
-    assert program(tmp_path, heavy, "recipes").stdout.startswith("llama_1b ")
-    wrong = program(tmp_path, heavy, "scores")
+        assert ran(f"{command} --help").stdout.startswith(f"usage: hybrid-distill {command} ")
+    assert ran("--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
+    assert ran("recipes").stdout.startswith("llama_1b ")
+    wrong = ran("scores")
     said = "error: 'scores' is not a command; did you mean 'score'? `hybrid-distill --help` lists them.\n"
     assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", said)
 
@@ -228,10 +248,7 @@ def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.Mon
 def test_a_command_names_an_unsupported_version_before_it_imports_anything(tmp_path: Path, command: str) -> None:
     (tmp_path / "torch-2.5.1.dist-info").mkdir()
     (tmp_path / "torch-2.5.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.5.1\n")
-    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    path = os.pathsep.join([str(tmp_path), str(RECIPES.parent)])
-    words, environment = [sys.executable, *command.split()], {**os.environ, "PYTHONPATH": path}
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    ran = program(tmp_path, command)
     assert (ran.returncode, ran.stdout) == (2, "") and len(ran.stderr.splitlines()) == 1
     assert ran.stderr.startswith("error: this is torch 2.5.1. Version 2.6 to 2.x is supported")
 

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 import torch
-from test_scoring import some_scores
+from head_tables import some_scores
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.memory import MemoryJob, cache_sizes
@@ -43,10 +43,12 @@ def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) 
 
 def test_scores_say_which_heads_share(tmp_path) -> None:
     drops = [[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0]]
-    some_scores(drops, drops).save(tmp_path / "scores.json")
+    some_scores(drops, drops, n_kv_heads=2).save(tmp_path / "scores.json")
     found = sizes(model="2x4x2x8", heads="2,3", d_state="1", scores=tmp_path / "scores.json")
     assert found["first 2", 1] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4, "both in one group"
     assert found["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
+    with pytest.raises(ValueError, match="made for another teacher"):
+        sizes(heads="2", d_state="1", scores=tmp_path / "scores.json")
 
 
 @torch.no_grad()

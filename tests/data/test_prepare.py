@@ -31,7 +31,7 @@ from hybrid_distill.data.chat import conversation_of, encode_conversation, rende
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
     """Also what `prepare` loads, by any name."""
     tokenizer = word_tokenizer()
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: tokenizer)
     return tokenizer
 
 

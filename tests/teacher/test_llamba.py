@@ -206,6 +206,7 @@ def broken(tensors: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("untied", r"missing: lm_head\.weight"),
         ("missing", r"missing: model\.layers\.0\.self_attn\.ssm\.D, model\.layers\.1\.self_attn\.ssm\.a_proj"),
         ("unknown", r"unexpected: model\.layers\.0\.self_attn\.A_log\)"),
         ("shape", r"its weights hold in_proj\.weight \(83, 16\); config\.json asks for 84 rows"),
@@ -213,7 +214,7 @@ def broken(tensors: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
 )
 def test_tensors_that_are_not_a_llambas(fault: str, message: str, tmp_path: Path) -> None:
     config = published()
-    write(tmp_path, config, broken(tensors_of(config), fault))
+    write(tmp_path, published(tie_embeddings=fault != "untied"), broken(tensors_of(config), fault))
     with pytest.raises(ValueError, match=message):
         load_teacher(tmp_path)
 

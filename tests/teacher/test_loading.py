@@ -12,7 +12,15 @@ from planted import word_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedModel
 
-from hybrid_distill.teacher import fingerprint, hub_error, load_config, load_teacher, longest_context, read_teacher
+from hybrid_distill.teacher import (
+    fingerprint,
+    hub_error,
+    load_config,
+    load_teacher,
+    load_tokenizer,
+    longest_context,
+    read_teacher,
+)
 
 FamilyModel = Callable[..., PreTrainedModel]
 
@@ -68,6 +76,12 @@ def test_a_local_folder_is_loaded(folder) -> None:
 
 
 def test_a_teacher_that_cannot_be_loaded_is_refused_in_one_line(folder, tmp_path) -> None:
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^--tokenizer .* cannot be loaded") as error:
+        load_tokenizer(folder, "--tokenizer")
+    one_line(error)
+    (folder / "tokenizer.json").write_text(tokenizer)
     (folder / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(ValueError, match="cannot be loaded") as error:
         load_teacher(folder)
