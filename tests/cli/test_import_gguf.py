@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_family_model
+from students import only_error
 from training import SMALL
 
 from hybrid_distill.cli import import_gguf as command
@@ -58,12 +59,6 @@ def write_gguf(path: Path, arch: str = "qwen2") -> torch.nn.Module:
     return model
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_gguf(tmp_path / "small.gguf")
-    return tmp_path / "small.gguf"
-
-
 @torch.no_grad()
 def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
     file, out = tmp_path / "small.gguf", tmp_path / "folder"
@@ -82,13 +77,14 @@ def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
 def refused(capsys: pytest.CaptureFixture[str], file: Path, out: Path) -> str:
     with pytest.raises(SystemExit, match="2"):
         main(["import-gguf", str(file), str(out)])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
+    return only_error(capsys.readouterr().err)
 
 
-def test_bad_input_ends_in_one_line(file, tmp_path, capsys, monkeypatch):
-    out, whole = tmp_path / "folder", file.read_bytes()
-    short, other, strange = (tmp_path / f"{name}.gguf" for name in ("short", "other", "strange"))
+def test_bad_input_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    names = "small", "short", "other", "strange"
+    out, (file, short, other, strange) = tmp_path / "folder", (tmp_path / f"{name}.gguf" for name in names)
+    write_gguf(file)
+    whole = file.read_bytes()
     other.write_bytes(b"PK" + whole)
     write_gguf(strange, "wkv9")
     for size in (len(whole) - 5000, 200, 10):

@@ -1,4 +1,4 @@
-"""The gated delta rule: its definition, its chunked form, its single step and its mixing matrix are one function."""
+"""The gated delta rule: its definition, its precision and its kernel; test_ssd.py has what it shares with SSD."""
 
 from __future__ import annotations
 
@@ -8,27 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_ssd import HEAD_DIM, LENGTHS, STATE, documents, some_state
+from test_ssd import HEAD_DIM, STATE, some_state
 from test_ssd import delta_inputs as inputs
-from torch import Tensor
 
 from hybrid_distill.model import gated_delta
 from hybrid_distill.model.gated_delta import delta_scan, delta_step
 from hybrid_distill.model.mixer import SSMHeads
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def step_by_step(
-    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    ys = []
-    for t in range(x.shape[1]):
-        if seq_idx is not None and t > 0:
-            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
-        y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
-        ys.append(y)
-    return torch.stack(ys, dim=1), state
 
 
 def test_a_step_is_the_rule_of_the_paper() -> None:
@@ -38,23 +25,6 @@ def test_a_step_is_the_rule_of_the_paper() -> None:
     y, found = delta_step(x, log_a, write, k, c, state)
     torch.testing.assert_close(found, expected, **EXACT)
     torch.testing.assert_close(y, expected @ c, **EXACT)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 16, 32])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int) -> None:
-    """In values, final state and gradients; the state before belongs to the first document."""
-    leaves = [t.detach().requires_grad_() for t in (*inputs(length), some_state())]
-    seq_idx = documents(length) if packed else None
-    *args, start = leaves
-    found = []
-    options: dict[str, Any] = {"state_BHPN": start, "seq_idx_BL": seq_idx, "chunk_size": chunk_size}
-    for y, state in (delta_scan(*args, **options), step_by_step(*args, start, seq_idx)):
-        to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
-        found.append([y, state, *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)])
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def test_gradients_are_those_of_differences() -> None:
@@ -93,14 +63,14 @@ def test_the_kernel_is_called_as_it_defines_its_arguments(monkeypatch: pytest.Mo
         y, state = delta_scan(v, g, beta, k, q * scale, state_BHPN=initial_state.mT, impl="torch")
         return y, state.mT
 
-    kernel = types.ModuleType(gated_delta.KERNEL)
-    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", chunk_gated_delta_rule, raising=False)
-    monkeypatch.setitem(sys.modules, gated_delta.KERNEL, kernel)
-    assert gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE) is None
-    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", lambda **given: (given["v"], given["initial_state"]))
-    assert "off by" in str(gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE))
-    monkeypatch.setattr(kernel, "chunk_gated_delta_rule", lambda q, k: None)
-    assert "fails with TypeError" in str(gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE))
+    def mistake(function: Any) -> str | None:
+        kernel = types.SimpleNamespace(chunk_gated_delta_rule=function)
+        monkeypatch.setitem(sys.modules, gated_delta.KERNEL, kernel)
+        return gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE)
+
+    assert mistake(chunk_gated_delta_rule) is None
+    assert "off by" in str(mistake(lambda **given: (given["v"], given["initial_state"])))
+    assert "fails with TypeError" in str(mistake(lambda q, k: None))
 
 
 def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:

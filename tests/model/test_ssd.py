@@ -3,7 +3,8 @@
 import math
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_distill.model import ssd
-from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, gates, unit_keys
+from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, delta_step, gates, unit_keys
 from hybrid_distill.model.ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
 
 # dtype of the inputs -> relative and absolute tolerance
@@ -38,6 +39,20 @@ def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tenso
     return x, *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)), unit_keys(b), c
 
 
+def delta_steps(
+    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, *, state_BHPN: Tensor, seq_idx_BL: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token."""
+    ys, state = [], state_BHPN
+    for t in range(x.shape[1]):
+        if seq_idx_BL is not None and t > 0:
+            state = state * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
+        y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
+        ys.append(y)
+    return torch.stack(ys, dim=1), state
+
+
+ssd_steps = partial(ssd_scan, impl="reference")
 EVERY_RECURRENCE = pytest.mark.parametrize(
     ("inputs", "scan", "matrix"),
     [(inputs, ssd_scan, mixing_matrix), (delta_inputs, delta_scan, delta_mixing_matrix)],
@@ -70,30 +85,36 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
 
 
 def values_and_gradients(
-    args: list[Tensor], seq_idx: Tensor | None, impl: str = "torch", chunk_size: int = ssd.CHUNK_SIZE
+    args: Sequence[Tensor], seq_idx: Tensor | None, scan: Any = ssd_scan, start: Tensor | None = None, **options: Any
 ) -> list[Tensor]:
-    """y, the final state, and the gradients of x, log a, B, C and, if given, the state before."""
-    leaves = [t.detach().requires_grad_() for t in args]
-    options = {"state_BHPN": leaves[4] if len(leaves) > 4 else None, "seq_idx_BL": seq_idx, "impl": impl}
-    y, state = ssd_scan(*leaves[:4], **options, chunk_size=chunk_size)
+    """y, the final state, and the gradients of ``args`` and, if given, the state before."""
+    leaves = [t.detach().requires_grad_() for t in (*args, *([] if start is None else [start]))]
+    before = None if start is None else leaves[-1]
+    y, state = scan(*leaves[: len(args)], state_BHPN=before, seq_idx_BL=seq_idx, **options)
     to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
     return [y.detach(), state.detach(), *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "scan", "steps"),
+    [(inputs, ssd_scan, ssd_steps), (delta_inputs, delta_scan, delta_steps)],
+    ids=["ssd", "gated delta"],
+)
 @pytest.mark.parametrize("chunk_size", [1, 16, 32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_equal_reference(length: int, packed: bool, chunk_size: int) -> None:
-    given = [*inputs(length), some_state()], documents(length) if packed else None
-    found, expected = (values_and_gradients(*given, impl, chunk_size) for impl in ("torch", "reference"))
-    for actual, wanted in zip(found, expected):
-        close(actual, wanted)
+def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int, inputs: Any, scan: Any, steps: Any) -> None:
+    """In values, final state and gradients; the state before belongs to the first document."""
+    args, seq_idx, start = inputs(length), documents(length) if packed else None, some_state()
+    found = values_and_gradients(args, seq_idx, scan, start, chunk_size=chunk_size)
+    for actual, expected in zip(found, values_and_gradients(args, seq_idx, steps, start), strict=True):
+        close(actual, expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_are_carried_over_blocks_of_chunks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
-    test_chunks_equal_reference(77, packed, 8)
+    test_chunks_equal_steps(77, packed, 8, inputs, ssd_scan, ssd_steps)
 
 
 @EVERY_RECURRENCE
@@ -108,14 +129,13 @@ def test_scan_is_the_mixing_matrix_times_the_values(packed: bool, inputs: Any, s
 
 
 def test_scan_is_prefill_then_steps() -> None:
-    x, log_a, b, c = inputs(21)
-    start = some_state()
-    y, state = ssd_scan(x[:, :13], log_a[:, :13], b[:, :13], c[:, :13], state_BHPN=start)
+    args, start = inputs(21), some_state()
+    y, state = ssd_scan(*(t[:, :13] for t in args), state_BHPN=start)
     ys = [y]
     for t in range(13, 21):
-        y, state = ssd_step(x[:, t], log_a[:, t], b[:, t], c[:, t], state)
+        y, state = ssd_step(*(part[:, t] for part in args), state)
         ys.append(y.unsqueeze(1))
-    expected_y, expected_state = ssd_scan(x, log_a, b, c, state_BHPN=start)
+    expected_y, expected_state = ssd_scan(*args, state_BHPN=start)
     close(torch.cat(ys, dim=1), expected_y)
     close(state, expected_state)
 
@@ -153,7 +173,7 @@ def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packe
     drawn = torch.rand(BATCH, 200, HEADS)
     log_a = -(30 * drawn**8 + 1e-4) if per_token is None else -per_token * (0.9 + 0.1 * drawn)
     seq_idx = documents(200) if packed else None
-    expected = values_and_gradients([t.double() for t in (x, log_a, b, c)], seq_idx, "reference")
+    expected = values_and_gradients([t.double() for t in (x, log_a, b, c)], seq_idx, ssd_steps)
     for actual, wanted in zip(values_and_gradients([x, log_a, b, c], seq_idx), expected):
         # 1e-15: the rounding of sums around 1 in float64, beside which the gradients of the strongest decays are 1e-12.
         assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max() + 1e-15
