@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from ..limits import Count, check_options
 from ..pipeline import Run
 from ..train.config import DistillConfig
 from .parsing import usage
-from .recipes import load_recipe, on_asked_teacher, override, own_flags, recipe_of
+from .recipes import load_recipe, on_asked_teacher, override, recipe_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def main(words: list[str]) -> None:
         return
     path, flags = recipe_of(words, "cache-logits")
     default = CacheJob(on_asked_teacher(config_of(load_recipe(path)), flags))
-    own = [*own_flags(CacheJob), *(f"--{stage}.teacher-logits" for stage in ("distill", "long", "post"))]
+    own = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
+    own += [f"--{stage}.teacher-logits" for stage in ("distill", "long", "post")]
     line = cache_logits(override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own))
     if is_launched_main():
         print(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -16,7 +17,12 @@ from ..provenance import now, versions
 from ..teacher.loading import DTYPES, IMPORTED
 
 
-def command(file: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /, dtype: str = "float32") -> None:
+def command(
+    file: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    /,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> None:
     """Make a Hugging Face folder from a GGUF file; teachers are read from it like from any other.
 
     The folder holds safetensors, the config, the tokenizer with its chat template, the generation config, and
@@ -25,10 +31,8 @@ def command(file: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], /
     Args:
         file: A GGUF file of an architecture that transformers reads.
         out: The folder to make.
-        dtype: Type of the weights that are written: float32, bfloat16 or float16.
+        dtype: Type of the weights that are written.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
         raise ValueError(f"{out} is there already; pass a new folder.")
     if find_spec("gguf") is None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 from ..export.card import quantized_card
 from ..export.checkpoint import replacing_folder
 from ..export.gate import check_not_quantized, copy_record, run_gate
-from ..guard import check_checkpoint, load_student
+from ..guard import load_student
 from ..io import Record, write_json, write_text
 
 Numbers = Literal["int8", "fp8"]
@@ -62,13 +62,12 @@ def command(
         raise ValueError(f"--tolerance is {tolerance}; pass a share of the largest logit, such as {TOLERANCE[to]}.")
     if out.exists():
         raise ValueError(f"{out} exists; pass a new folder.")
-    check_checkpoint(path, numbers=False)  # load_student looks at them
-    check_not_quantized(path)
-    student, _ = load_student(path)
-    if not (path / "gate" / "reference.safetensors").is_file():
-        raise ValueError(f"{path} has no gate/reference.safetensors to compare the copy with; export it again.")
     if importlib.util.find_spec("torchao") is None:
         raise ValueError("quantize needs torchao, which is not installed; pip install torchao.")
+    student, _ = load_student(path)
+    check_not_quantized(path)
+    if not (path / "gate" / "reference.safetensors").is_file():
+        raise ValueError(f"{path} has no gate/reference.safetensors to compare the copy with; export it again.")
     options: Record = {"dtype": student.dtype, "quantization_config": _config(to, student)}
     copy = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     with replacing_folder(out) as new:

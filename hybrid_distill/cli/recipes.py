@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
@@ -106,8 +105,3 @@ def override(default: T, words: Sequence[str], prog: str | None, description: st
         sys.exit()
     words = ["--help" if word == "--help-all" else word for word in current_flags(words)]
     return parse_as(kind, words, default=default, prog=prog, description=description)
-
-
-def own_flags(job: type) -> list[str]:
-    """List the flags that a command has beside those of its run."""
-    return [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(job)]

@@ -17,6 +17,8 @@ from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 
+from .ssd import once
+
 FULL = "full_attention"
 # Kinds of layers that do not see everything, and the field of a config with their size.
 LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -25,8 +27,6 @@ CACHE_WITH_PACKING = (
     "drop the cache, or pass positions that go on from it."
 )
 FLEX_BLOCK = 128  # tokens of a block of FlexAttention's masks
-
-_known: dict[type[PretrainedConfig], tuple[str, ...]] = {}
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
@@ -51,17 +51,15 @@ def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int |
     return [(kind, fields[LIMITED[kind]]) if kind in LIMITED else (FULL, None) for kind in kinds]
 
 
-@torch.compiler.assume_constant_result
+@once
 def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
     """Return those of ``layer_types`` and `LIMITED` that the family's configurations have."""
-    if kind not in _known:  # no lru_cache, which torch.compile would trace through
-        names = ("layer_types", *LIMITED.values())
-        try:
-            default = kind()
-            _known[kind] = tuple(name for name in names if hasattr(default, name))
-        except Exception:  # remote code may ask for anything
-            _known[kind] = names
-    return _known[kind]
+    names = ("layer_types", *LIMITED.values())
+    try:
+        default = kind()
+    except Exception:  # remote code may ask for anything
+        return names
+    return tuple(name for name in names if hasattr(default, name))
 
 
 def seq_idx_of_borders(borders: Tensor, batch: int, length: int) -> Tensor:
