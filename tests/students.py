@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_distill.export import GateReport
 from hybrid_distill.export.check import run_checks
-from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -94,6 +94,13 @@ def close(actual: Tensor, expected: Tensor, precision: str = "fp32") -> None:
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
     return model(ids, **kwargs).logits
+
+
+def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tensor:
+    """Logits of a student, or of its teacher, on packed documents."""
+    if isinstance(model, HybridForCausalLM):
+        return logits(model, ids, seq_idx=seq_idx)
+    return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
 
 
 def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None:

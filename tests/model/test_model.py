@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from students import ALL_BUT_ONE, FROM_5, THREE, close, keep, logits, mixed_student, student_of, tokens
+from students import ALL_BUT_ONE, FROM_5, THREE, close, keep, logits, mixed_student, packed_logits, student_of, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,10 +56,8 @@ def test_all_heads_kept_is_the_teacher(teacher: PreTrainedModel) -> None:
         assert student.config._attn_implementation == implementation
         assert torch.equal(logits(student, ids), logits(teacher, ids))
         assert torch.equal(logits(student, ids, use_cache=False), logits(teacher, ids, use_cache=False))
-        padded = (logits(model, ids, attention_mask=mask)[mask.bool()] for model in (student, teacher))
-        assert torch.equal(*padded)
-        packed = packed_inputs(seq_idx, config=teacher.config)
-        assert torch.equal(logits(student, ids, seq_idx=seq_idx), logits(teacher, ids, use_cache=False, **packed))
+        assert torch.equal(*(logits(model, ids, attention_mask=mask)[mask.bool()] for model in (student, teacher)))
+        assert torch.equal(*(packed_logits(model, ids, seq_idx) for model in (student, teacher)))
         assert torch.equal(student.generate(ids, **greedy), teacher.generate(ids, **greedy))
     for model in (teacher, student):
         model.set_attn_implementation("sdpa")
@@ -134,12 +132,8 @@ def test_packed_documents_are_the_documents_alone(implementation: str, family: s
         lengths = [1, 9, 2, 12, 7]
         ids = tokens(2, sum(lengths))
         seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
-        if isinstance(model, HybridForCausalLM):
-            packed = logits(model, ids, seq_idx=seq_idx)
-        else:
-            packed = logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
         alone = [logits(model, document) for document in ids.split(lengths, dim=1)]
-        close(packed, torch.cat(alone, dim=1))
+        close(packed_logits(model, ids, seq_idx), torch.cat(alone, dim=1))
 
 
 def collated(features: list[Tensor], **options: Any) -> dict[str, Any]:
@@ -227,7 +221,7 @@ def test_positions_that_only_rise_are_of_one_document(family_model: FamilyModel)
 
 
 @torch.no_grad()
-def test_positions_that_restart_beside_a_cache_are_refused(family_model: FamilyModel) -> None:
+def test_what_no_cache_continues_and_wrong_caches_are_refused(family_model: FamilyModel) -> None:
     student = mixed_student(family_model("llama"))
     ids, rising = tokens(2, 6), torch.arange(6)[None]
     cache = student(ids).past_key_values
@@ -237,12 +231,17 @@ def test_positions_that_restart_beside_a_cache_are_refused(family_model: FamilyM
         {"position_ids": rising, "past_key_values": cache, "attention_mask": torch.ones(2, 12)},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True},
         {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "use_cache": True},
+        {"seq_idx": torch.zeros_like(ids), "past_key_values": student.new_cache()},
     ):
         with pytest.raises(ValueError, match=r"packed documents .* cannot be continued from a cache"):
             student(ids, **options)
     held = cache.get_seq_length()
     student(ids, position_ids=rising + 6, past_key_values=cache)
     assert cache.get_seq_length() == held + 6
+    with pytest.raises(ValueError, match=r"DynamicCache.*new_cache"):
+        student(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
+        student()
 
 
 def test_packed_rows_compile_into_one_graph(family_model: FamilyModel) -> None:
@@ -349,17 +348,6 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrain
     for changed, read in rows:
         expected = logits(student, torch.cat([read, more[: len(read)]], dim=1))[:, 9:]
         close(logits(student, more[: len(read)], past_key_values=changed), expected)
-
-
-def test_wrong_caches_are_refused(family_model: FamilyModel) -> None:
-    student = mixed_student(family_model("llama"))
-    ids = tokens(1, 4)
-    with pytest.raises(ValueError, match=r"DynamicCache.*new_cache"):
-        student(ids, past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match="packed documents"):
-        student(ids, seq_idx=torch.zeros_like(ids), past_key_values=student.new_cache())
-    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
-        student()
 
 
 @torch.no_grad()

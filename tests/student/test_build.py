@@ -300,29 +300,20 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str, family_m
         build_student(teacher, some_heads(teacher), **{"d_state": 8, **options})
 
 
-def test_attention_that_is_not_understood_is_refused_by_name(family_model: FamilyModel) -> None:
-    def refused(change: Callable[[nn.Module], None], message: str) -> None:
-        teacher = family_model("qwen3")
-        change(teacher.model.layers[1].self_attn)
-        with pytest.raises(ValueError, match=message):
-            build_student(teacher, some_heads(teacher), d_state=8)
+ODD_PARTS: dict[str, tuple[Any, str]] = {
+    "k_proj": (None, r".*k_proj.*expected"),
+    "q_norm": (nn.RMSNorm(2 * 16), r".*q_norm\.weight \[32\]; expected.*16 channels"),
+    "sinks": (nn.Parameter(torch.zeros(8)), r".*holds sinks \[8\]; expected"),
+    "q_proj": (nn.Linear(64, 2 * 8 * 16), r"\.q_proj has 256 rows; expected 8 heads x 16"),
+}
 
-    def fused(attention: nn.Module) -> None:
-        del attention.k_proj
 
-    def norm_over_two_heads(attention: nn.Module) -> None:
-        attention.q_norm.weight = nn.Parameter(torch.ones(2 * 16))
-
-    def sinks(attention: nn.Module) -> None:
-        attention.sinks = nn.Parameter(torch.zeros(8))
-
-    def gated_queries(attention: nn.Module) -> None:
-        attention.q_proj = nn.Linear(64, 2 * 8 * 16)
-
-    refused(fused, r"model\.layers\.1\.self_attn.*k_proj.*expected")
-    refused(norm_over_two_heads, r"model\.layers\.1\.self_attn.*q_norm\.weight \[32\]; expected.*16 channels")
-    refused(sinks, r"model\.layers\.1\.self_attn.*holds sinks \[8\]; expected")
-    refused(gated_queries, r"model\.layers\.1\.self_attn\.q_proj has 256 rows; expected 8 heads x 16")
+@pytest.mark.parametrize("part", ODD_PARTS)
+def test_attention_that_is_not_understood_is_refused_by_name(part: str, family_model: FamilyModel) -> None:
+    teacher, (odd, message) = family_model("qwen3"), ODD_PARTS[part]
+    setattr(teacher.model.layers[1].self_attn, part, odd)
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.self_attn{message}"):
+        build_student(teacher, some_heads(teacher), d_state=8)
 
 
 # Families between those that students are checked with and those that cannot become students, by their class.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from students import close, left_padded, logits, mixed_student, tokens
+from students import close, left_padded, logits, mixed_student, packed_logits, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import HybridForCausalLM, modeling_hybrid, packed_inputs
+from hybrid_distill.model import modeling_hybrid, packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student import self_check
 from hybrid_distill.student.build import build_student
@@ -31,12 +31,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                                            "original_max_position_embeddings": 64}}),
 }  # fmt: skip
-
-
-def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tensor:
-    if isinstance(model, HybridForCausalLM):
-        return logits(model, ids, seq_idx=seq_idx)
-    return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
 
 
 @torch.no_grad()
