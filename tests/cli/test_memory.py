@@ -1,17 +1,14 @@
-"""The memory table: both ends of what kept heads can share, and a real cache."""
+"""The memory table: both ends of what kept heads can share; tests/evaluation has real caches."""
 
 from __future__ import annotations
 
 import csv
 
 import pytest
-import torch
 from head_tables import some_scores
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.memory import MemoryJob, cache_sizes
-from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student
 
 
 def sizes(**options) -> dict[tuple[str, int], int]:
@@ -49,22 +46,6 @@ def test_scores_say_which_heads_share(tmp_path) -> None:
     assert found["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
     with pytest.raises(ValueError, match="made for another teacher"):
         sizes(heads="2", d_state="1", scores=tmp_path / "scores.json")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_real_cache_holds_what_the_table_says(family_model, dtype: str) -> None:
-    teacher = family_model("llama")
-    config = teacher.config
-    shape = f"{config.num_hidden_layers}x{config.num_attention_heads}x{config.num_key_value_heads}x8"
-    plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1)])
-    student, _ = build_student(teacher, plan, d_state=4)
-    student.to(getattr(torch, dtype)).eval()
-    cache = student.new_cache()
-    student(torch.randint(3, 100, (1, 10)), past_key_values=cache, use_cache=True)
-    table = cache_sizes(MemoryJob(shape, heads="2", d_state="4", dtype=dtype, lengths="10")).set_index("kept")
-    found = table.loc["2 heads, groups together"]
-    assert {name: found[f"{name}_bytes"] for name in ("kv", "ssm", "conv")} == cache.nbytes()
 
 
 def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:

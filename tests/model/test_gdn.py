@@ -27,13 +27,6 @@ def test_a_step_is_the_rule_of_the_paper() -> None:
     torch.testing.assert_close(y, expected @ c, **EXACT)
 
 
-def test_gradients_are_those_of_differences() -> None:
-    args = [t[:1, :, :2].detach().requires_grad_() for t in inputs(7)]
-    state, seq_idx = some_state()[:1, :2].requires_grad_(), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    run = lambda *args: delta_scan(*args[:5], state_BHPN=args[5], seq_idx_BL=seq_idx, chunk_size=4)  # noqa: E731
-    assert torch.autograd.gradcheck(run, (*args, state))
-
-
 @pytest.mark.parametrize("write", [None, 1.0])
 @pytest.mark.parametrize("same_keys", [False, True])
 def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
