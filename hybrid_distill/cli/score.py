@@ -95,7 +95,8 @@ def run_score(job: ScoreJob) -> HeadScores:
         "seed": job.seed,
         **({} if job.queries is None else {"n_queries": job.queries}),
     }
-    make_probe(job.probe, **given)
+    if job.probe != "mqar":  # whose words are the tokenizer's
+        make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
