@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib.util
 import itertools
+import logging
 import netrc
 import os
 import signal
@@ -36,6 +37,8 @@ SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
 """Values of accelerate's DistributedType."""
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class WorldError(RuntimeError):
@@ -109,6 +112,15 @@ def own_device() -> torch.device:
     import torch
 
     return torch.device(connect().device or "cpu")
+
+
+def warn_of_emulation(device: torch.device, flag: str) -> None:
+    """Warn where a CPU without instructions for bfloat16 is to compute in it; ``flag`` asks for float32 instead."""
+    import torch
+
+    is_native = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    if device.type == "cpu" and is_launched_main() and not is_native():
+        log.warning("this CPU emulates bfloat16, about ten times slower than float32; pass %s", flag)
 
 
 def is_launched_main() -> bool:

@@ -7,8 +7,15 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hybrid_distill.distributed import WorldError, _name_gloo_interface, check_trackers, make_accelerator
+from hybrid_distill.distributed import (
+    WorldError,
+    _name_gloo_interface,
+    check_trackers,
+    make_accelerator,
+    warn_of_emulation,
+)
 
 
 def test_a_tracker_is_asked_for_by_name(monkeypatch):
@@ -30,6 +37,15 @@ def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "key")
     check_trackers(["wandb"])
     assert "WANDB_MODE" not in os.environ
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_native):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    warn_of_emulation(torch.device("cuda"), "--dtype float32")
+    assert not caplog.text
+    warn_of_emulation(torch.device("cpu"), "--dtype float32")
+    assert ("pass --dtype float32" in caplog.text) is not is_native
 
 
 @pytest.mark.parametrize(

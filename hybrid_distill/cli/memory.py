@@ -62,6 +62,7 @@ def memory_table(job: MemoryJob) -> str:
     shape, head_dim, windows = model_shape(job.model)
     rows = cache_sizes(job)
     if job.csv is not None:
+        job.csv.parent.mkdir(parents=True, exist_ok=True)
         write_text(job.csv, rows.to_csv(index=False, lineterminator="\n"))
     title = f"{job.model}: {shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads, {head_dim} wide"
     if limited := [window for window in windows if window is not None]:

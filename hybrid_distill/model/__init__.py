@@ -9,6 +9,11 @@ from .mixer import HybridMixer, SSMHeads
 from .modeling_hybrid import HybridForCausalLM
 from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
 
+__all__ = [
+    "HybridCache", "HybridConfig", "HybridForCausalLM", "HybridLayerCache", "HybridMixer", "SSMHeads",
+    "causal_conv", "layer_windows", "log_decay", "mixing_matrix", "packed_inputs", "ssd_scan", "ssd_step",
+]  # fmt: skip
+
 # Local checkpoints load without trust_remote_code, and save_pretrained copies the code beside the weights.
 AutoConfig.register(HybridConfig.model_type, HybridConfig)
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM)

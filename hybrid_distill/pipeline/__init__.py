@@ -299,8 +299,10 @@ class Run(RunInputs):
         the runs below this folder if there are any: a comparison is easily taken for one of its runs.
         """
         path = self.out / "plan.json"
-        if not path.exists() and (below := sorted(str(plan.parent) for plan in self.out.glob("*/plan.json"))):
-            raise ValueError(f"{self.out} contains several runs; pass one of {', '.join(below)}.")
+        if not path.exists():
+            if below := sorted(str(plan.parent) for plan in self.out.glob("*/plan.json")):
+                raise ValueError(f"{self.out} contains several runs; pass one of {', '.join(below)}.")
+            raise ValueError(f"{self.out} does not hold a plan of heads yet; run it to its end first.")
         plan = HeadPlan.load(path)
         if plan.keeps_all:
             return self._new_student(plan)[0], plan

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ..assets import tiny_teacher_path
-from ..distributed import own_device
+from ..distributed import own_device, warn_of_emulation
 from ..guard import check_checkpoint, check_no_run
 from ..io import read_json
 from ..limits import first_line
@@ -116,6 +116,8 @@ def load_on_own_device(
     """Load a teacher onto this process's device; without a ``dtype``, in bfloat16 on a GPU and float32 on a CPU."""
     device = own_device()
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    if dtype == "bfloat16":
+        warn_of_emulation(device, "--dtype float32")
     model, tokenizer = load_teacher(name_or_path, dtype=dtype, **options)
     nn.Module.to(model, device)
     return model, tokenizer

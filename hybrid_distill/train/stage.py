@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..data import Batch, cu_seqlens, pick_rows
+from ..distributed import warn_of_emulation
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM
@@ -116,6 +117,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
         """Move student and teacher to a device; frozen weights that they share stay shared. Beside a sharded teacher,
         what the stage does not run of the student stays where it is.
         """
+        if self.bf16:
+            warn_of_emulation(device, f"--{self.config.name}.precision fp32")
         for model in (self if self.teacher_is_sharded else self.student, *self.teachers):
             nn.Module.to(model, device)
 
