@@ -131,7 +131,7 @@ def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     train_chain(tmp_path / "one", bf16=True)
     for name in CHAIN:
-        assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / "one" / name), rel=2e-3)
+        assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / "one" / name), rel=5e-3)
         tensors = load_file(tmp_path / "two" / name / "model.safetensors")
         trained = {tensor for tensor in tensors if name != "align" or ".ssm." in tensor}
         assert trained == {tensor for tensor in tensors if tensors[tensor].dtype == torch.float32}
