@@ -186,9 +186,9 @@ def _check_finite(found_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) 
 
 
 class Steps:
-    """A file of measurements, from which an interrupted call continues: a step is one layer's heads in one round.
+    """A file of measurements, from which an interrupted call continues; scoring's are one layer's heads in one round.
 
-    Without a path nothing is read or written. Steps of another model, probe or version are not used, which is logged.
+    Without a path nothing is read or written. Steps of another model, task or version are not used, which is logged.
     """
 
     def __init__(self, path: str | Path | None, provenance: Record) -> None:
@@ -203,6 +203,7 @@ class Steps:
         if self.n_used == len(self.measured):
             self.measured.append(measure())
             if self.path is not None and rank_and_world()[0] == 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 record = {"format": PARTIAL_FORMAT, "provenance": self.task, "steps": self.measured}
                 write_json(self.path, record, indent=None)
         self.n_used += 1
@@ -215,8 +216,8 @@ class Steps:
             record = json.loads(self.path.read_text())
             if (record["format"], record["provenance"]) == (PARTIAL_FORMAT, self.task):
                 return record["steps"]
-            reason = "they are of another model, probe or version"
+            reason = "they are of another model, task or version"
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"they cannot be read: {error}"
-        log.warning("partial scores in %s are not used (%s); scoring starts again", self.path, reason)
+        log.warning("measurements in %s are not used (%s); measuring starts again", self.path, reason)
         return []

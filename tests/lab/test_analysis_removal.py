@@ -18,6 +18,7 @@ from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHe
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
+from hybrid_distill.scoring.measure import Steps
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
 
 RANKING = [AGGREGATE, GATHER_VALUE_KEY, GATHER_ASKED_KEY]
@@ -47,6 +48,27 @@ def test_without_its_circuit_the_planted_teacher_retrieves_nothing(planted: Benc
     assert min(unimportant.values()) > 85
     with pytest.raises(ValueError, match="--counts has 17, the ranking 16 heads, the model 16; ask for 1 to 16"):
         remove_heads(planted, RANKING, (17,), n_draws=1)
+
+
+def test_a_stopped_call_continues_from_what_it_has_measured(planted: Bench, tmp_path: Path) -> None:
+    path, asked = tmp_path / "new" / "steps.json", list[int]()
+
+    def measure(*_: object) -> float:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return len(asked)
+
+    def table() -> Table:
+        return remove_heads(
+            planted._replace(tasks=[Task(Column("x"), measure)], steps=Steps(path, {})), RANKING, (1, 3), 1
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        table()
+    assert path.exists()
+    assert [*values(table()).values()] == [1, 2, 4, 5, 6]
+    assert not path.exists()
 
 
 def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(planted: Bench) -> None:

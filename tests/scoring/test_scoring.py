@@ -348,7 +348,7 @@ def test_partial_scores_of_other_things_are_not_used(teacher, tmp_path, monkeypa
     ablated = watch(monkeypatch)
     score(*teacher, probe, n_examples=2, resume_path=path)
     assert len(ablated) == N_LAYERS * N_HEADS
-    assert "scoring starts again" in caplog.text
+    assert "measuring starts again" in caplog.text
 
 
 def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_path, monkeypatch) -> None:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
 from ...evaluation.evaluate import compare_on_text
-from ...io import write_text
+from ...io import Record, write_text
 from ...limits import words
 from ...plan import HeadId
 from ...probes import Example, Probe
@@ -29,6 +30,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...progress import track
+from ...scoring.measure import Steps
 from ...teacher import TINY, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
 from ..suites.job import SuiteJob, tasks_of
@@ -272,19 +274,22 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """A model, and the tasks that it and its variants are measured on."""
+    """A model, and the tasks that it and its variants are measured on; with ``steps``, a stopped call continues."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
+    steps: Steps | None = None
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row for each variant; variants of one label are draws, shown as their mean."""
         drawn: dict[str, list[tuple[float, ...]]] = {}
+        steps = self.steps or Steps(None, {})
         for variant in track(variants, label):
-            with variant.changed:
-                values = tuple(task.measure(self.model, self.tokenizer) for task in self.tasks)
+            values = tuple(steps.next(partial(self._measure, variant))["values"])
             drawn.setdefault(variant.label, []).append(values)
+        if steps.path is not None:
+            steps.path.unlink(missing_ok=True)
         rows = []
         for name, _, group, x in {variant.label: variant for variant in variants}.values():
             several = list(zip(*drawn[name]))
@@ -292,6 +297,10 @@ class Bench(NamedTuple):
             rows.append(Row(name, tuple(map(fmean, several)), group, x, spreads))
         columns = [task.column for task in self.tasks]
         return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
+
+    def _measure(self, variant: Variant) -> Record:
+        with variant.changed:
+            return {"values": [task.measure(self.model, self.tokenizer) for task in self.tasks]}
 
 
 def parse_head(text: str) -> HeadId:

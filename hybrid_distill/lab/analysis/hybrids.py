@@ -141,7 +141,7 @@ class HybridHeadRanking(ModelExperiment):
     def run(self) -> str:
         check_counts(k=self.k, **{f"counts[{place}]": count for place, count in enumerate(self.counts)})
         bench = self.load()
-        model, tokenizer, _ = bench
+        model, tokenizer = bench.model, bench.tokenizer
         probe, n_examples = self.questions.probe(self.probe, self.questions.seed + 1), self.questions.examples
         check_readable(model, tokenizer, probe.examples(n_examples))
         texts, kinds = read_held_out(self.questions.texts, self.n_control_texts), head_kinds(model)

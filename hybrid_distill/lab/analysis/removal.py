@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,8 @@ from ...plan import HeadId
 from ...probes.forms import CHAT, in_form
 from ...probes.knowledge import Form, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...scoring import HeadScores
+from ...scoring import HeadScores, describe_run
+from ...scoring.measure import Steps
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
 from .experiment import (
     Bench,
@@ -61,7 +63,7 @@ class HeadRemoval(Experiment):
     """``ssm`` for the recurrent heads of a model that has attention too."""
 
     def remove(self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]) -> Table:
-        """Load the model and measure it with and without heads."""
+        """Load the model and measure it with and without heads. A stopped call leaves OUT/NAME.partial.json."""
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
@@ -69,7 +71,10 @@ class HeadRemoval(Experiment):
             return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
-        return self.table(bench, scores.ranking(self.by))
+        ranking = scores.ranking(self.by)
+        asked = json.loads(json.dumps(asdict(self), default=str))
+        steps = Steps(self.out / f"{self.NAME}.partial.json", {**describe_run(model), **asked, "ranking": ranking})
+        return self.table(bench._replace(steps=steps), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
         """Make a row for each count of first heads, and one for as many random heads: the mean of several choices.
