@@ -108,7 +108,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[test]'
-	@$(MAKE) --no-print-directory oracle || echo "Tests that compare with mamba-ssm will be skipped."
+	@$(MAKE) --no-print-directory oracle || echo "Tests that compare with mamba-ssm or flash-linear-attention will be skipped."
 	@touch $@
 
 $(VENV)/docs.stamp: pyproject.toml
@@ -116,8 +116,8 @@ $(VENV)/docs.stamp: pyproject.toml
 	$(INSTALL) 'mkdocs-material>=9.6,<10' 'latex2mathml>=3.77'  # the extra `docs`, without the package and its torch
 	@touch $@
 
-# Another implementation of the recurrence, to compare with in triton's interpreter. Built without CUDA; its declared
-# dependencies are not what its triton kernels need.
+# Other implementations of the recurrences, to compare with in triton's interpreter: flash-linear-attention, and mamba-ssm,
+# built without CUDA; its declared dependencies are not what its triton kernels need.
 oracle: $(VENV)/torch.stamp
-	$(INSTALL) setuptools wheel einops
+	$(INSTALL) setuptools wheel einops fla-core==0.6.0
 	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(INSTALL) --no-deps --no-build-isolation mamba-ssm==2.3.2.post1

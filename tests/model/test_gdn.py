@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import types
 from typing import Any
@@ -48,27 +50,57 @@ def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
         assert (actual - expected).abs().max() < 1e-5 * (largest[place] if place < 2 else max(largest[2:]))
 
 
-def test_the_kernel_is_called_as_it_defines_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with flash-linear-attention's signature: states are [N, P], and nothing separates documents."""
+class Index(int):
+    def to(self, dtype: Any) -> Index:
+        return self
 
-    def chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state):
-        assert output_final_state
-        y, state = delta_scan(v, g, beta, k, q * scale, state_BHPN=initial_state.mT, impl="torch")
-        return y, state.mT
 
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's kernels in triton's interpreter, which times nothing and counts loops in plain integers."""
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    pytest.importorskip(gated_delta.KERNEL, reason="flash-linear-attention is not installed")
+    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    monkeypatch.setattr(autotuner, "do_bench", lambda self, call, quantiles: [1.0] * len(quantiles))
+    states = importlib.import_module("fla.ops.common.chunk_delta_h")
+    monkeypatch.setattr(states, "range", lambda *bounds: map(Index, range(*map(int, bounds))), raising=False)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_kernel_and_its_gradients_are_those_of_torch() -> None:
+    """Two documents behind a state, in fp32: the interpreter cannot multiply bfloat16."""
+    x, log_a, write, k, c = inputs(70, torch.float32)
+    leaves = [t.detach().requires_grad_() for t in (x, log_a, write, k, c, some_state().float())]
+    seq_idx = (torch.arange(70) > 40).long().expand(len(x), -1)
+    options: dict[str, Any] = {"seq_idx_BL": seq_idx, "impl": "torch"}
+    found = []
+    for y, state in (gated_delta._on_kernel(*leaves, seq_idx), delta_scan(*leaves[:5], state_BHPN=leaves[5], **options)):
+        found.append([y, state, *torch.autograd.grad(y.sin().sum() + state.cos().sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        assert (actual - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_kernel_that_works_is_used(dtype: torch.dtype) -> None:
+    assert gated_delta._mistake(torch.device("cpu"), dtype, 32, 16) is None
+
+
+def test_a_kernel_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def mistake(function: Any) -> str | None:
         kernel = types.SimpleNamespace(chunk_gated_delta_rule=function)
         monkeypatch.setitem(sys.modules, gated_delta.KERNEL, kernel)
         return gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE)
 
-    assert mistake(chunk_gated_delta_rule) is None
     assert "off by" in str(mistake(lambda **given: (given["v"], given["initial_state"])))
     assert "fails with TypeError" in str(mistake(lambda q, k: None))
 
 
-def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    if gated_delta.importlib.util.find_spec("fla"):
-        pytest.skip("flash-linear-attention is installed")
+def test_without_the_kernel_one_line_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta.importlib.util, "find_spec", lambda name: None)
     for _ in range(2):
         assert not gated_delta._kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)
     assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
