@@ -199,6 +199,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "")
+        ordered = sorted(self.stages, key=lambda name: getattr(self, name).is_per_plan)
+        if ordered != list(self.stages):
+            raise ValueError(
+                f"--stages is {' '.join(self.stages)}, but matrix and align train on the teacher's own weights, which "
+                f"the other stages change; pass --stages {' '.join(ordered)}."
+            )
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(
                 "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "

@@ -125,14 +125,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, naming both, unless every id is the same token: a teacher's logits mean nothing otherwise."""
+    """Raise ValueError, naming both, unless every id is the same token: logits and prompts of one mean nothing to the
+    other otherwise."""
     ours, theirs = own.get_vocab(), other.get_vocab()
     if ours != theirs:
         odd = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
         names = (f"{t.name_or_path or 'unnamed'} ({hash_of(t.get_vocab())[:12]})" for t in (own, other))
         raise ValueError(
-            f"mixed tokenizers: the run's is {' and the other teacher has '.join(names)}; they differ from token "
-            f"{odd[1]} ({odd[0]!r}) on; pass a teacher of the student's family, which has its vocabulary."
+            f"mixed tokenizers: {' and '.join(names)} differ from token {odd[1]} ({odd[0]!r}) on; pass a model of the "
+            "same family, which has the same vocabulary."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import re
@@ -142,6 +143,17 @@ def test_a_student_beside_its_teacher(tiny: tuple, tmp_path: Path) -> None:
     shown = ["tiny L2H6 attention", "tiny L5H5 attention", "student L2H6 attention", "student L5H5 ssm"]
     assert [row["head"] for row in rows] == shown
     assert float(rows[2]["gather"]) > 90, "a kept head looks where it looked"
+
+
+def test_a_model_with_other_tokens_is_not_shown_beside(tiny: tuple, tmp_path: Path, capsys) -> None:
+    teacher, tokenizer = tiny
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["zebra crossing"])
+    for part in (teacher, other):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        run("maps", "--heads", "L2H6", "--beside", tmp_path, "--pairs", 3, "--out", tmp_path / "out")
+    assert "mixed tokenizers" in capsys.readouterr().err
 
 
 def test_kinds_of_a_student() -> None:

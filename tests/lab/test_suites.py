@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -117,6 +118,9 @@ def test_a_killed_evaluation_goes_on_with_the_next_task(
     assert calls == ["piqa", "gsm8k", "gsm8k", "swde"] and result.parts["piqa"] == first.parts["piqa"]
     with pytest.raises(ValueError, match=r"limit \(10 there, 3 here\).*--out"):
         measured(*tiny, "piqa", tmp_path, limit=3)
+    model, tokenizer = tiny
+    with pytest.raises(ValueError, match=r"dtype \('float32' there, 'bfloat16' here\)"):
+        measured(copy.deepcopy(model).bfloat16(), tokenizer, "piqa", tmp_path, **data)
 
 
 def test_a_task_that_fails_loses_no_other(knows_half: None, tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Index(int):
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-linear-attention's kernels in triton's interpreter, which times nothing and counts loops in plain integers."""
+    """flash-linear-attention's kernels in triton's interpreter, which cannot time and counts in plain integers."""
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     pytest.importorskip(gated_delta.KERNEL, reason="flash-linear-attention is not installed")
@@ -75,7 +75,10 @@ def test_the_kernel_and_its_gradients_are_those_of_torch() -> None:
     seq_idx = (torch.arange(70) > 40).long().expand(len(x), -1)
     options: dict[str, Any] = {"seq_idx_BL": seq_idx, "impl": "torch"}
     found = []
-    for y, state in (gated_delta._on_kernel(*leaves, seq_idx), delta_scan(*leaves[:5], state_BHPN=leaves[5], **options)):
+    for y, state in (
+        gated_delta._on_kernel(*leaves, seq_idx),
+        delta_scan(*leaves[:5], state_BHPN=leaves[5], **options),
+    ):
         found.append([y, state, *torch.autograd.grad(y.sin().sum() + state.cos().sum(), leaves)])
     for actual, expected in zip(*found, strict=True):
         assert (actual - expected).norm() < 1e-5 * expected.norm()
@@ -97,9 +100,7 @@ def test_a_kernel_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert "fails with TypeError" in str(mistake(lambda q, k: None))
 
 
-def test_without_the_kernel_one_line_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta.importlib.util, "find_spec", lambda name: None)
     for _ in range(2):
         assert not gated_delta._kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)

@@ -47,6 +47,7 @@ def inputs(tmp_path: Path) -> Path:
         ),
         ("--stages long --long.seq-len 4096", "long.seq_len is 4096"),
         ("--data.seq-len 2048", "data.seq_len is 2048"),
+        ("--stages distill align", "pass --stages align distill"),
         ("--stages post --post.teacher /no/such/model", "/no/such/model"),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...data import check_same_vocabulary
 from ...plan import HeadId
 from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
@@ -92,7 +93,8 @@ class Maps(Experiment):
         prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
-            other, _ = replace(self.subject, model=path).load("--beside")
+            other, its_tokenizer = replace(self.subject, model=path).load("--beside")
+            check_same_vocabulary(tokenizer, its_tokenizer)
             panels += self._panels(other, path, prompt, chosen, ssm_heads)
         n_columns = len(chosen) + len(ssm_heads) if self.beside else COLUMNS_OF_ONE_MODEL
         title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"

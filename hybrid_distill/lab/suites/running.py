@@ -101,7 +101,9 @@ def _settings(job: SuiteJob, max_length: int) -> Record:
 def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
     """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
     found = SuiteResult.load(path)
-    here, there = ({"model": result.model["fingerprint"], **result.settings} for result in (fresh, found))
+    here, there = (
+        {"model": of.model["fingerprint"], "dtype": of.model["dtype"], **of.settings} for of in (fresh, found)
+    )
     if changed := differences(there, here):
         raise ValueError(
             f"{path} was measured with other settings: {', '.join(changed)}; pass another folder with --out, or "
