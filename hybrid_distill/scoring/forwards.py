@@ -15,8 +15,8 @@ Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ from .probe_batch import ProbeBatch, Row, Rows
 
 log = logging.getLogger(__name__)
 
-# A shortcut may differ from a plain forward by so many times as much as two plain forwards do.
+# A shortcut may differ from a plain forward by so many times as much as one that rounds differently.
 TIMES_THE_NOISE = 4
 
 
@@ -205,21 +205,11 @@ def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads:
     return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
 
 
-def _plainly(in_full: Forwards, rows: Sequence[Row], layer: int, heads: Sequence[int]) -> tuple[Tensor, Tensor, float]:
-    """Return drops of rows that run alone, of the same rows padded in one batch, and the size of the numbers."""
-    together = ProbeBatch(rows if len(rows) > 1 else 3 * list(rows))
-    alone_XGBE = _drops(in_full, [ProbeBatch([row]) for row in rows], layer, heads)
-    ids_1L = rows[0].ids_L[None]
-    logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
-    size = max(logits.abs().max().item(), _rms(together.outcome(in_full.whole(together))))
-    return alone_XGBE, _drops(in_full, [together], layer, heads)[:, :, : len(rows)], size
-
-
 def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | None:
     """Return why a shortcut cannot be taken, judged by two heads of the first, a middle and the last layer.
 
-    Scores are made of drops. These have to agree about as well as those of two plain forwards do, which batch the same
-    rows differently, or as logits of the type that is computed in can.
+    Scores are made of drops. Those of a shortcut have to agree with those of plain forwards about as well as plain
+    forwards do with others whose layers round differently, or as logits of the type that is computed in can.
     """
     layers = [site.layer for site in short.sites]
     batches = [ProbeBatch([row]) for row in rows]
@@ -235,14 +225,42 @@ def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | 
             for batch in batches if layer > layers[0] else ():
                 short.without(batch, layers[layers.index(layer) - 1], [0])
             found_XGBE = _drops(short, batches, layer, heads)
-            alone_XGBE, together_XGBE, size = _plainly(in_full, rows, layer, heads)
+            plain_XGBE = _drops(in_full, batches, layer, heads)
+            with _rounded_otherwise(short.blocks, rounding):
+                rounded_XGBE = _drops(in_full, batches, layer, heads)
+            size = _size(in_full, batches)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        error, noise = (_rms(other - alone_XGBE) for other in (found_XGBE, together_XGBE))
-        log.debug("layer %d: %.2g nats off, %.2g between plain forwards", layer, error, noise)
+        error, noise = (_rms(other - plain_XGBE) for other in (found_XGBE, rounded_XGBE))
+        log.debug("layer %d: %.2g nats off, %.2g by rounding", layer, error, noise)
         if not error <= TIMES_THE_NOISE * max(noise, reading, rounding * size):
-            return f"without a head of layer {layer} drops are {error:.2g} nats off, {noise:.2g} by batching alone"
+            return f"without a head of layer {layer} drops are {error:.2g} nats off, {noise:.2g} by rounding alone"
     return None
+
+
+@contextmanager
+def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
+    """Change every number that a layer returns by up to one rounding error, the same with a head as without it."""
+
+    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
+        hidden_BLD = output[0] if isinstance(output, tuple) else output
+        generator = torch.Generator().manual_seed(numbers[module])
+        errors_BLD = rounding * (2 * torch.rand(hidden_BLD.shape, generator=generator) - 1)
+        changed_BLD = (hidden_BLD * (1 + errors_BLD.to(hidden_BLD.device))).to(hidden_BLD.dtype)
+        return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
+
+    numbers = {block: number for number, block in enumerate(blocks)}
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(change))
+        yield
+
+
+def _size(in_full: Forwards, batches: Sequence[ProbeBatch]) -> float:
+    """Return how large the numbers are that readings are made of."""
+    ids_1L = batches[0].rows[0].ids_L[None]
+    logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
+    return max(logits.abs().max().item(), *(_rms(batch.outcome(in_full.whole(batch))) for batch in batches))
 
 
 def _rms(numbers: Tensor) -> float:
