@@ -21,7 +21,9 @@ MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
 
 
 def draw_lines(table: Table, path: Path) -> None:
-    """Draw a line for each group of rows; dashed is the first row, dotted is guessing."""
+    """Draw a line for each group of rows, perplexity in logarithms; dashed is the first row, dotted is guessing."""
+    from matplotlib.ticker import LogFormatter
+
     groups = {row.group: [r for r in table.rows if r.group == row.group] for row in table.rows if row.group}
     ticks = sorted({row.x for row in table.rows if row.group})
     n_columns = len(table.columns)
@@ -34,6 +36,10 @@ def draw_lines(table: Table, path: Path) -> None:
                     x, y, errors, color=look.color, marker=look.marker, elinewidth=1.2, capsize=2, label=group
                 )
             _references(axes, table, index, axes.axhline, axes.set_ylim)
+            if table.columns[index].unit != "%":
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(LogFormatter())
+                axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
             axes.set(xticks=ticks, xlabel=table.label)
         if len(groups) > 1:
             grid[0, 0].legend(fontsize=8)
