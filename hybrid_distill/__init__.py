@@ -1,6 +1,6 @@
 """Turn pretrained Transformers into Transformer-SSM hybrids that keep attention only where it is needed.
 
-The public names below are imported when they are first used (docs/api.md); ``import hybrid_distill`` loads no library.
+Public names load on first use (docs/api.md), so ``import hybrid_distill`` itself loads no third-party library.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HOMES = {
 
 
 def _is_busy() -> bool:
-    """Return whether other processes kept a core busy for the last minute and still do (Linux: proc(5), loadavg)."""
+    """Check whether other processes kept a core busy for the last minute and still do (Linux: /proc/loadavg)."""
     try:
         last_minute, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     except (OSError, ValueError):
@@ -67,17 +67,17 @@ def _is_busy() -> bool:
     return float(last_minute) > 0.7 and int(running.split("/")[0]) > 1
 
 
-# torch's OpenMP threads (libgomp) spin at every barrier until the last one arrives. Beside another busy process that
-# one waits for a core, and training is ten times slower than on one thread: sleeping threads are the fastest there,
-# and threads that spin shortly on an idle machine (benchmarks/threads.py). libgomp reads this once, in `import torch`.
+# torch's OpenMP threads (libgomp) spin at every barrier until the last thread arrives. If another process keeps a core
+# busy, that thread must wait for it, and training is ten times slower than on one thread. Sleeping threads are fastest
+# then; on an idle machine, a short spin is (benchmarks/threads.py). libgomp reads these once, in `import torch`.
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
     os.environ.update({"OMP_WAIT_POLICY": "passive"} if _is_busy() else {"GOMP_SPINCOUNT": "1000"})
 
 
 def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
-    """Load an export, or the trained student of a finished run's folder, and its tokenizer.
+    """Load a student and its tokenizer from an export or from the folder of a finished run.
 
-    Code in the folder is never run. Raises ValueError for a folder without a student, and for a damaged one.
+    Never runs code from the folder. Raises ValueError if the folder is damaged or holds no student.
     """
     from . import guard
     from .pipeline import finished_run
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from .provenance import installed
 
-        value = installed(["hybrid-distill"]).get("hybrid-distill", "unknown")  # for a clone that was not installed
+        value = installed(["hybrid-distill"]).get("hybrid-distill", "unknown")  # unknown in a clone without an install
     elif name in _HOMES:
         from .provenance import check_supported
 

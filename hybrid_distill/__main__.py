@@ -1,4 +1,4 @@
-"""The program: ``hybrid-distill``, ``python -m hybrid_distill``, ``accelerate launch -m hybrid_distill run RECIPE``."""
+"""Entry point: ``hybrid-distill``, ``python -m hybrid_distill``, ``accelerate launch -m hybrid_distill run RECIPE``."""
 
 from .cli.app import main
 

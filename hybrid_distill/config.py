@@ -1,5 +1,5 @@
-"""One typed object describes a run: saved with it, printed by ``--dry-run``, overridden by flags. A field is declared
-here, with its range or choices, and nowhere else: flags, checks and the reference follow from it.
+"""Typed configuration of a run: saved with it, printed by ``--dry-run --show-config``, overridden by flags. Each field
+is declared only here, with its range or choices; flags, checks and the reference are derived from it.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from .train.config import (
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
 RENAMED, DROPPED = {"recompute": "gradient_checkpointing"}, {"compile_layers"}
-"""Fields of config.json files of earlier versions."""
+"""Fields in config.json files of earlier versions."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """How heads are ranked: KV-retrieval accuracy lost when a head is switched off."""
+    """Head ranking, by the KV-retrieval accuracy lost when a head is ablated."""
 
     n_pairs: Count = 16
-    """Pairs in each dictionary."""
+    """Key-value pairs in each dictionary."""
     n_examples: Count = 128
-    """Dictionaries asked of each head."""
+    """Dictionaries (prompts) for each head."""
     n_queries: Count = 1
-    """Questions about each dictionary. Further ones cost only their own tokens."""
+    """Questions about each dictionary. Extra questions cost only their own tokens."""
     form: str = "plain"
-    """Form of the prompts, here and in the evaluation: ``plain``, ``shots=1`` (solved examples before it), ``chat``
-    (the tokenizer's template), or ``auto``: the one in which the teacher answers most of 32 prompts."""
+    """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first), ``chat`` (the
+    tokenizer's template), or ``auto``: the format in which the teacher answers most of 32 prompts correctly."""
     batch_size: Count | None = None
-    """Rows at a time; by default as many as are fast and fit."""
+    """Rows per forward pass; by default as many as run fast and fit in memory."""
     n_control_texts: CountOrZero = 16
-    """Held-out documents on which heads that matter for everything show."""
+    """Held-out documents that reveal heads needed for any text, not only for retrieval."""
     restoration_examples: Count = 32
-    """Questions for each head and each round of greedy restoration, which looks at log-probabilities."""
+    """Questions per head in each round of greedy restoration, which compares log-probabilities."""
     min_accuracy: Share | None = None
-    """Accuracy below which a teacher is refused: its heads cannot be ranked by a task that it fails. By default half
-    way from guessing to always right."""
+    """Lowest accuracy accepted from a teacher: a task that it fails cannot rank its heads. By default halfway between
+    guessing and always right."""
     file: Path | None = None
     """Path to an existing scores.json; skips scoring."""
 
@@ -72,20 +72,20 @@ class ScoringConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Which heads stay attention."""
+    """Choice of the heads that stay attention."""
 
     selection: Selection = "top"
-    """``top``: heads that the teacher misses most, switched off one at a time. ``restoration``: heads that bring most
-    back to an aligned student without attention, one after the other; the run then aligns once, all heads, before it
-    plans (below ``aligned/``)."""
+    """``top``: heads whose ablation, one at a time, costs the teacher most. ``restoration``: heads that recover most
+    when added one by one to an aligned student without attention; the run first aligns all heads once, in
+    ``aligned/``."""
     k: CountOrZero = 6
-    """Heads kept, over all layers (``top``, ``restoration`` and ``random``)."""
+    """Number of heads to keep, over all layers, for ``top``, ``restoration`` and ``random``."""
     seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
-    """Layers kept whole (``layers``)."""
+    """Layers that keep all their heads, for ``layers``."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Heads as (layer, head), for ``pairs``."""
+    """Heads to keep as (layer, head), for ``pairs``."""
     file: Path | None = None
     """Path to a plan.json, for ``file``."""
 
@@ -95,25 +95,25 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class StudentConfig:
-    """The recurrent heads."""
+    """Recurrent heads of the student."""
 
     d_state: Count = 64
     """State size N of each head."""
     conv_width: Count = 4
-    """Tokens that the causal convolution before a head sees."""
+    """Width of the causal convolution before each head, in tokens."""
     recurrence: Literal["discrete", "mamba2", "mamba2-stock", "gdn"] = "discrete"
-    """``discrete``: the method's heads. ``mamba2``: Mamba-2's own, with a SiLU behind the convolution and the input
-    scaled by the step, which can be exported without remote code (docs/export.md). ``mamba2-stock``: without a bias at
-    the gate, which llama.cpp has no place for. ``gdn``: the gated delta rule, which replaces what the state holds under
-    a key (docs/method.md)."""
+    """``discrete``: the method's heads. ``mamba2``: Mamba-2's heads, with a SiLU after the convolution and the input
+    scaled by the step size; they export without remote code (docs/export.md). ``mamba2-stock``: ``mamba2`` without the
+    gate bias, which llama.cpp does not support. ``gdn``: the gated delta rule, which overwrites the value that the
+    state holds for a key (docs/method.md)."""
     init: Init = "fitted"
-    """``fitted`` starts from the teacher's Q, K, V, O, fitted to the first rows of text; ``statistics`` from the same,
-    with each head's decay from its mean attention distance on these rows and the scale of its content from its entropy;
-    ``teacher`` without text; ``random`` from neither. benchmarks/init.py compares them: ``fitted`` is ahead at the
-    start and for 60 steps; after 100, ``statistics`` is, by 3 %."""
+    """Initial weights. ``fitted``: the teacher's Q, K, V, O, fitted to the first rows of text. ``statistics``: the same
+    weights, with each head's decay set by its mean attention distance on these rows and its content scale by its
+    attention entropy. ``teacher``: the same weights, without text. ``random``: neither. In benchmarks/init.py,
+    ``fitted`` leads at the start and for 60 steps; after 100, ``statistics`` leads by 3 %."""
     aligned: Path | None = None
-    """Folder of a finished alignment of a student without kept heads, target ``head``: its recurrent heads are taken
-    over, whatever the plan. Students that differ in their plan alone then share one alignment."""
+    """Stage folder of a finished alignment, with target ``head``, of a student without kept heads. Its recurrent heads
+    are copied for any plan, so that students that differ only in their plan share one alignment."""
 
     def __post_init__(self) -> None:
         check_options(self, "student.")
@@ -121,24 +121,24 @@ class StudentConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Questions and texts that teacher and student are measured on."""
+    """Questions and texts for measuring teacher and student."""
 
     n_pairs: tuple[Count, ...] = (4, 8, 16, 32)
-    """Dictionary sizes, each asked by choice and by generation."""
+    """Dictionary sizes in pairs, each measured by choice and by generation."""
     stated_pairs: int | None = None
-    """Dictionary size that a comparison's table and finding speak of, one of ``n_pairs``; by default the one that
-    heads are ranked with. The curve over all sizes is in the report in any case."""
+    """Dictionary size, one of ``n_pairs``, for the table and finding of a comparison; by default the size that heads
+    are ranked with. The report always shows the curve over all sizes."""
     n_examples: Count = 128
-    """Dictionaries of each size."""
+    """Dictionaries per size."""
     batch_size: Count = 32
-    """Questions or documents at a time."""
+    """Questions or documents per forward pass."""
     n_texts: CountOrZero = 128
     """Held-out documents for perplexity and agreement."""
     knowledge: str | None = None
-    """A JSON-lines file of multiple-choice questions, or ``tiny`` for the facts of the embedded teacher; by default
-    those when it is the teacher, else none."""
+    """JSON Lines file of multiple-choice questions, or ``tiny`` for the embedded teacher's facts. By default ``tiny``
+    if the teacher is the embedded one, else none."""
     texts: str = "tiny"
-    """``tiny`` (the embedded held-out split), or a local file or folder like a data source."""
+    """Held-out texts: ``tiny`` (the embedded split), or a local file or folder as in ``data.sources``."""
 
     def __post_init__(self) -> None:
         check_options(self, "evaluation.")
@@ -151,22 +151,22 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run: score, plan, build, align, distil, evaluate, export, report."""
+    """Complete run: score, plan, build, align, distill, evaluate, export, report."""
 
     name: str = "hybrid"
     """Name in reports and trackers."""
     out: Path = Path("runs/hybrid")
-    """Folder of everything that the run writes."""
+    """Folder for everything that the run writes."""
     seed: CountOrZero = 0
-    """Seed of the weights and questions that are drawn. The order of the data has ``data.seed``."""
+    """Seed for random weights and questions; ``data.seed`` sets the order of the data."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stages: tuple[StageName, ...] = ("align", "distill")
-    """Stages to run, in this order; ``matrix`` may come first in a student without kept heads, and after ``distill``
-    come ``on_policy`` (the student's own text), ``long`` (longer rows) and ``post`` (conversations)."""
+    """Stages to run, in this order. ``matrix`` may come first for a student without kept heads; ``on_policy`` (the
+    student's own text), ``long`` (longer rows) and ``post`` (conversations) come after ``distill``."""
     matrix: MatrixConfig = field(default_factory=MatrixConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -174,28 +174,28 @@ class RunConfig:
     long: LongConfig = field(default_factory=LongConfig)
     post: PostConfig = field(default_factory=PostConfig)
     teacher_sharding: Literal["replicated", "sharded"] = "replicated"
-    """``sharded``: while a stage trains, each process holds a share of the teacher's decoder layers, whatever the
-    launch file does with the student. Scoring and evaluation still need a whole teacher."""
+    """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
+    file shards the student. Scoring and evaluation still need the whole teacher."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     """Write the student as a Hugging Face checkpoint."""
     resume: Literal["auto", "never"] = "auto"
-    """``auto`` resumes where the run directory stopped; ``never`` begins again, and removes what an earlier run has
-    left there: scores, plan, stages, evaluations, export and report."""
+    """``auto`` resumes the run in the run directory; ``never`` starts over and deletes what an earlier run left there:
+    scores, plan, stages, evaluations, export and report."""
     trackers: tuple[str, ...] = ()
-    """``tensorboard``, ``trackio``, ``wandb``: metrics.jsonl is always written."""
+    """Experiment trackers: ``tensorboard``, ``trackio``, ``wandb``. metrics.jsonl is always written."""
     group: str = ""
-    """Group of the run in trackers; a sweep puts its own name here."""
+    """Group of the run in trackers; a sweep uses its own name."""
     profile: bool = False
-    """Write a trace of a few steps of each stage, stages/*/trace-<process>.json."""
+    """Write a profiler trace of a few steps of each stage to stages/*/trace-<process>.json."""
     dry_run: bool = False
-    """Check sources, files and settings, print what to launch and the memory that each stage takes, start nothing."""
+    """Check sources, files and settings; print what to launch and how much memory each stage takes; start nothing."""
     show_config: bool = False
-    """Let a dry run print the whole resolved config, as JSON, below the rest."""
+    """Also print the resolved config in a dry run, as JSON."""
     gpus: Count = 1
-    """GPUs that a dry run plans memory for."""
+    """Number of GPUs that a dry run plans memory for."""
     gpu_memory: Positive = 80.0
-    """GB (1e9 bytes) of each of them."""
+    """Memory of each GPU, in GB (1e9 bytes)."""
 
     def __post_init__(self) -> None:
         check_options(self, "")
@@ -218,17 +218,17 @@ class RunConfig:
 
     @property
     def own_stages(self) -> tuple[StageConfig, ...]:
-        """Configs of the stages to run in this run's own folder: a plan by restoration aligns below ``aligned/``."""
+        """Configs of the stages that run in this run's own folder; ``restoration`` aligns in ``aligned/`` instead."""
         return tuple(c for c in self.stage_configs if c.is_per_plan or self.plan.selection != "restoration")
 
     @property
     def unused_stages(self) -> set[str]:
-        """Names of sections that this run does not read."""
+        """Names of the stage sections that this run ignores."""
         return set(get_args(StageName)) - set(self.stages)
 
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
-    """Return the same run on the embedded teacher and corpus, cut down to what they and a laptop can carry."""
+    """Return the run on the embedded teacher and corpus, scaled down to fit them and a laptop."""
     small: dict[str, StageConfig] = {}
     for name in get_args(StageName):
         stage = getattr(config, name)
@@ -246,26 +246,26 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 
 
 def config_of(recipe: ModuleType) -> RunConfig:
-    """Return the config of a recipe's module. Raises ValueError where config() fails or returns something else."""
+    """Return the config of a recipe module. Raises ValueError if config() fails or returns something else."""
     return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
 
 
 def checked_config(config: object, source: str) -> RunConfig:
-    """Return ``config``. Raises ValueError for another type: a command line would silently take its own defaults."""
+    """Return ``config``. Raises ValueError for another type: the command line would silently use its own defaults."""
     if not isinstance(config, RunConfig):
         raise ValueError(f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig.")
     return config
 
 
 def ask_recipe(recipe: ModuleType, name: str) -> Any:
-    """Call a function of a recipe's module. Raises ValueError, naming the line, where it fails."""
+    """Call a function of a recipe module. Raises ValueError, naming the line, if it fails."""
     with in_recipe(str(recipe.__file__)):
         return getattr(recipe, name)()
 
 
 @contextmanager
 def in_recipe(file: str) -> Iterator[None]:
-    """Turn any error of a recipe's own code into a ValueError of one line that names the recipe and the line."""
+    """Turn any error in a recipe's code into a one-line ValueError that names the recipe and the line."""
     try:
         yield
     except Exception as error:
@@ -275,7 +275,7 @@ def in_recipe(file: str) -> Iterator[None]:
 
 
 def current_flags(argv: Sequence[str]) -> list[str]:
-    """Replace flags of earlier versions, with a line: ``--align.recompute`` is ``--align.gradient-checkpointing``."""
+    """Replace flags of earlier versions and log each: ``--align.recompute`` to ``--align.gradient-checkpointing``."""
     current = [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
     for old, new in zip(argv, current):
         if old != new:
@@ -284,28 +284,28 @@ def current_flags(argv: Sequence[str]) -> list[str]:
 
 
 def to_json(config: RunConfig) -> Record:
-    """Return a config as plain JSON values; paths become strings."""
+    """Convert a config to JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def from_json(path: Path) -> RunConfig:
-    """Read a run's config.json. Raises ValueError for another file."""
+    """Read a run's config.json. Raises ValueError for any other file."""
     with refused(f"{path} is not a run's config", "name the directory of a run"):
         record = json.loads(path.read_text())
-        if "teacher" not in record:  # it would silently be the embedded one
+        if "teacher" not in record:  # the default would silently be the embedded one
             raise ValueError("it does not name a teacher")
         return from_record(record)
 
 
 def from_record(record: Record) -> RunConfig:
-    """Rebuild a run's config from what `to_json` made of it, in this version or an earlier one."""
+    """Rebuild a run's config from the output of `to_json` in this or an earlier version."""
     config = _rebuilt(RunConfig, record)
     assert isinstance(config, RunConfig)
     return config
 
 
 def _rebuilt(kind: object, value: object) -> object:
-    """Return ``value``, read from JSON, as the type that a field was declared with."""
+    """Convert ``value``, read from JSON, to the type that its field is declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{value!r} stands for a {kind.__name__}")
@@ -313,6 +313,6 @@ def _rebuilt(kind: object, value: object) -> object:
         current = [(RENAMED.get(name) or name, item) for name, item in value.items() if name not in DROPPED]
         return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
     if isinstance(value, list):
-        is_tuple = get_origin(kind) is tuple  # or one that may be left out
+        is_tuple = get_origin(kind) is tuple  # otherwise an optional tuple
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
     return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value

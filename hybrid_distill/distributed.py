@@ -1,6 +1,6 @@
-"""Launched processes: makes every `Accelerator`, and refuses a launch that does not start what was asked for.
+"""Launched processes: creation of every `Accelerator`, and refusal of launches that do not start what was asked for.
 
-torch and accelerate are imported where they are used: the command line asks this module before it loads them.
+torch and accelerate are imported inside functions, because the command line uses this module before it loads them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from accelerate.utils import KwargsHandler
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-"""Settings of accelerate's FSDP: two that a user would miss, and one that loads empty teachers (the default!)."""
+"""accelerate's FSDP settings: two would be silently ignored, and the last (on by default!) loads empty teachers."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TRACKERS = ("tensorboard", "trackio", "wandb")
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
-"""Values of accelerate's DistributedType."""
+"""Supported values of accelerate's DistributedType."""
 
 T = TypeVar("T")
 
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 
 
 class WorldError(RuntimeError):
-    """The processes that run are not the ones that were asked for."""
+    """The running processes are not those that were asked for."""
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of this launch has failed; its own message says how."""
+    """Another process of this launch failed; its own error message gives the reason."""
 
 
 def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | None = None) -> Accelerator:
     """Make an accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
-    Raises WorldError when fewer processes run together than the launcher announced; ValueError for an unknown tracker
-    or one that is not installed.
+    Raises WorldError if fewer processes are connected than the launcher announced; ValueError for a tracker that is
+    unknown or not installed.
     """
     import torch
     from accelerate import Accelerator
@@ -71,12 +71,12 @@ def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | 
         handlers = [InitProcessGroupKwargs(backend="gloo")]
     if on_cpu:
         _name_gloo_interface()
-    # A second accelerator with other settings is refused otherwise.
+    # Otherwise accelerate refuses a second accelerator with other settings.
     AcceleratorState._reset_state()
-    with patch_environment(ACCELERATE_USE_FSDP="false"):  # `is_fsdp2`
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # see `is_fsdp2`
         accelerator = Accelerator(
             cpu=on_cpu and not with_deepspeed,
-            mixed_precision="no",  # stages compute in bfloat16 by themselves: with DeepSpeed as without
+            mixed_precision="no",  # stages autocast to bfloat16 themselves, with or without DeepSpeed
             kwargs_handlers=handlers,
             log_with=list(trackers) or None,
             project_dir=None if logging_dir is None else str(logging_dir),
@@ -87,9 +87,9 @@ def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | 
 
 
 def build_whole_models() -> None:
-    """Let transformers build and load models as usual; under ZeRO-3 it would return empty tensors.
+    """Make transformers build and load whole models; under ZeRO-3 it would return empty tensors.
 
-    A student is cut out of its teacher's tensors. DeepSpeed shards it when a stage begins.
+    A student is built from its teacher's tensors. DeepSpeed shards it when a stage starts.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -97,9 +97,9 @@ def build_whole_models() -> None:
 
 
 def connect() -> PartialState:
-    """Connect and check the processes of this program; the result knows rank and world outside of a stage.
+    """Connect and check the processes of this launch; the returned state has rank and world size outside stages too.
 
-    ``PartialState()`` alone leaves launched processes on a CPU unconnected. Raises WorldError as `make_accelerator`.
+    ``PartialState()`` alone does not connect processes on a CPU. Raises WorldError as `make_accelerator` does.
     """
     from accelerate.state import PartialState
 
@@ -115,7 +115,7 @@ def own_device() -> torch.device:
 
 
 def warn_of_emulation(device: torch.device, flag: str) -> None:
-    """Warn where a CPU without instructions for bfloat16 is to compute in it; ``flag`` asks for float32 instead."""
+    """Warn if a CPU without bfloat16 instructions is about to compute in it; ``flag`` is the flag for float32."""
     import torch
 
     is_native = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
@@ -124,19 +124,19 @@ def warn_of_emulation(device: torch.device, flag: str) -> None:
 
 
 def is_launched_main() -> bool:
-    """Check whether this is the main process, or the only one, before processes are connected or after."""
+    """Check whether this is the main or only process; works before and after processes are connected."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def is_first_on_machine() -> bool:
-    """Check whether this is the first process of its machine, or the only one."""
+    """Check whether this is the first or only process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def on_main_process(action: Callable[[], object]) -> None:
-    """Act on one process; the others wait until it is done, however long it takes.
+    """Run ``action`` on the main process; the others wait until it is done, however long it takes.
 
-    They poll the store by which all found each other: a collective would give up, NCCL after 10 minutes.
+    They poll the rendezvous store: a collective would time out, with NCCL after 10 minutes.
     """
     from accelerate.state import PartialState, is_initialized
 
@@ -165,9 +165,9 @@ _actions = itertools.count()
 
 @contextmanager
 def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
-    """Keep the processes of other commands out of a folder (`locking.locked`); those of one launch share it.
+    """Lock a folder against other commands (`locking.locked`); the processes of this launch share the lock.
 
-    The main process holds the lock. All raise what it raises: InUse, OSError.
+    The main process holds it. If that fails, all processes raise the same error: InUse or OSError.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -196,15 +196,15 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def own_share(items: Sequence[T]) -> list[T]:
-    """Return this process's part of a job: every n-th item, n being the number of processes."""
+    """Return this process's share of the items: every n-th, for n processes."""
     rank, world = rank_and_world()
     return list(items[rank::world])
 
 
 def compute_everywhere(compute: Callable[[], T]) -> list[T]:
-    """Run ``compute`` on every process and return all results, in order of rank, on each; every process has to call it.
+    """Run ``compute`` on every process and return all results, in rank order, on each; every process must call this.
 
-    An error in one process is raised there, and as `OtherProcessError` in the others, none of which keeps waiting.
+    An error in one process is raised there and as `OtherProcessError` in the others, so that none keeps waiting.
     """
     import torch.distributed as dist
 
@@ -227,14 +227,14 @@ def compute_everywhere(compute: Callable[[], T]) -> list[T]:
 
 
 def agree_on(compute: Callable[[], T]) -> T:
-    """Run ``compute`` on every process and return the main process's result on each, as `compute_everywhere` does."""
+    """Run ``compute`` on every process and return the main process's result on each; see `compute_everywhere`."""
     return compute_everywhere(compute)[0]
 
 
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> None:
-    """Set how a process's ``rows`` of a step are cut into micro-batches.
+    """Set how a process's ``rows`` of a step are split into micro-batches.
 
-    DeepSpeed needs it, and the clipping norm, before it prepares a model.
+    DeepSpeed needs this and the clipping norm before it prepares a model.
     """
     accelerator.gradient_accumulation_steps = accumulation = -(-rows // micro_batch_size)
     if plugin := accelerator.state.deepspeed_plugin:
@@ -250,14 +250,14 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def is_fsdp2(accelerator: Accelerator) -> bool:
-    """Check whether the launch file asks for FSDP2. accelerate then only connects the processes, as for DDP: its own
-    FSDP2 never synchronizes gradients on a CPU. `fsdp.Fsdp2` shards the stage.
+    """Check whether the launch file asks for FSDP2. accelerate then only connects the processes, as for DDP, because
+    its own FSDP2 never synchronizes gradients on a CPU; `fsdp2.Fsdp2` shards the stage.
     """
     return _flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
 
 
 def check_trackers(trackers: Sequence[str]) -> None:
-    """Raise ValueError for a tracker that is unknown or not installed; without a key wandb works offline."""
+    """Raise ValueError for a tracker that is unknown or not installed. Without a key, switch wandb to offline mode."""
     for name in trackers:
         if name not in TRACKERS:
             raise ValueError(f"tracker {name!r} is unknown; pass one of {', '.join(TRACKERS)}.")
@@ -275,7 +275,7 @@ def _has_wandb_key() -> bool:
 
 
 def _check_environment() -> None:
-    """Refuse what starts and then trains something else than was asked for."""
+    """Raise WorldError for a launch that would start but train something other than was asked for."""
     if _flag("ACCELERATE_USE_FSDP"):
         version = os.environ.get("FSDP_VERSION", "1")
         if version != "2":
@@ -285,7 +285,7 @@ def _check_environment() -> None:
                 f"{name.lower()} is on, which is not supported here; launch with --config_file launch/fsdp2.yaml, or "
                 f"add --{name.lower()} false."
             )
-    # accelerate's launcher for one process sets MASTER_ADDR when it was asked for several.
+    # accelerate's single-process launcher sets MASTER_ADDR if it was asked for several processes.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise WorldError(
@@ -306,15 +306,15 @@ def _check_world(accelerator: Accelerator) -> None:
 
 
 def _die_with_launcher() -> None:
-    """End with a launcher that is killed with SIGKILL, instead of writing beside the processes of the next start."""
+    """Die with a launcher that is killed by SIGKILL, so as not to write alongside the next launch."""
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _name_gloo_interface() -> None:
-    """Name the interface that leads to the main process, on several machines.
+    """Point gloo to the network interface that reaches the main process, on several machines.
 
-    By itself gloo takes the interface of the machine's own name, which is often 127.0.0.1.
+    By default, gloo takes the interface that the machine's host name resolves to, which is often 127.0.0.1.
     """
     import psutil
 
@@ -324,7 +324,7 @@ def _name_gloo_interface() -> None:
     try:
         main = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)[0]
         with socket.socket(main[0], socket.SOCK_DGRAM) as unused:
-            unused.connect(main[4])  # of datagrams: it chooses a way and sends nothing
+            unused.connect(main[4])  # a UDP socket: this picks a route and sends nothing
             own = unused.getsockname()[0]
     except (KeyError, OSError):
         return  # connecting will report what is wrong
@@ -337,7 +337,7 @@ def _prepare_deepspeed_on_cpu() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops
 
-    # Shared-memory communication compiles for a minute and brings nothing at this size. Not a public name.
+    # Shared-memory communication takes a minute to compile and gains nothing at this size. Not a public name.
     compatible = getattr(deepspeed.ops, "__compatible_ops__", None)
     if isinstance(compatible, dict) and "deepspeed_shm_comm" in compatible:
         compatible["deepspeed_shm_comm"] = False
@@ -348,10 +348,10 @@ def _flag(name: str) -> bool:
 
 
 def disconnect() -> None:
-    """Let the other processes go, at the end of a program: gloo's threads must not outlive the interpreter.
+    """Leave the process group at the end of a program: gloo's threads must not outlive the interpreter.
 
-    A trained model that nobody holds is freed first: torch's reducer keeps the GIL when it is the last to free the
-    processes' group, and waits forever for a thread of gloo that needs it.
+    Frees unreferenced models first. If torch's reducer were the last to free the process group, it would hold the GIL
+    and wait forever for a gloo thread that needs it.
     """
     if (torch := sys.modules.get("torch")) and torch.distributed.is_available() and torch.distributed.is_initialized():
         gc.collect()

@@ -1,7 +1,7 @@
-"""The border: a checkpoint folder from anywhere is read and checked before anything in it is loaded.
+"""Security checks on checkpoint folders from any source, made before anything in them is loaded.
 
-Weights are safetensors with finite numbers; their names, shapes and dtypes are those that config.json asks for. Code in
-the folder is never run here, and a student's is unchanged since it was exported (docs/security.md).
+Weights must be safetensors with finite numbers. A student's tensors must match config.json in name, shape and dtype,
+and its code must be unchanged since the export. Code in the folder is never run here (docs/security.md).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 
 INDEX = "model.safetensors.index.json"
-MARK = Path("gate") / "reference.json"  # tells an export from other folders
+MARK = Path("gate") / "reference.json"  # only exports have it
 MODEL_CODE = Path(__file__).parent / "model"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 RECORDS = "config generation_config tokenizer_config special_tokens_map plan head_scores evaluation".split()
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
-FILE_NAME = r"[^/\\:.][^/\\:]*"  # without a way to another folder
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors, in torch
-ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # others are fetched
+FILE_NAME = r"[^/\\:.][^/\\:]*"  # cannot lead to another folder
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors name: torch name
+ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # others download code
 
 
 class Entry(NamedTuple):
-    """A tensor as its file's header describes it."""
+    """Tensor as described in its file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ class Entry(NamedTuple):
 
 
 def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
-    """Raise ValueError for anything wrong with a local Hugging Face folder.
+    """Raise ValueError if a local Hugging Face checkpoint folder is damaged or unsafe.
 
-    Runs nothing in the folder and builds no model in memory; ``numbers`` also reads every tensor, for NaN. Any
-    checkpoint: links and names that lead out of the folder, damaged JSON, damaged safetensors, absurd sizes. A student
-    besides: pickles, changed or foreign code, a config that describes no model, tensors that are not exactly its own.
+    Runs no code from the folder and builds no model in memory; with ``numbers``, also reads every tensor, for NaN. Any
+    checkpoint is refused for links or names that lead out of the folder, damaged JSON or safetensors, or absurd sizes;
+    a student also for pickles, changed or foreign code, an invalid config, or tensors that differ from the config's.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -67,9 +67,9 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
 
 
 def load_student(folder: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
-    """Load an exported student and its tokenizer with this package's own code; the code in the folder is never run.
+    """Load an exported student and its tokenizer with this package's own code; code in the folder is never run.
 
-    In eval mode, on the CPU, in the stored dtype. Raises as `check_checkpoint` does.
+    The student is in eval mode, on the CPU, in the stored dtype. Raises ValueError as `check_checkpoint` does.
     """
     folder = Path(folder)
     check_checkpoint(folder)
@@ -92,7 +92,7 @@ def load_student(folder: str | Path) -> tuple[HybridForCausalLM, PreTrainedToken
 
 
 def check_no_run(folder: Path) -> None:
-    """Raise ValueError for the folder of a run, or of several, which is easily taken for the export in it."""
+    """Raise ValueError for a folder of one or several runs, which is easily mistaken for the export in it."""
     if any(folder.glob("*.safetensors")):
         return
     if (folder / "export" / "config.json").is_file():
@@ -102,13 +102,13 @@ def check_no_run(folder: Path) -> None:
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """List the Python files beside a checkpoint's weights that are not this package's own."""
+    """List the Python files next to a checkpoint's weights that differ from this package's own."""
     own = {path.name: file_hash(path) for path in MODEL_CODE.glob("*.py")}
     return [path.name for path in sorted(folder.glob("*.py")) if own.get(path.name) != file_hash(path)]
 
 
 def _check_largest(folder: Path, config: Record) -> None:
-    """Raise ValueError for a size beyond any model; families differ in their fields, but none has larger ones."""
+    """Raise ValueError for a size larger than in any model; fields that a family does not have are skipped."""
     for fields in filter(lambda part: isinstance(part, dict), (config, config.get("text_config") or {})):
         for name, largest in LARGEST.items():
             if isinstance(value := fields.get(name), int | float) and value > largest:
@@ -116,7 +116,7 @@ def _check_largest(folder: Path, config: Record) -> None:
 
 
 def _check_student_files(folder: Path) -> None:
-    """Check what lies beside a student's weights: no pickles, no adapters, known code, records that point nowhere."""
+    """Check the files next to a student's weights: no pickles, no adapters, known code, no outside references."""
     if pickles := sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICKLES):
         raise ValueError(f"{pickles[0]} may be a pickle, and reading one can run any program; remove it.")
     if (path := folder / "adapter_config.json").exists():
@@ -136,7 +136,7 @@ def _check_student_files(folder: Path) -> None:
 
 
 def _check_references(path: Path, record: Record) -> None:
-    """Raise ValueError where a record points at code or files elsewhere."""
+    """Raise ValueError if a record points to code or files outside the folder."""
     auto_map = record.get("auto_map") or {}
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     for entry in [entry for value in values for entry in (value if isinstance(value, list) else [value])]:
@@ -154,7 +154,7 @@ def _check_references(path: Path, record: Record) -> None:
 
 
 def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]:
-    """Read the files that the index names, or model.safetensors; if ``strict``, there are no others."""
+    """Read the files that the index names, or model.safetensors; if ``strict``, refuse any others."""
     listed: Record = {}
     if (index := folder / INDEX).exists():
         listed = read_json(index).get("weight_map") or {}
@@ -178,7 +178,7 @@ def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]
 
 
 def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
-    """Read a safetensors file's header, and the tensors if ``numbers``; safetensors checks all but what stands here."""
+    """Read a safetensors file's header, and its tensors if ``numbers``; safetensors itself makes all other checks."""
     try:
         with safe_open(path, framework="pt") as weights, path.open("rb") as file:
             header = parse_json(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path}")
@@ -202,13 +202,13 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
     where = folder / "config.json"
     try:
         if isinstance(backbone := record.get("backbone"), dict):
-            check_sizes(backbone)  # as it stands: the config mends some fields
+            check_sizes(backbone)  # unmodified: HybridConfig repairs some fields
         config = HybridConfig.from_dict(dict(record))
         with torch.device("meta"):
             model = HybridForCausalLM(config)
-    except Exception as error:  # transformers and torch raise whatever a field leads to
+    except Exception as error:  # a bad field can raise anything in transformers and torch
         raise ValueError(f"{where} does not describe a student ({_reason(error)}); copy it again.") from error
-    if (settings := record.get("quantization_config")) is not None:  # the tensors are torchao's
+    if (settings := record.get("quantization_config")) is not None:  # torchao's tensors are not compared
         if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
             raise ValueError(f"{where} has a quantization_config that is not torchao's; quantize the student again.")
         return

@@ -1,4 +1,4 @@
-"""Files: atomic writes, so that a reader finds the whole new file or the one before; JSON read strictly."""
+"""File access: atomic writes, so that a reader finds the complete new or old file, and strict JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Record: TypeAlias = dict[str, Any]
-"""An object of a JSON file."""
-LARGEST_JSON = 2**28  # bytes; the tokenizers of the largest vocabularies have a tenth of it
+"""JSON object."""
+LARGEST_JSON = 2**28  # bytes; ten times the tokenizer of the largest vocabularies
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside ``path``; the file written there replaces it, synced, when the block ends without an error.
+    """Yield a temporary path; when the block ends without an error, sync the file there and move it to ``path``.
 
-    The name is always the same, so that the next writer overwrites what a killed process has left.
+    The temporary name is fixed, so that the next writer overwrites the leftovers of a killed process.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def refused(what: str, fix: str) -> Iterator[None]:
-    """Turn any error of reading a missing, damaged or foreign file into a ValueError: WHAT (the error); FIX."""
+    """Turn an error from reading a missing, damaged or foreign file into a ValueError: WHAT (the error); FIX."""
     try:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -44,21 +44,21 @@ def refused(what: str, fix: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all."""
+    """Write a UTF-8 text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, record: Mapping[str, object], *, indent: int | None = 2) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(record, indent=indent) + "\n")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all, with the mode that the user's umask gives to new files.
+    """Write a safetensors file atomically, with the permissions that the user's umask gives to new files.
 
-    safetensors itself leaves a file that only its owner can read. Raises SafetensorError or OSError, on a full disk
-    for example.
+    safetensors itself makes files that only their owner can read. Raises SafetensorError or OSError, for example if
+    the disk is full.
     """
     from safetensors.torch import save_file
 
@@ -66,12 +66,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         temporary.unlink(missing_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})  # transformers refuses others
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})  # transformers refuses other formats
         temporary.chmod(mode)
 
 
 def read_json(path: Path) -> Record:
-    """Read the object of a JSON file. Raises ValueError for anything else, for NaN, and for a key given twice."""
+    """Read a JSON object from a file. Raises ValueError for anything else, for NaN, and for duplicate keys."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; copy the whole folder again.")
     if (size := path.stat().st_size) > LARGEST_JSON:
@@ -80,7 +80,7 @@ def read_json(path: Path) -> Record:
 
 
 def parse_json(text: bytes, where: str) -> Record:
-    """Do as `read_json` with a text that messages call ``where``."""
+    """Parse a JSON object as `read_json` does; error messages name it ``where``."""
     try:
         record = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
@@ -106,9 +106,9 @@ def _constant(name: str) -> float:
 def differences(
     before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
 ) -> list[str]:
-    """List the fields in which two records of settings differ: ``align.steps (2 there, 3 here)``.
+    """List the settings in which two records differ: ``align.steps (2 there, 3 here)``.
 
-    ``leave_out`` are names of the outermost level, ``within`` of the next.
+    Ignores the top-level names in ``leave_out`` and the second-level names in ``within``.
     """
     found = []
     for name, here in now.items():
@@ -123,7 +123,7 @@ def differences(
 
 
 def file_hash(path: Path) -> str:
-    """Return the sha256 of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -132,7 +132,7 @@ def file_hash(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Checks of what a user passes: ranges of numbers, flags that hold several values (``0,10,all``). Pure Python."""
+"""Checks of user input: ranges of numbers, flags with several values (``0,10,all``). Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers from ``least`` to ``most``, neither nan nor infinite."""
+    """Range of finite numbers from ``least`` to ``most``."""
 
     least: float
     most: float = math.inf
@@ -21,7 +21,7 @@ class Limits:
     without_ends: bool = False
 
     def check(self, name: str, value: object) -> None:
-        """Raise ValueError unless ``value`` is one of them."""
+        """Raise ValueError unless ``value`` is in the range."""
         if not isinstance(value, int if self.whole else (int, float)) or not self._has(value):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
 
@@ -49,9 +49,9 @@ Share = Annotated[float, SHARE]
 
 
 def check_options(options: object, prefix: str) -> None:
-    """Raise ValueError for a field of a dataclass outside the `Limits` or the Literal that it is declared with.
+    """Raise ValueError for a dataclass field outside the `Limits` or Literal that it is declared with.
 
-    The message calls it ``prefix`` and name. Every entry of a tuple is checked; None always passes.
+    The message names it by ``prefix`` and field name. Every entry of a tuple is checked; None always passes.
     """
     for name, hint in _hints_of(type(options)).items():
         shown = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
@@ -59,7 +59,7 @@ def check_options(options: object, prefix: str) -> None:
 
 
 def check_value(name: str, hint: object, value: object) -> None:
-    """Do as `check_options` with one value that is declared as ``hint``."""
+    """Check one value declared as ``hint``, as `check_options` does."""
     for entry in value if isinstance(value, tuple) else (value,):
         for rule in _rules(hint) if entry is not None else ():
             if isinstance(rule, Limits):
@@ -74,7 +74,7 @@ def _hints_of(kind: type) -> dict[str, object]:
 
 
 def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
-    """Yield the limits and the choices anywhere in a type hint."""
+    """Yield all limits and choices inside a type hint."""
     if get_origin(hint) is Literal:
         yield get_args(hint)
     elif isinstance(hint, Limits):
@@ -85,7 +85,7 @@ def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's name where that is empty."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -95,9 +95,9 @@ def words(text: str) -> list[str]:
 
 
 def numbers(flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None) -> list[int | T]:
-    """Read the whole numbers of a flag. ``named`` are words that may stand among them, and their values.
+    """Parse the comma-separated whole numbers of a flag. ``named`` maps words that are also allowed to their values.
 
-    Raises ValueError, naming the flag, for anything else, a number below ``least``, and an empty list.
+    Raises ValueError, naming the flag, for anything else, a number below ``least``, or an empty list.
     """
     known: Mapping[str, T] = named or {}
     found: list[int | T] = []

@@ -1,6 +1,6 @@
-"""One process at a time writes to a folder, under a lock of the operating system that a killed process loses.
+"""Folder locks: only one process may write to a folder. The operating system frees the lock of a killed process.
 
-A note beside the lock names its holder, for the error of a process that is refused.
+A note next to the lock names the holder; the error in a process that is refused quotes it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 LOCK, NOTE = ".lock", ".lock.holder"
 SETTLING = 1.0
-"""Seconds in which a new holder has written its note, and in which whoever only looks (`is_locked`) lets go."""
+"""Seconds within which a new holder writes its note, and a check by `is_locked` releases the lock again."""
 
 log = logging.getLogger(__name__)
 
 
 class InUse(ValueError):
-    """Another process is writing there."""
+    """Another process is writing to the folder."""
 
 
 @contextmanager
 def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of a folder, which is created if need be, and removed again, with
-    the folders above that were created, if it stays empty.
+    """Lock a folder against other processes. Create it, and parents, if missing; remove those again if they stay empty.
 
     ``beside`` puts the lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
-    the holder, when there is one for longer than ``patience`` seconds, and OSError where nothing can be written.
+    the holder, if the lock is held for longer than ``patience`` seconds, and OSError if nothing can be written.
     """
     folder = place.parent if beside else place
     path, note = (folder / (f".{place.name}{name}" if beside else name) for name in (LOCK, NOTE))
@@ -57,7 +56,7 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
             yield
         finally:
             note.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)  # while it is held: whoever waits for this file looks for the new one
+            path.unlink(missing_ok=True)  # while held: a process that waits for this file then opens the new one
     finally:
         lock.release()
         with suppress(OSError):
@@ -72,13 +71,13 @@ def is_locked(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # it is held, or this file system has no such locks
+    except OSError:  # held, or not supported by this file system
         return True
     return False
 
 
 def _acquire(path: Path, patience: float) -> BaseFileLock:
-    """Lock a file; on a file system without locks, its existence is the lock. Raises Timeout."""
+    """Lock a file; on a file system without locks, use the existence of ``PATH.soft`` as the lock. Raises Timeout."""
     lock: BaseFileLock = FileLock(path)
     try:
         lock.acquire(timeout=patience)

@@ -1,7 +1,7 @@
-"""Progress of long work on stderr: a line for each phase, with the time left and what it waits for.
+"""Progress of long tasks on stderr: one line per phase, with the time left and the inner phase in progress.
 
-On a terminal the line moves; elsewhere it is written every `EVERY_S` and when the phase ends. ``--quiet`` writes
-nothing; ``--json`` writes the same as JSON on stdout, an object a line.
+On a terminal the line updates in place; elsewhere it is printed every `EVERY_S` seconds and when the phase ends.
+``--quiet`` prints nothing; ``--json`` prints the same to stdout as JSON Lines.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EVERY_S = 20.0
-"""Seconds between the lines of a phase where there is no terminal."""
+"""Seconds between the lines of a phase without a terminal."""
 QUICK_S = 1.0
-"""Seconds below which a phase has no line of its own there."""
+"""Shortest phase, in seconds, that prints a line without a terminal."""
 style: Literal["lines", "quiet", "json"] = "lines"
 _open: list[Phase] = []
-"""Phases that are shown now; all but the first are what that one waits for."""
+"""Phases in progress, outermost first; the line of the outermost shows the others as its note."""
 
 
 class Phase:
-    """A phase of known or unknown length, as a context; ``unit`` None counts in percent."""
+    """Phase of known or unknown length, as a context manager; ``unit`` None shows percent."""
 
     def __init__(
         self, name: str, total: float | None = None, *, done: float = 0, unit: str | None = None, hidden: bool = False
@@ -57,7 +57,7 @@ class Phase:
             self._live.stop()
 
     def update(self, n: float = 1) -> None:
-        """Count ``n`` more; ``note`` is shown beside it."""
+        """Advance by ``n``; the line also shows ``note``."""
         self.done += n
         if not self._hidden:
             self._show()
@@ -97,7 +97,7 @@ class Phase:
 
 
 def track(items: Sequence[T], name: str, *, hidden: bool = False) -> Iterator[T]:
-    """Yield items one by one, as a phase."""
+    """Yield the items, as a phase that counts them."""
     with Phase(name, len(items), unit="", hidden=hidden) as phase:
         for item in items:
             yield item
@@ -105,12 +105,12 @@ def track(items: Sequence[T], name: str, *, hidden: bool = False) -> Iterator[T]
 
 
 def finish(text: str, **facts: object) -> None:
-    """Print what a command has found: as text, or the facts as the last JSON object."""
+    """Print the result of a command: ``text``, or under ``--json`` the facts as the last JSON object."""
     write(result=facts) if style == "json" else print(text)
 
 
 def write(**facts: object) -> None:
-    """Write an object of --json."""
+    """Print one JSON object for ``--json``."""
     print(json.dumps(facts), flush=True)
 
 

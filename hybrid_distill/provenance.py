@@ -1,4 +1,4 @@
-"""Records of what a result was made with: versions and date."""
+"""Provenance of results: package versions and date."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from functools import lru_cache
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
 SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.x"), "transformers": ("4.56", "5.x")}
-"""Oldest versions, as in pyproject.toml, and newest ones (docs/versions.md has what was tried)."""
+"""Oldest supported versions, as in pyproject.toml, and newest ones (docs/versions.md lists those tested)."""
 
 
 @lru_cache
 def check_supported() -> str | None:
-    """Return a note about a Python, torch or transformers newer than those of `SUPPORTED`, if any is.
+    """Return a note if Python, torch or transformers is newer than in `SUPPORTED`, else None.
 
-    Raises ValueError for one that is older or missing, and on Windows.
+    Raises ValueError if one is older or missing, and on Windows.
     """
     if sys.platform == "win32":
         raise ValueError("this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2.")
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Look up the versions of those packages that are installed; a clone run in place is not."""
+    """Look up the versions of the packages that are installed; a clone that runs in place is not."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -56,5 +56,5 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def now() -> str:
-    """Format the time in UTC, to the second."""
+    """Return the current UTC time in ISO format, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
-"""Embedded default: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher was taught.
+"""Embedded defaults: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher was taught.
 
-Made by ``recipes/train_tiny_teacher.py`` from a seed; nothing here needs a network.
+``recipes/train_tiny_teacher.py`` made them from a seed; nothing here needs network access.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _HERE = Path(__file__).parent
 
 
 def tiny_teacher_path() -> Path:
-    """Return the Hugging Face folder of the tiny teacher (Llama, grouped-query attention) and its tokenizer."""
+    """Locate the Hugging Face folder of the tiny teacher (Llama, grouped-query attention) and its tokenizer."""
     return _HERE / "tiny_teacher"
 
 
 def facts_path() -> Path:
-    """Return the JSON lines ``{"prompt", "answer", "choices"}``: the facts the teacher was taught."""
+    """Locate the facts that the teacher was taught: JSON Lines of ``{"prompt", "answer", "choices"}``."""
     return _HERE / "knowledge.jsonl"
 
 
 def prompts_path() -> Path:
-    """Return the parts of the prompts that teachers write text on: openings, instructions, facts and questions."""
+    """Locate the parts of the prompts for text generation: openings, instructions, facts and questions."""
     return _HERE / "prompts.json"
 
 
 def corpus_path(split: Split) -> Path:
-    """Return gzipped JSON lines ``{"text"}``: stories, facts, in-context references; none in the probe's wording."""
+    """Locate a split, gzipped JSON Lines ``{"text"}``: stories, facts, in-context references; no probe wording."""
     return _HERE / f"corpus_{split}.jsonl.gz"
 
 

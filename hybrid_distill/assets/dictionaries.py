@@ -1,6 +1,6 @@
-"""Nouns and wording of the retrieval probe's dictionaries, and documents of them: training data of the tiny teacher.
+"""Nouns and wording of the retrieval probe's dictionaries, and dictionary documents for training the tiny teacher.
 
-The order of the nouns is part of every seeded prompt: append only.
+Append only: every seeded prompt depends on the order of the nouns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ N_VALUES = 100
 def probe_document(
     rng: random.Random, n_pairs: int, n_questions: int, entry: str = "{key}:{value}", question: str = QUESTION + " "
 ) -> str:
-    """Write a dictionary with several questions to it; by default all of it in the probe's wording."""
+    """Write a dictionary followed by answered questions about it, by default in the probe's wording."""
     pairs = list(zip(rng.sample(NOUNS, n_pairs), rng.sample(range(N_VALUES), n_pairs), strict=True))
     lines = [HEADER, *(entry.format(key=key, value=value) for key, value in pairs)]
     for key, value in rng.choices(pairs, k=n_questions):

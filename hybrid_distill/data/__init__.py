@@ -1,10 +1,10 @@
 """Rows of tokens from text: packed, shuffled by a seed, resumable from one integer.
 
-A source (`documents`) is tokenized once into memory-mapped shards (`tokens`, `folder`). `PackedRows` cuts them into
+A source (`documents`) is tokenized once into memory-mapped shards (`tokens`, `folder`). `PackedRows` splits them into
 rows of ``seq_len`` tokens, so that any process can read any row of any step. Several documents share a row; ``seq_idx``
-numbers them, and the part of a document that falls into the next row begins there as a document of its own. `chat`
+numbers them, and the rest of a document that continues in the next row counts as a separate document there. `chat`
 renders conversations and marks the assistant's tokens. `caching` stores a teacher's logits, `generate` its text.
-`DataConfig` names the sources, `open_rows` opens them. docs/data.md has the format of the files.
+`DataConfig` names the sources, `open_rows` opens them. docs/data.md describes the file formats.
 """
 
 from .caching import write_logits

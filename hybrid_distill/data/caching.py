@@ -1,4 +1,4 @@
-"""Write the teacher's top-k logits of rows: the same bytes for any number of processes, and after any stop.
+"""Caching of the teacher's top-k logits: the same bytes for any number of processes, and after any interruption.
 
 Shapes: B rows, L tokens of a row, K stored tokens, V vocabulary, M tokens of a chunk.
 """
@@ -50,7 +50,7 @@ def top_k_of(
 ) -> TopK:
     """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
 
-    The forward pass is that of `EndToEnd`; logits become float32 a chunk of tokens at a time.
+    The forward pass is the same as in `EndToEnd`; logits are converted to float32 in chunks of tokens.
     """
     decoder, parts = decoder_of(teacher), []
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16), on_fast_cpu(teacher.device):
@@ -81,10 +81,10 @@ def write_logits(
     check_rows: int = CHECK_ROWS,
     dry_run: bool = False,
 ) -> str:
-    """Write the logits of the first ``places`` rows, or what is missing of them; return a summary of one line.
+    """Write the logits of the first ``places`` rows that are still missing; return a one-line summary.
 
-    All processes of a launch take part. Raises ValueError for a ``top_k`` above the vocabulary, and for a folder that
-    holds something else or that another command writes to.
+    All processes of a launch must call this. Raises ValueError for a ``top_k`` above the vocabulary size, and for a
+    folder that holds something else or that another command is writing to.
     """
     if top_k > vocab_size:
         raise ValueError(f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}.")
@@ -128,9 +128,9 @@ def write_logits(
 
 
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
-    """Make the folder. Raises ValueError when it holds something else."""
+    """Prepare the folder. Raises ValueError if it holds something else."""
     header.begun(folder)
-    for left in folder.glob(".*.tmp"):  # of a writer that was killed
+    for left in folder.glob(".*.tmp"):  # from a killed writer
         left.unlink()
     if header.file(folder).exists():
         return
@@ -149,7 +149,7 @@ def _write_shards(
     row_ids: np.ndarray,
     micro_batch_size: int,
 ) -> None:
-    """Write every n-th shard for n processes, where it is missing: the same bytes for any n."""
+    """Write this process's missing shards: every n-th of all for n processes, with the same bytes for any n."""
     state, shards = connect(), header.shards(folder)
     mine = [n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index]
     options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
@@ -167,7 +167,7 @@ def _write_shards(
 
 
 def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int) -> None:
-    """Read some rows back, record how much of the teacher's probability they hold, and write the header."""
+    """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
     batch = cached.batch(0, min(check_rows, header.places))
     covered_M = batch["teacher_log_probs_BLK"].exp().sum(-1)[batch["mask"]].sort().values

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the tokenizer's chat template, and which of its tokens the assistant wrote."""
+"""Conversations as tokens: rendering by the tokenizer's chat template, and a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PAIRS = (("prompt", "completion"), ("problem", "generated_solution"))
 COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
 _ROLES = {"human": "user", "gpt": "assistant"}
 _DATE = "26 Jul 2024"
-"""Date in conversations, Llama 3.1's default; Llama 3.2's template would write today's: other tokens every day."""
+"""Date in conversations, Llama 3.1's default. Llama 3.2's template would insert today's: new tokens every day."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
-"""Beginning and end in a text, in characters."""
+"""Start and end in a text, in characters."""
 
 
 def conversation_of(record: object, place: str) -> str:
-    """Return a record's messages as JSON; "" where the assistant is silent. Raises ValueError where there are none."""
+    """Return a record's messages as JSON, or "" if none is the assistant's. Raises ValueError if it has no messages."""
     columns: Record = record if isinstance(record, dict) else {}
     turns = next((columns[name] for name in MESSAGES if isinstance(columns.get(name), (list, tuple))), None)
     for pair in PAIRS:
@@ -52,7 +52,7 @@ def _message(message: object, place: str) -> Record:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a tokenizer without a chat template, or one that cannot locate its tokens in a text."""
+    """Raise ValueError for a tokenizer without a chat template, or without offsets of its tokens in the text."""
     name = tokenizer.name_or_path or "unnamed"
     if not tokenizer.chat_template:
         raise ValueError(
@@ -66,18 +66,18 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the chat template. Raises ValueError where there is none."""
+    """Hash the chat template. Raises ValueError as `check_template` does."""
     check_template(tokenizer)
     return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
 
 
 def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Tokenize messages in JSON; return (ids, whether the *next* token is the assistant's).
+    """Tokenize messages given as JSON; return (ids, whether the *next* token is the assistant's).
 
-    The assistant's part is what the template marks with ``{% generation %}``; in a template without the mark, what
-    an answer adds to the conversation before it, its end-of-turn token included. Nothing is added to the template.
-    Raises ValueError for a template that renders the beginning of a longer conversation differently, and for a
-    conversation that the template refuses.
+    The assistant's part is what the template marks with ``{% generation %}``. In a template without that mark, it is
+    what an answer adds to the conversation before it, including the end-of-turn token. No tokens are added to what the
+    template renders. Raises ValueError for a template that renders the beginning of a longer conversation differently,
+    and for a conversation that the template refuses.
     """
     try:
         text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
@@ -92,9 +92,9 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-    """Return the conversation as text, and where in it, in characters, each answer begins and ends.
+    """Return the conversation as text, and the span of each answer in it.
 
-    ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: where a mark begins or ends on a blank that
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: if a mark begins or ends on whitespace that
     the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     """
     template = tokenizer.get_chat_template()
@@ -119,7 +119,7 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
 
 
 def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False) -> str:
-    """Return messages as text, with the beginning of an answer if it is a ``prompt``."""
+    """Render messages as text; a ``prompt`` ends with the beginning of an answer."""
     if not messages:
         return ""
     options = {"add_generation_prompt": prompt, "date_string": _DATE}

@@ -1,4 +1,4 @@
-"""Training data of a run: checked before the run starts, opened when it is needed."""
+"""Training data of a run: checked before the run starts, opened when needed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class DataConfig:
     """Training data. Raises ValueError for a field out of range."""
 
     sources: tuple[str, ...] = ("tiny",)
-    """``tiny`` (the embedded corpus); folders written by ``hybrid-distill prepare-data`` or ``generate-data``; files or
-    folders of .txt, .jsonl, .jsonl.gz or .parquet; or ``hf:repo:config:split`` on the hub.
+    """Data sources: ``tiny`` (the embedded corpus), folders written by ``hybrid-distill prepare-data`` or
+    ``generate-data``, files or folders of .txt, .jsonl, .jsonl.gz or .parquet, or ``hf:repo:config:split`` on the hub.
     """
     weights: tuple[Positive, ...] = ()
-    """Share of each source in the tokens. Without weights, an epoch reads each source whole, once."""
+    """Share of the tokens from each source. Without weights, an epoch reads each source once in full."""
     hub_tokens: Count | None = None
-    """Tokens of each source on the hub that are read, once, into the cache."""
+    """Tokens to read from each source on the hub, once, into the cache."""
     text_column: str = "text"
-    """Column of the records that holds their text."""
+    """Column that holds the text of a record."""
     chat: bool = False
-    """Sources hold conversations, in a column ``messages`` or in ``prompt`` and ``completion``. The chat template
-    renders them, and the loss is on the assistant's tokens. Without it, token folders of conversations may stand
-    beside plain text: the loss on their rows is on the assistant's tokens too."""
+    """Read sources as conversations, from a column ``messages`` or from ``prompt`` and ``completion``. The chat
+    template renders them, and the loss is on the assistant's tokens. Without this flag, token folders of conversations
+    may be mixed with plain text; the loss on their rows is on the assistant's tokens too."""
     seq_len: TokensOfARow = 256
-    """Tokens of a row."""
+    """Tokens per row."""
     seed: CountOrZero = 0
-    """Seed of the order of rows."""
+    """Seed for the order of rows."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -50,10 +50,10 @@ class DataConfig:
 
 
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for what would stop `open_rows`, as far as names and headers tell, without reading text.
+    """Raise ValueError for sources that would stop `open_rows`, judging by names and headers, without reading text.
 
-    Refused are missing sources, hub sources without a limit, token folders of another tokenizer, text where
-    conversations are expected, and conversations without a chat template.
+    Refuses missing sources, hub sources without a limit, token folders of another tokenizer, text where conversations
+    are expected, and conversations without a chat template.
     """
     headers: dict[Path, TokenHeader] = {}
     for source in config.sources:
@@ -81,7 +81,7 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
 def open_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: str | Path | None = None
 ) -> PackedRows:
-    """Open the rows of the configured sources. Every process calls it; the first one tokenizes, the others wait.
+    """Open the rows of the configured sources. Every process calls this; the first tokenizes, the others wait.
 
     ``cache_dir`` defaults to ``$HYBRID_DISTILL_CACHE``, then ``~/.cache/hybrid-distill``.
     Raises ValueError for a source that is missing, empty or without its text column, and for a token folder of

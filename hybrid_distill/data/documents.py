@@ -1,4 +1,4 @@
-"""Texts of a data source in a fixed order, readable from any place."""
+"""Texts of data sources, in a fixed order and readable from any place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
 HUB = "hf:"
 PROBE_LIKE = "tiny:probe_like"
-"""Control that is not part of the corpus: dictionaries with questions in the probe's own wording."""
+"""Control source outside the corpus: dictionaries with questions in the probe's own wording."""
 PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
 _BATCH_DOCUMENTS = 1000
@@ -45,24 +45,23 @@ _EMBEDDED: dict[str, Callable[[], Iterable[str]]] = {
 log = logging.getLogger(__name__)
 
 Place = list[int] | Record | None
-"""JSON value that says where to resume reading: files that are read and documents of the next one, or the state of a
-stream."""
+"""Place to resume reading, as JSON: [files fully read, documents read of the next one], or the state of a stream."""
 SourcePlace = tuple[int, Place]
-"""Number of a source, and where to resume in it."""
+"""Number of a source, and the place to resume in it."""
 
 
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
-    """Read the texts of a local source, in the order of its sorted files. Raises ValueError naming what is wrong.
+    """Read the texts of a local source, in the order of its sorted files. Raises ValueError naming the problem.
 
-    Without a ``text_column``, here and below, records are conversations, and a text is one of them as JSON.
+    If ``text_column`` is None, here and below, records are conversations, and a text is one conversation as JSON.
     """
     return _local_documents(source, text_column, None)[0]
 
 
 def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
-    """Read the first ``n`` texts of a source; ``tiny`` is the part of the embedded corpus that nothing is trained on.
+    """Read the first ``n`` texts of a source; ``tiny`` is the held-out split of the embedded corpus.
 
-    Raises ValueError as `read_documents` does, and where there is no text in them.
+    Raises ValueError as `read_documents` does, and if all of them are blank.
     """
     texts = list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
     if n and not any(text.strip() for text in texts):
@@ -73,9 +72,9 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 def document_batches(
     sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace = (0, None)
 ) -> Iterator[tuple[list[str], SourcePlace]]:
-    """Read the texts of sources in batches, each with the place behind it, from ``place`` on.
+    """Read the texts of sources in batches, starting at ``place``; yield each batch with the place after it.
 
-    Files that were read to their end are not opened again. Raises ValueError naming what is wrong.
+    Files that were read to the end are not opened again. Raises ValueError naming the problem.
     """
     first, inside = place
     for number, source in enumerate(sources[first:], first):
@@ -92,7 +91,7 @@ def document_batches(
 
 
 def source_files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted. Raises ValueError when there are none."""
+    """Return the files of a local source, sorted. Raises ValueError if there are none."""
     path = Path(source).expanduser()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     found = [p for p in files if p.name.endswith(SUFFIXES)]
@@ -108,7 +107,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def source_fingerprint(source: str) -> str:
-    """Hash a source: texts of the embedded corpus, revision of a hub data set, or names, sizes and times of files."""
+    """Hash a source: texts of the embedded corpus, revision of a hub dataset, or names, sizes and times of files."""
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
     if not source.startswith(HUB):
@@ -116,7 +115,7 @@ def source_fingerprint(source: str) -> str:
     folder = _hub_repo(source)
     if not folder.is_dir():
         return hash_of([source, _hub_revision(source)])
-    names = sorted(glob("**", root_dir=folder, recursive=True))  # but hidden ones
+    names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
     return hash_of([source, _stats(path for name in names if (path := folder / name).is_file())])
 
 
@@ -125,12 +124,12 @@ def _stats(files: Iterable[Path]) -> list[object]:
 
 
 def is_embedded(source: str) -> bool:
-    """Tell whether a source is a part of the embedded corpus."""
+    """Check whether a source is part of the embedded corpus."""
     return source.split(":")[0] == "tiny"
 
 
 def text_of(record: object, text_column: str | None, place: str) -> str:
-    """Return the text of a record; "" where it is null. Raises ValueError, naming the columns, where there is none."""
+    """Return the text of a record, "" if it is null. Raises ValueError, naming the columns, if it has no text."""
     if text_column is None:
         return conversation_of(record, place)
     columns: Record = record if isinstance(record, dict) else {}
@@ -147,7 +146,7 @@ def text_of(record: object, text_column: str | None, place: str) -> str:
 
 
 def _local_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Return a source's texts, and a function that returns the place behind the last one that was read."""
+    """Return a source's texts, and a function that returns the place after the last text read."""
     if is_embedded(source):
         if text_column is None:
             raise no_conversations(source)
@@ -170,7 +169,7 @@ def _local_documents(source: str, text_column: str | None, place: Place) -> tupl
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
-    """Read the texts of a file. Raises ValueError where it is not what its name says, or ends early."""
+    """Read the texts of a file. Raises ValueError if its content does not match its suffix or is truncated."""
     from pyarrow import ArrowException
 
     try:
@@ -187,9 +186,9 @@ def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
 
 
 def _read_txt(path: Path) -> Iterator[str]:
-    """Read one document, or several between lines that hold ``<|endoftext|>``.
+    """Read one document, or several separated by lines ``<|endoftext|>``.
 
-    A document of more than a million characters is cut at a line's end, so that no file is held in memory.
+    A document of more than a million characters is split at a line end, so that no file is held in memory.
     """
     lines: list[str] = []
     characters = 0
@@ -206,7 +205,7 @@ def _read_txt(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
-    """Read line by line; the reader of `datasets` would fill in missing keys and could not name a bad line."""
+    """Read line by line, because the reader of `datasets` would fill in missing keys and could not name a bad line."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -229,7 +228,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
 
 
 def no_conversations(place: str) -> ValueError:
-    """Return the error for plain text where conversations are expected."""
+    """Make the error for plain text where conversations are expected."""
     return ValueError(
         f"{place} is plain text and holds no conversations; pass .jsonl or .parquet files whose records have "
         "`messages`, or `prompt` and `completion` (for the post stage: with --post.data.sources)."
@@ -240,7 +239,7 @@ def no_conversations(place: str) -> ValueError:
 
 
 def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Stream a data set ``hf:repo:config:split``; config and split may be left out. Raises ValueError."""
+    """Stream a dataset ``hf:repo:config:split``; config and split are optional. Raises ValueError if unreadable."""
     from datasets import load_dataset
 
     config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
@@ -264,7 +263,7 @@ def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[
 
 
 def _hub_revision(source: str) -> str | None:
-    """Return the commit of a hub data set, which pins it for a resumed preparation; None for a local folder."""
+    """Return the commit of a hub dataset, so that a resumed preparation reads the same; None for a local folder."""
     from huggingface_hub import dataset_info
 
     if _hub_repo(source).is_dir():
@@ -282,7 +281,7 @@ def _hub_repo(source: str) -> Path:
 
 @contextmanager
 def _reachable(source: str) -> Iterator[None]:
-    """Turn any error of the hub's libraries into one line."""
+    """Turn any error of the hub libraries into a one-line ValueError."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Token folders: tokenized text in memory-mapped shards, under a header that says what made them (docs/data.md)."""
+"""Token folders: tokenized text in memory-mapped shards, with a header that records their origin (docs/data.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SHARD_TOKENS, CACHE_SHARD_TOKENS = 2**30, 2**24
 
 Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
-"""Function that reads texts in batches from a place on, each with the place behind it."""
+"""Function that reads texts in batches, starting at a place; it yields each batch with the place after it."""
 
 
 @dataclass
@@ -96,12 +96,12 @@ class TokenHeader(FolderHeader):
 
 
 def is_token_folder(source: str | Path) -> bool:
-    """Tell whether ``source`` is a token folder. Raises ValueError for an unfinished one."""
+    """Check whether ``source`` is a token folder. Raises ValueError for an unfinished one."""
     return TokenHeader.is_in(Path(source).expanduser())
 
 
 def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Memory-map the tokens of a folder. Raises ValueError for another tokenizer's, and where bytes are missing."""
+    """Memory-map the tokens of a folder. Raises ValueError if another tokenizer made them or bytes are missing."""
     folder = Path(folder).expanduser()
     header = TokenHeader.open(folder)
     check_tokenizer({folder: header}, tokenizer)
@@ -134,9 +134,9 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
 def cached_tokens(
     source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None, hub_tokens: int | None
 ) -> Tokens:
-    """Memory-map the tokens of a source from the cache, after tokenizing it if they are not there.
+    """Memory-map the tokens of a source from the cache; tokenize it first if they are not there.
 
-    Safe when several processes begin together: one writes, the others wait.
+    Several processes may call this at once: one writes, the others wait.
     """
     limit = hub_tokens if source.startswith(HUB) else None
     how = template_hash(tokenizer) if text_column is None else text_column
@@ -148,7 +148,7 @@ def cached_tokens(
             try:
                 options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": CACHE_SHARD_TOKENS}
                 write_tokens(folder, [source], tokenizer, **options)
-            except ValueError:  # a local file changes before it can be read, and is another source then
+            except ValueError:  # a local file must change to become readable, and then has another folder
                 if limit is None or not TokenHeader.file(folder, partial=True).exists():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -166,12 +166,12 @@ def write_tokens(
     shard_tokens: int = SHARD_TOKENS,
     made_by: tuple[str, Reader] | None = None,
 ) -> TokenHeader:
-    """Tokenize sources, one after the other, into a folder; only one process may.
+    """Tokenize sources, in order, into a folder; only one process may call this.
 
-    Without a ``text_column``, records are conversations. A shard ends with the batch of documents in which it reaches
-    ``shard_tokens``. With ``max_tokens``, documents are taken as long as they fit. A finished folder is left alone; an
-    unfinished one is resumed after its last complete shard, with the same bytes as in one go. ``made_by`` is the
-    fingerprint and the reader of a single source that is made, not read.
+    If ``text_column`` is None, records are conversations. A shard ends with the batch of documents in which it reaches
+    ``shard_tokens``. With ``max_tokens``, documents are added as long as they fit. A finished folder stays unchanged;
+    an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. ``made_by``
+    is the fingerprint and the reader of a single source that is generated, not read.
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
@@ -206,7 +206,7 @@ def write_tokens(
 
 
 class _Writer:
-    """Appends documents to the shards of a folder. ``header`` counts them; ``place`` is where to read on."""
+    """Writer that appends documents to the shards of a folder. ``header`` counts them; reading resumes at ``place``."""
 
     def __init__(self, folder: Path, header: TokenHeader) -> None:
         self.folder, self.header = folder, header
@@ -220,7 +220,7 @@ class _Writer:
             log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
 
     def add(self, documents: Shard, place: SourcePlace) -> int:
-        """Append a batch that ends at ``place``, as far as ``max_tokens`` allows; return the number of its tokens."""
+        """Append a batch that ends at ``place``, up to ``max_tokens``; return the number of tokens appended."""
         header = self.header
         if header.max_tokens is not None:
             documents = self._fitting(documents, header.max_tokens - header.tokens)
@@ -264,7 +264,7 @@ class _Writer:
         self._files = []
 
     def finish(self) -> TokenHeader:
-        """Write the header. Raises ValueError when a source that was read held no text."""
+        """Write the header. Raises ValueError if a source that was read held no text."""
         read = self.header.sources
         if self.full:
             read = read[: 1 + max(n for n, source in enumerate(read) if source["tokens"])]

@@ -1,6 +1,6 @@
-"""Headers of token and logit folders: a JSON file that says what the binary files beside it hold.
+"""Headers of token and logit folders: a JSON file that describes the binary files next to it.
 
-It is written last: a folder without it is not finished. A partial one lists what a stopped command had finished.
+It is written last: a folder without it is unfinished. A partial header lists what an interrupted command had finished.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Header = TypeVar("Header", bound="FolderHeader")
 
 @dataclass
 class FolderHeader:
-    """Common part of both headers. Fields of a subclass are the entries of its file."""
+    """Common part of both headers. The fields of a subclass are the entries of its file."""
 
     FORMAT: ClassVar[str]
     CONTENT: ClassVar[str]
-    """Noun for error messages, and stem of the header's file."""
+    """Noun for error messages, and stem of the header's file name."""
     REMAKE: ClassVar[str]
     """Instruction that ends an error about a damaged folder."""
     FILES: ClassVar[tuple[str, ...]]
-    """Beginnings of the names of the other files."""
+    """Prefixes of the names of the other files."""
     RESULTS: ClassVar[tuple[str, ...]]
-    """Fields that do not decide what the files hold."""
+    """Fields that do not affect the content of the files."""
 
     format: str
 
     @classmethod
     def file(cls, folder: Path, partial: bool = False) -> Path:
-        """Return the path of the header, or of that of an unfinished folder."""
+        """Return the path of the header, or of the header of an unfinished folder if ``partial``."""
         return folder / f"{cls.CONTENT}{'.partial' * partial}.json"
 
     @classmethod
@@ -46,7 +46,7 @@ class FolderHeader:
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """Tell whether a folder is finished. Raises ValueError for an unfinished one."""
+        """Check whether a folder has a header. Raises ValueError for an unfinished folder."""
         if cls.file(folder).is_file():
             return True
         if cls.file(folder, partial=True).is_file():
@@ -55,16 +55,16 @@ class FolderHeader:
 
     @classmethod
     def open(cls: type[Header], folder: Path) -> Header:
-        """Read the header of a finished folder. Raises ValueError for any other, and where bytes are missing."""
+        """Read the header of a finished folder. Raises ValueError for any other folder, and if bytes are missing."""
         cls.is_in(folder)
         header = cls.load(cls.file(folder))
         header.check_files(folder)
         return header
 
     def begun(self: Header, folder: Path) -> Header | None:
-        """Return the header that is in a folder, finished or not; None for a new one.
+        """Return the header of a finished or unfinished folder; None for a new folder.
 
-        Raises ValueError for a folder that holds something else: other work, or files of other kinds.
+        Raises ValueError for a folder that holds something else: other work, or other kinds of files.
         """
         for partial in (False, True):
             if (path := self.file(folder, partial)).exists():
@@ -82,16 +82,16 @@ class FolderHeader:
         return None
 
     def finish(self, folder: Path) -> None:
-        """Write the header: the folder is complete."""
+        """Write the header, which marks the folder as complete."""
         self.save(self.file(folder))
         self.file(folder, partial=True).unlink(missing_ok=True)
 
     def save(self, path: Path, **more: object) -> None:
-        """Write the header, whole or not at all."""
+        """Write the header atomically."""
         write_json(path, {**asdict(self), **more})
 
     def identity(self) -> dict[str, object]:
-        """Return everything that decides what the files hold."""
+        """Return all fields that determine the content of the files."""
         return {name: value for name, value in asdict(self).items() if name not in self.RESULTS}
 
     def sizes(self, folder: Path) -> dict[Path, int]:

@@ -1,8 +1,8 @@
-"""Cached top-k logits: the teacher's likeliest next tokens on disk, in shards under a header.
+"""Cached top-k logits: the teacher's likeliest next tokens on disk, in shards with a header.
 
-A shard is an array of rows, each one record (`record_dtype`), in ascending order of the rows' numbers; ``rows.bin``
-holds those numbers. A shard appears complete or not at all and the header is written last: a writer that was stopped
-resumes with the missing shards, and several may write side by side. docs/data.md describes the format.
+A shard is an array of rows, one record each (`record_dtype`), in ascending order of row number; ``rows.bin`` holds the
+numbers. Shards are written atomically and the header last, so an interrupted writer resumes with the missing shards,
+and several processes can write in parallel. docs/data.md describes the format.
 
 Shapes: B rows, L tokens of a row, K stored tokens.
 """
@@ -36,7 +36,7 @@ class LogitHeader(FolderHeader):
     RESULTS = ("teacher", "created", "measured")
 
     teacher: str
-    """Name or path when the folder was made; the fingerprint is compared where the weights are at hand."""
+    """Name or path when the folder was made; the fingerprint is compared if the weights are loaded."""
     teacher_fingerprint: str
     dtype: str
     """Type of the teacher's weights."""
@@ -44,31 +44,31 @@ class LogitHeader(FolderHeader):
     """Precision of the forward pass: ``fp32`` or ``bf16``."""
     tokenizer_fingerprint: str
     vocabulary_size: int
-    """Real tokens, over which the probabilities sum to 1."""
+    """Number of real tokens, over which the probabilities sum to 1."""
     temperature: float
     top_k: int
     seq_len: int
     text_fingerprint: str
     """Hash of the tokens that rows are cut from (`PackedRows`)."""
     order: str
-    """Fingerprint of the rows in their order."""
+    """Fingerprint of the rows and their order."""
     places: int
-    """Number of first places of that order whose rows are here."""
+    """Number of places, from the first of that order, whose rows are stored."""
     rows: int
-    """Number of different rows among them."""
+    """Number of distinct rows at these places."""
     shard_rows: int
     created: str = ""
     measured: dict[str, float] = field(default_factory=dict)
-    """Share of the teacher's probability that some stored rows hold."""
+    """Share of the teacher's probability that the stored tokens cover, measured on some rows."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides what the shards hold."""
+        """Hash of all fields that determine the content of the shards."""
         return hash_of(self.identity())
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes on disk of each token of a row."""
+        """Bytes on disk per token of a row."""
         return record_dtype(self).itemsize / self.seq_len
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class LogitHeader(FolderHeader):
         return f"{self.rows:,} rows x {self.seq_len:,} tokens x {self.bytes_per_token:.0f} bytes = {size:,.3f} GB"
 
     def shards(self, folder: Path) -> list[tuple[Path, int]]:
-        """Return the file of each shard and the number of its rows."""
+        """Return the file of each shard and its number of rows."""
         n_rows = [min(self.shard_rows, self.rows - first) for first in range(0, self.rows, self.shard_rows)]
         return [(folder / f"logits-{number:05d}.bin", n) for number, n in enumerate(n_rows)]
 
@@ -91,10 +91,10 @@ class LogitHeader(FolderHeader):
 
 
 def record_dtype(header: LogitHeader) -> np.dtype:
-    """Return the type of one row on disk: 4 bytes a stored token, 2 for the tail, 2 for every further 65,536 words.
+    """Return the type of one row on disk: 4 bytes per stored token, 2 for the tail, 2 per further 65,536 token ids.
 
-    ids: the lower 16 bits, of ids in ascending order; log_probs: of these; log_tail: of all other tokens together;
-    splits: how many of the ids are below 65,536, below twice that, and so on, which is their upper bits.
+    ids: lower 16 bits of the token ids, which ascend; log_probs: their log-probabilities; log_tail: that of all other
+    tokens together; splits: number of ids below 65,536, below twice that, and so on, which gives the upper bits.
     """
     length, k, n_splits = header.seq_len, header.top_k, (header.vocabulary_size - 1) // _HALF
     return np.dtype(
@@ -110,7 +110,7 @@ def record_dtype(header: LogitHeader) -> np.dtype:
 def pack(
     ids_BLK: Tensor, log_probs_BLK: Tensor, log_tail_BL: Tensor, mask_BL: Tensor, header: LogitHeader
 ) -> np.ndarray:
-    """Return records of rows, [B]; padding becomes zeros and no tail, whatever the teacher predicts there."""
+    """Return records of rows, [B]; masked tokens get zeros and no tail, whatever the teacher predicts there."""
     ids_BLK, order_BLK = ids_BLK.masked_fill(~mask_BL[..., None], 0).sort(dim=-1)
     log_probs_BLK = log_probs_BLK.gather(-1, order_BLK).masked_fill(~mask_BL[..., None], 0.0)
     ids = ids_BLK.cpu().numpy()
@@ -124,9 +124,9 @@ def pack(
 
 
 def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (ids_BLK in ascending order, log_probs_BLK in float32), the latter such that with the tail they sum to 1.
+    """Return (ids_BLK in ascending order, log_probs_BLK in float32); with the tail, the probabilities sum to 1.
 
-    The tail's own rounding is relative to it; as the remainder of rounded probabilities, it would drown in theirs.
+    The stored tail has a small relative error; the remainder of the rounded probabilities would be all rounding error.
     """
     n_stored = records["ids"].shape[-1]
     is_above = np.arange(n_stored)[:, None] >= records["splits"][..., None, :]
@@ -138,13 +138,13 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def open_logits(folder: str | Path) -> LogitFolder:
-    """Open a finished folder. Raises ValueError for one without logits, unfinished, or with a truncated file."""
+    """Open a finished folder. Raises ValueError if it has no logits, is unfinished, or has a truncated file."""
     folder = Path(folder).expanduser()
     return LogitFolder(folder, LogitHeader.open(folder))
 
 
 class LogitFolder:
-    """Logits to read: memory-mapped shards, and the numbers of their rows."""
+    """Stored logits: memory-mapped shards, and the numbers of their rows."""
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
         self.folder, self.header = folder, header
@@ -152,7 +152,7 @@ class LogitFolder:
         self._shards = [np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)]
 
     def read(self, row_ids: np.ndarray) -> np.ndarray:
-        """Return the records of rows by number, all of which must be here."""
+        """Return the records of rows by number; all of the rows must be stored."""
         places = np.searchsorted(self.row_ids, row_ids)
         assert (self.row_ids[places] == row_ids).all(), "rows that `check` would have refused"
         located = (divmod(int(place), self.header.shard_rows) for place in places)
@@ -170,7 +170,7 @@ class LogitFolder:
     ) -> None:
         """Raise ValueError unless these are a teacher's logits of the first ``places`` rows of ``rows``.
 
-        ``teacher`` is its `teacher.fingerprint`, or its name where the weights are not at hand.
+        ``teacher`` is its `teacher.fingerprint`, or its name if the weights are not loaded.
         """
         header = self.header
         known = teacher in (header.teacher, header.teacher_fingerprint)
@@ -182,7 +182,7 @@ class LogitFolder:
             "text of data.sources": (header.text_fingerprint, rows.text_fingerprint),
             "temperature": (header.temperature, temperature),
         }
-        if header.rows != rows.n_rows:  # a part of the rows serves one order only
+        if header.rows != rows.n_rows:  # a part of the rows fits one order only
             compared["order of data.seed and data.weights"] = (header.order, rows.fingerprint)
             if places > header.places:
                 compared["number of rows (steps x batch_size)"] = (header.places, places)
@@ -202,14 +202,14 @@ class CachedLogitsDataset:
         self.fingerprint = hash_of([self.rows.fingerprint, logits.header.fingerprint])
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> TaughtBatch:
-        """Read a process's share of a step, as `PackedRows.batch`."""
+        """Read a process's share of a step, as `PackedRows.batch` does."""
         row_ids = self.rows.step_row_ids(step, batch_size, rank, world)
         ids_BLK, log_probs_BLK = unpack(self.logits.read(row_ids))
         return {**self.rows.read(row_ids), "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
 
 
 def row_ids_of(rows: PackedRows, places: int) -> np.ndarray:
-    """Return the different rows among the first ``places``, ascending."""
+    """Return the numbers of the distinct rows at the first ``places``, ascending."""
     if rows.is_plain_epoch and places >= rows.n_rows:
         return np.arange(rows.n_rows, dtype="<i8")
     return np.unique(rows.row_ids(0, places)).astype("<i8")

@@ -1,4 +1,4 @@
-"""Rows of tokenized sources in a seeded order, which any process reads at any step.
+"""Rows of tokenized sources in a seeded order; any process can read any step.
 
 Shapes: B rows, L tokens of a row, K stored tokens.
 """
@@ -29,38 +29,38 @@ class _Batch(TypedDict):
     input_ids: Tensor
     """[B, L] int64."""
     seq_idx: Tensor
-    """[B, L] int64: which document of its row a token belongs to, from 0, never decreasing."""
+    """[B, L] int64: index of a token's document within its row, from 0, never decreasing."""
     mask: Tensor
-    """[B, L] bool: whether the loss counts the prediction made here. False at padding, which only the last row of a
-    source has, and in conversations where the next token is not the assistant's."""
+    """[B, L] bool: True if the loss counts the prediction made at this token. False at padding, which only the last row
+    of a source has, and in conversations if the next token is not the assistant's."""
 
 
 class Batch(_Batch, total=False):
     """Rows of one optimizer step, or a part of them."""
 
     lengths: Tensor
-    """[B, documents of a row at most] int64: their tokens, 0 behind a row's last."""
+    """[B, maximum documents in a row] int64: number of tokens in each document, 0 after a row's last document."""
 
 
 class TaughtBatch(Batch):
     """Batch with the teacher's cached top-k logits (`CachedLogitsDataset`)."""
 
     teacher_ids_BLK: Tensor
-    """int64: the teacher's K likeliest next tokens, ascending."""
+    """int64: ids of the teacher's K likeliest next tokens, ascending."""
     teacher_log_probs_BLK: Tensor
-    """float32."""
+    """float32: their log-probabilities."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 def pick_rows(batch: AnyBatch, rows: slice | list[int]) -> AnyBatch:
-    """Return some rows of a batch, with all of its entries."""
+    """Select some rows from all entries of a batch."""
     return _changed(batch, lambda tensor: tensor[rows])
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """Copy a batch to a device, if it is not there."""
+    """Copy a batch to a device, if it is not there yet."""
     return _changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -69,9 +69,9 @@ def _changed(batch: AnyBatch, change: Callable[[Tensor], Tensor]) -> AnyBatch:
 
 
 def cu_seqlens(batch: Batch) -> Tensor | None:
-    """Return the documents' borders in all rows laid end to end, as FlashAttention takes them; None without `lengths`.
+    """Return the cumulative document lengths over all rows, end to end, for FlashAttention; None without `lengths`.
 
-    Rows with fewer documents repeat a border. The host waits for nothing.
+    Rows with fewer documents repeat a value. There is no host-device sync.
     """
     lengths = batch.get("lengths")
     return None if lengths is None else F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
@@ -89,11 +89,11 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class _Steps(Dataset[Batch]):
-    """A process's batches, by step."""
+    """Batches of one process, by step."""
 
     rows: Rows
     share: tuple[int, int, int]
-    """Rows of a step over all processes, this process and their number."""
+    """Rows of a step over all processes, rank, and world size."""
 
     def __getitem__(self, step: int) -> Batch:
         return self.rows.batch(step, *self.share)
@@ -102,9 +102,9 @@ class _Steps(Dataset[Batch]):
 def read_ahead(
     rows: Rows, steps: range, batch_size: int, rank: int = 0, world: int = 1, *, workers: int, pinned: bool
 ) -> Generator[Batch, None, None]:
-    """Yield a process's batches of some steps, in order, made ahead by other processes if there are ``workers``.
+    """Yield a process's batches of some steps, in order; ``workers`` processes, if any, prepare them ahead.
 
-    Workers block signals: one that a launcher sends to all of a job's processes is for the loop, which ends them.
+    Workers block signals: a signal that a launcher sends to all processes of a job is for the loop, which ends them.
     """
     made = _Steps(rows, (batch_size, rank, world))
     if not workers:
@@ -123,7 +123,7 @@ def read_ahead(
     batches: Any = iter(loader)
     try:
         yield from batches
-    finally:  # not when it is collected: an error holds on to it, and Python does not exit before its workers
+    finally:  # not left to garbage collection: an error keeps a reference, and Python waits for workers at exit
         batches._shutdown_workers()
 
 
@@ -132,11 +132,11 @@ def _block_signals(worker: int) -> None:
 
 
 class PackedRows:
-    """Rows of tokenized sources: every ``seq_len`` tokens of a source are one, whatever documents they hold.
+    """Rows of tokenized sources: every ``seq_len`` tokens of a source form a row, across document boundaries.
 
-    An epoch holds each source whole, once. With ``weights`` it has the same number of rows, shared out by
-    weight; a source then goes on in the next epoch where it stopped in this one. Rows are equally long, so
-    shares of rows are shares of tokens, but for the padding of a source's last row.
+    An epoch contains each source once in full. With ``weights`` it has the same number of rows, divided by weight; each
+    source then continues in the next epoch where it stopped in this one. Rows are equally long, so shares of rows are
+    shares of tokens, except for the padding of a source's last row.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class PackedRows:
         self.rows_per_epoch = sum(self._shares)
         self._ends, self._row_ends = np.cumsum(self._shares), np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
-        """True if an epoch holds every row once."""
+        """True if an epoch contains every row once."""
         prints = [tokens.fingerprint for tokens in self.sources]
         self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
         self.text_fingerprint = hash_of(prints)
-        """Hash of the tokens alone, whatever the length and the order of rows."""
+        """Hash of the tokens only, independent of the length and order of rows."""
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
-        """Return rows ``step * batch_size ...`` of the endless row of epochs; each process takes an equal part.
+        """Return rows ``step * batch_size ...`` of the endless sequence of epochs; each process gets an equal part.
 
-        Raises ValueError for a ``batch_size`` that ``world`` does not divide.
+        Raises ValueError if ``world`` does not divide ``batch_size``.
         """
         return self.read(self.step_row_ids(step, batch_size, rank, world))
 
@@ -172,9 +172,9 @@ class PackedRows:
         return self.row_ids(step * batch_size + rank * share, share)
 
     def row_ids(self, first: int, n: int) -> np.ndarray:
-        """Return which rows come at places ``first ... first + n - 1``, [n] int64, numbered over all sources.
+        """Return the numbers, over all sources, of the rows at places ``first ... first + n - 1``, [n] int64.
 
-        A row's number depends on the sources and ``seq_len`` alone, not on seed or weights.
+        A row's number depends only on the sources and ``seq_len``, not on seed or weights.
         """
         return np.array([self._row_id(place) for place in range(first, first + n)], dtype=np.int64)
 
@@ -203,11 +203,11 @@ class PackedRows:
 
 
 def shuffled(place: int, n: int, *key: int) -> int:
-    """Return the index of ``place`` in a seeded permutation of 0 ... n - 1; every ``key`` is another permutation.
+    """Return the index of ``place`` under a seeded permutation of 0 ... n - 1; each ``key`` gives another permutation.
 
-    A Feistel network permutes the numbers below a power of four, and a number above n - 1 goes through it again until
-    it is below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). There is no table: any place
-    of any epoch costs the same microseconds and no memory, however long the data.
+    A Feistel network permutes the numbers below a power of four; a result above n - 1 goes through it again until it is
+    below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). There is no table: any place of any epoch
+    takes the same few microseconds and no memory, however long the data.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

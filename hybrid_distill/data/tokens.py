@@ -1,4 +1,4 @@
-"""Texts as tokens: every document closed by the end-of-sequence token, and rows read from any position.
+"""Tokenized texts: each document ends with the end-of-sequence token, and rows can be read from any position.
 
 L: tokens of a row.
 """
@@ -22,19 +22,19 @@ _SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_
 
 
 class Shard(NamedTuple):
-    """Complete documents, one after the other."""
+    """Complete documents, back to back."""
 
     ids: np.ndarray
     """[tokens] unsigned integers."""
     starts: np.ndarray
-    """[documents] int64: where each document begins; 0 first."""
+    """[documents] int64: position of each document's first token; 0 first."""
     learned: np.ndarray | None = None
-    """[tokens] bool, for conversations: whether the next token is the assistant's. None where every token counts."""
+    """[tokens] bool, for conversations: True if the next token is the assistant's. None if every token counts."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One tokenized source. Its shards follow one another without a gap: rows run across their ends."""
+    """One tokenized source. Its shards form one sequence without gaps: rows can cross shard boundaries."""
 
     shards: tuple[Shard, ...]
     pad_id: int
@@ -76,7 +76,7 @@ class Tokens:
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:
     """Tokenize the documents that are not blank, each closed by the tokenizer's EOS token.
 
-    With ``chat`` they are conversations (`encode_conversation`).
+    With ``chat``, they are conversations (`encode_conversation`).
     """
     written, learned = [text for text in texts if text.strip()], None
     if chat:
@@ -92,7 +92,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.d
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that closes a document. Raises ValueError when the tokenizer has none."""
+    """Return the id of the token that closes a document. Raises ValueError if the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise ValueError(f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token.")
@@ -100,7 +100,7 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return one more than the highest id; ``len(tokenizer)`` is less where ids have gaps."""
+    """Return the highest token id plus one; ``len(tokenizer)`` is less if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -112,9 +112,9 @@ def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False) -> str:
     """Hash everything that decides how the tokenizer splits a text and closes a document.
 
-    The class, padding and decoding do not count: versions of transformers differ in them for the same tokenizer.
-    With ``chat``, neither do the tokens around a text, which the template sets: a base model and its instruct model
-    may then have the same.
+    Ignores class, padding and decoding, in which versions of transformers differ for the same tokenizer. With ``chat``,
+    also ignores the tokens around a text, which the template sets: a base model and its instruct model may then have
+    the same fingerprint.
     """
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         parts = json.loads(backend.to_str())
@@ -125,8 +125,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, naming both, unless every id is the same token: logits and prompts of one mean nothing to the
-    other otherwise."""
+    """Raise ValueError, naming both, unless every id is the same token in both: otherwise logits and prompts of one
+    have no meaning for the other."""
     ours, theirs = own.get_vocab(), other.get_vocab()
     if ours != theirs:
         odd = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))

@@ -1,4 +1,4 @@
-"""Measure a student and its teacher: retrieval, knowledge, perplexity, cache bytes."""
+"""Evaluation of a student and its teacher: retrieval, knowledge, perplexity, cache bytes."""
 
 from .evaluate import EvalResult, evaluate
 

@@ -1,4 +1,4 @@
-"""Measure a model, teacher or student: retrieval, knowledge, plain text, agreement with the teacher, memory."""
+"""Evaluation of a teacher or student: retrieval, knowledge, plain text, agreement with the teacher, memory."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ..teacher import ablate_heads, attention_sites, eval_mode, text_config
 FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
 FEW, FEW_A_LAYER = 24, 8
-"""Examples and texts of each kind that a student without recurrent heads is measured on."""
+"""Number of examples and texts of each kind for a student with zeroed recurrent heads: in all layers, in one layer."""
 BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
 FIGURES = ("kv_choice", "kv_generation", "knowledge", "perplexity", "top1_agreement", "kl_to_teacher")
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Measurements of one model; None where not measured.
+    """Measurements of one model; None if not measured.
 
-    Accuracies are shares, 0 to 1. ``perplexity`` is per predicted token of the held-out texts. Over the same
-    tokens, ``top1_agreement`` is the share with the same most likely token in model and teacher, and
-    ``kl_to_teacher`` the mean KL(teacher || model) in nats. ``cache_bytes`` is for one sequence in bfloat16,
-    states in float32, by number of tokens; ``conv_state_bytes`` comes on top and does not grow.
-    ``recurrent_heads_zeroed`` is that of `without_recurrence`.
+    Accuracies are fractions from 0 to 1. ``perplexity`` is per predicted token of the held-out texts. Over the same
+    tokens, ``top1_agreement`` is the fraction where model and teacher have the same most likely token, and
+    ``kl_to_teacher`` is the mean KL(teacher || model) in nats. ``cache_bytes`` is the size for one sequence by number
+    of tokens, in bfloat16 with states in float32; ``conv_state_bytes`` is extra and does not grow.
+    ``recurrent_heads_zeroed`` is the result of `without_recurrence`.
     """
 
     kv_choice: dict[int, float]
@@ -66,12 +66,12 @@ class EvalResult:
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
     def figures(self) -> dict[str, float]:
-        """Return every measured number by a name of its own: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
+        """Return every measured number under a separate name: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
         return _flat(vars(self), *FIGURES, "conv_state_bytes", "cache_bytes")
 
     @classmethod
     def from_dict(cls, record: Record) -> EvalResult:
-        """Make a result of `to_dict`'s values. Raises ValueError for anything else."""
+        """Rebuild a result from the output of `to_dict`. Raises ValueError for anything else."""
         with refused("this is not an evaluation", "write one with EvalResult.save"):
             fields = dict(record)
             if (found := fields.pop("format")) != FORMAT:
@@ -81,7 +81,7 @@ class EvalResult:
             return cls(**fields)
 
     def save(self, path: str | Path) -> None:
-        """Write the result as JSON, whole or not at all."""
+        """Write the result as JSON, atomically."""
         write_json(Path(path), self.to_dict())
 
     @classmethod
@@ -111,10 +111,9 @@ def evaluate(
 ) -> EvalResult:
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
-    KV retrieval is measured by choice and by generation for every dictionary size, on prompts that follow
-    from ``seed`` (pass another than for scoring heads) and ``keys`` (default: common nouns), in a ``form`` of
-    `in_form`; questions of ``knowledge`` are asked as they are.
-    ``held_out_texts`` are cut at ``max_text_tokens``, each on its own.
+    KV retrieval is measured by choice and by generation for every dictionary size. ``seed`` (use another than for
+    scoring heads) and ``keys`` (default: common nouns) determine the prompts, ``form`` their format (`in_form`).
+    Questions of ``knowledge`` are asked unchanged. Each of the ``held_out_texts`` is cut at ``max_text_tokens``.
     """
     probes = {n: KVRetrieval(n, seed, NOUNS if keys is None else tuple(keys)) for n in n_pairs}
     asked = Asked(
@@ -140,7 +139,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions and texts that a model is measured on, and the teacher that it is compared with."""
+    """Questions and texts for measuring a model, and the teacher to compare it with."""
 
     tokenizer: PreTrainedTokenizerBase
     teacher: PreTrainedModel | None
@@ -154,7 +153,7 @@ class Asked:
     by_generation: bool = True
 
     def first(self, n: int) -> Asked:
-        """Return the first ``n`` of each kind."""
+        """Return the first ``n`` questions and texts of each kind."""
         examples = {size: every[:n] for size, every in self.examples.items()}
         return replace(self, examples=examples, questions=self.questions[:n], texts=self.texts[:n], progress=False)
 
@@ -180,10 +179,10 @@ def measure(model: PreTrainedModel, asked: Asked) -> Record:
 
 
 def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
-    """Measure what is left of a student's figures when its recurrent heads are zeroed: all of them, and those of one
-    layer at a time, on few examples. None for a model without recurrent heads.
+    """Measure a student with its recurrent heads zeroed, on few examples: all heads, then those of each single layer.
+    Return None for a model without recurrent heads.
 
-    ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if all stay the same. ``by_layer`` has
+    ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if none of them changes. ``by_layer`` has
     retrieval and perplexity, first of the whole student (``layer`` None).
     """
     config = text_config(model)
@@ -212,7 +211,7 @@ def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
 
 
 def _flat(fields: Record, *names: str) -> dict[str, float]:
-    """Return the fields with these names that were measured, those by size under a name for each."""
+    """Return the measured fields with these names; a field by size becomes one entry per size."""
     flat: dict[str, float] = {}
     for name in names:
         flat |= {f"{name}_{n}": value for n, value in fields[name].items()} if name in BY_SIZE else {name: fields[name]}
@@ -220,7 +219,7 @@ def _flat(fields: Record, *names: str) -> dict[str, float]:
 
 
 def _is_same(name: str, whole: float, zeroed: float) -> bool:
-    """Tell whether a figure stays: a perplexity to 1 %, agreement to 1 point, accuracies to one example."""
+    """Check whether a figure stays the same: perplexity to 1 %, agreement to 1 point, accuracy to one example."""
     if name == "perplexity":
         return abs(zeroed / whole - 1) <= 0.01
     return abs(zeroed - whole) <= (0.01 if name == "top1_agreement" else 1.01 / FEW)
@@ -259,9 +258,9 @@ def compare_on_text(
 
 
 def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (same_BT, kl_BT): equal first choices, and KL(teacher || model) in nats, on the shared part of V.
+    """Return (same_BT, kl_BT): equal top tokens, and KL(teacher || model) in nats, on the shared part of V.
 
-    Goes row by row: what is between takes as much memory as the logits, several times.
+    Works row by row, because intermediate results take several times the memory of the logits.
     """
     n_shared = min(logits_BTV.shape[-1], teacher_BTV.shape[-1])
     same, kl = [], []

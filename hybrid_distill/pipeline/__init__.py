@@ -1,12 +1,12 @@
-"""One run, start to finish: score, plan, build, align, distill, evaluate, export.
+"""One run from start to finish: score, plan, build, align, distill, evaluate, export.
 
-Every step leaves its result in the run directory and is skipped when that is there, so that a run that was stopped
-anywhere resumes from there::
+Every step writes its result to the run directory and is skipped if the result exists, so an interrupted run resumes
+where it stopped::
 
     config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
     teacher/evaluation.json  evaluation.json  export/
 
-A run whose plan is made by restoration has ``aligned/`` besides, a run of its own that aligned every head.
+A run with a ``restoration`` plan also has ``aligned/``, a separate run that aligned every head.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ EVALUATION, TEACHER_EVALUATION = "evaluation.json", "teacher/evaluation.json"
 
 
 def run(config: RunConfig) -> Path:
-    """Take a run from its config to its export; returns the run directory. Resumes where it was stopped.
+    """Run all steps, from the config to the export; return the run directory. Resumes an interrupted run.
 
-    Raises ValueError for a config that cannot be run, InUse while another process writes to the folder, Interrupted
-    after saving on SIGINT or SIGTERM.
+    Raises ValueError for a config that cannot be run, InUse while another process writes to the folder, and Interrupted
+    on SIGINT, SIGTERM or SIGUSR1, after saving.
     """
     this = Run(config)
     with alone_in(this.out):
@@ -70,18 +70,18 @@ def run(config: RunConfig) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Ask the main process whether a result is there: it may be ahead of the others, which all do what it does."""
+    """Check on the main process whether a result exists. It may be ahead of the others, so all use its answer."""
     return agree_on(path.exists)
 
 
 class Run(RunInputs):
-    """A run directory and the steps that its config asks for."""
+    """Run directory and the steps that its config asks for."""
 
     def prepare(self) -> None:
-        """Make the directory, or check that it holds this run and no other; check processes and all input before
-        anything is written or spent. Results that are `outdated` are removed.
+        """Create the directory, or check that it holds this run. Check processes and all input before anything is
+        written or computed, then remove results that are `outdated`.
 
-        Raises ValueError naming the fields that differ, or what is wrong with the input.
+        Raises ValueError naming the fields that differ, or the problem with the input.
         """
         processes = connect().num_processes
         for stage in self.config.stage_configs:
@@ -91,7 +91,7 @@ class Run(RunInputs):
             check()
         if self.config.plan.selection != "all":
             for stage in self.config.stage_configs:
-                self.rows(stage)  # tokenizes local sources: they may be broken anywhere
+                self.rows(stage)  # tokenizes local sources, which may be broken anywhere
 
         def begin() -> None:
             for found in left:
@@ -104,7 +104,7 @@ class Run(RunInputs):
     # score
 
     def scores(self) -> HeadScores:
-        """Return head scores: of ``scoring.file`` or the run directory, else measured and written there."""
+        """Return head scores from ``scoring.file`` or the run directory; otherwise measure and write them there."""
         options, path = self.config.scoring, self.out / "scores.json"
         if options.file is not None:
             given = HeadScores.load(options.file)
@@ -116,7 +116,7 @@ class Run(RunInputs):
             on_main_process(lambda: given.save(path))
             return given
         if not is_there(path):
-            check_rows(self.teacher)  # `build_student` would refuse after hours of scoring
+            check_rows(self.teacher)  # otherwise `build_student` refuses after hours of scoring
             partial = self.out / "scores.partial.json"
             nn.Module.to(self.teacher, connect().device)
             scores = score_heads(  # all processes share the work
@@ -135,7 +135,7 @@ class Run(RunInputs):
     # plan
 
     def plan(self) -> HeadPlan:
-        """Return the plan of the run directory, or make the one that the config describes."""
+        """Return the plan in the run directory, or make the one that the config describes."""
         path = self.out / "plan.json"
         known = is_there(path)
         if known:
@@ -153,7 +153,7 @@ class Run(RunInputs):
         return self.out / f"restoration-{k}.json"
 
     def restoration_plan(self, k: int) -> HeadPlan:
-        """Return the ``k`` heads that bring most back to the aligned student without attention."""
+        """Return a plan of the ``k`` heads that recover most in the aligned student without attention."""
         HeadPlan.check_k(self.teacher, k)
         path = self.restoration_path(k)
         if not is_there(path):
@@ -170,7 +170,7 @@ class Run(RunInputs):
 
     @cached_property
     def aligned(self) -> Run:
-        """The run below this one that aligns every head, whatever heads are kept later; finished when asked for."""
+        """Run in ``aligned/`` that aligns every head, independent of the final plan; completed on first access."""
         stages = zip(self.config.stages, self.config.stage_configs)
         before = tuple(name for name, stage in stages if not stage.is_per_plan)
         config = dataclasses.replace(
@@ -188,12 +188,12 @@ class Run(RunInputs):
     # build
 
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student before its first stage. build.json lists where every tensor comes from."""
+        """Build the student for its first stage; build.json lists the source of every tensor."""
         options, data, calibration = self.config.student, self.config.data, None
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
-        # Where it is decides the last bits, and a resumed run must build the student that its checkpoints began from.
+        # The device changes the last bits, and a resumed run must rebuild the student its checkpoints started from.
         nn.Module.to(self.teacher, connect().device)
-        if aligned is None and options.init in CALIBRATED:  # on the run's first rows of text
+        if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
             calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
             student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
@@ -221,7 +221,7 @@ class Run(RunInputs):
         return student, report
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
-        """Build a student with the weights that a stage has left in its folder."""
+        """Build a student and load the weights of a finished stage."""
         student, _ = self._new_student(plan)
         load_stage(stage, student)
         return student
@@ -229,7 +229,7 @@ class Run(RunInputs):
     # align, distill
 
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student and take it through its stages; finished stages are loaded instead."""
+        """Build the student and train it stage by stage; finished stages are loaded instead."""
         student = self.build(plan)
         if plan.keeps_all:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
@@ -252,7 +252,7 @@ class Run(RunInputs):
         if config.cached_logits is not None:
             self._release_teacher(student)
         elif (teacher := self.stage_teacher(config)) is not self.teacher:
-            self.teacher.cpu()  # makes room; whoever needs it moves it back
+            self.teacher.cpu()  # frees GPU memory; later steps move it back
         return train_stage(
             make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
             rows,
@@ -275,7 +275,7 @@ class Run(RunInputs):
         return load(options)[0]
 
     def _release_teacher(self, student: HybridForCausalLM) -> None:
-        """Free the teacher's memory. It is loaded again when asked for; a given one stays its owner's, on the CPU."""
+        """Free the teacher's memory; it is loaded again on next use. A teacher given by the caller moves to the CPU."""
         unshare_weights(student)
         if self._given is not None:
             nn.Module.to(self._given[0], "cpu")
@@ -288,15 +288,15 @@ class Run(RunInputs):
         return TrackedRun(self.out, self.config.name, self.config.group, first_step, to_json(self.config))
 
     def last_stage(self) -> Path:
-        """Return the folder of the last finished stage. Raises ValueError when none is finished."""
+        """Return the folder of the last finished stage. Raises ValueError if none is finished."""
         finished = [f for f in sorted((self.out / "stages").glob("*-*")) if StageManifest.read(f)]
         if not finished:
             raise ValueError(f"{self.out} does not hold a finished stage; run it to its end first.")
         return finished[-1]
 
     def trained_student(self) -> tuple[HybridForCausalLM, HeadPlan]:
-        """Load the student of a finished run, from its last stage. Raises ValueError when no stage is finished, naming
-        the runs below this folder if there are any: a comparison is easily taken for one of its runs.
+        """Load the student of a finished run from its last stage. Raises ValueError if no stage is finished, naming any
+        runs inside this folder: a comparison is easily mistaken for one of its runs.
         """
         path = self.out / "plan.json"
         if not path.exists():
@@ -311,9 +311,9 @@ class Run(RunInputs):
     # evaluate
 
     def evaluate(self, student: HybridForCausalLM, *, again: bool = False) -> EvalResult:
-        """Measure teacher and student; results are kept as teacher/evaluation.json and evaluation.json.
+        """Measure teacher and student; write teacher/evaluation.json and evaluation.json.
 
-        ``again`` measures anew. New results go to the trackers too.
+        ``again`` repeats existing measurements. New results also go to the trackers.
         """
         self.evaluate_teacher(again=again)
         path = self.out / EVALUATION
@@ -332,7 +332,7 @@ class Run(RunInputs):
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for each in (model, self.teacher):  # a resumed run has loaded them from files
+            for each in (model, self.teacher):  # a resumed run has loaded them on the CPU
                 nn.Module.to(each, device)
             with Phase(f"measuring the {'teacher' if model is self.teacher else 'student'}"):
                 evaluate(
@@ -358,10 +358,10 @@ class Run(RunInputs):
     def export(
         self, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None, **options: Any
     ) -> GateReport | None:
-        """Export the student behind the gate, with the scores and results that the directory holds.
+        """Export the student through the export gate, with the scores and results in the run directory.
 
-        ``options`` are `export_checkpoint`'s. Returns the gate's report, None on all processes but the main one. Raises
-        ExportError when the written model does not compute what the student does.
+        ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
+        ExportError if the exported model does not compute the same as the student.
         """
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
@@ -394,9 +394,9 @@ class Run(RunInputs):
 
 
 def finished_run(folder: Path) -> Run:
-    """Open the run in a folder for reading: whatever its config says of resuming, nothing in it begins again.
+    """Open the run in a folder for reading; nothing in it starts over, even if its config has ``resume`` "never".
 
-    The folder may have been moved since. Raises ValueError for another folder.
+    The folder may have been moved since. Raises ValueError for any other folder.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
@@ -404,9 +404,9 @@ def finished_run(folder: Path) -> Run:
 
 
 def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, HeadPlan]:
-    """Train and measure a student in a run of its own; the teacher's evaluation is that of ``shared``, which has it.
+    """Train and measure a student in a separate run that copies the teacher's evaluation from ``shared``.
 
-    With every head kept, the student is the teacher, and so are its figures.
+    If every head is kept, the student is the teacher and has the same figures.
     """
     this = Run(config, shared.teacher_and_tokenizer)
     this.prepare()

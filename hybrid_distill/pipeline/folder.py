@@ -1,4 +1,4 @@
-"""The directory of a run: what it holds, and whether a config may resume it."""
+"""Run directory: its contents, and whether a config may resume it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MAY_CHANGE = (
     "out", "resume", "trackers", "group", "profile", "dry_run", "show_config", "gpus", "gpu_memory", "export",
     "teacher_sharding",
 )  # fmt: skip
-"""Fields of a config in which a resumed run may differ from its directory's config.json."""
+"""Config fields that may differ from config.json when a run resumes."""
 LEAVES = (
     "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "aligned", "stages/*-*",
     "teacher/evaluation.json", "evaluation.json", "export", ".export.*.tmp", "report.md",
     f"{PROJECT}/events.out.tfevents.*",
 )  # fmt: skip
-"""Results of a run beside config.json; a new run in its place must not read them."""
+"""Results of a run, next to config.json; a new run in the same directory must not read them."""
 MEASURED = ("teacher/evaluation.json", "evaluation.json", "report.md")
-"""Results made again, and nothing else, when the config asks for another evaluation."""
+"""The only results to redo when the config's evaluation changes."""
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a config.json is that of a run, perhaps of another version."""
+    """Check whether a config.json belongs to a run, of this or another version."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -39,17 +39,17 @@ def is_run(path: Path) -> bool:
 
 
 def has_result(folder: Path) -> bool:
-    """Return whether a run has left any result in its directory; its settings alone are not one."""
+    """Check whether a run directory holds any result; config.json alone does not count."""
     found = (path for name in LEAVES for left in folder.glob(name) for path in (left, *left.rglob("*")))
     return any(path.name != "config.json" and path.is_file() and path.stat().st_size for path in found)
 
 
 def outdated(config: RunConfig) -> list[Path]:
-    """List what lies in a run's directory and the run must not read: with ``resume`` "never" all results of an earlier
-    run; after a change of ``evaluation`` alone, what was measured.
+    """List the files in a run's directory that the run must not read: with ``resume`` "never", all results of an
+    earlier run; if only ``evaluation`` has changed, the measurements.
 
-    Raises ValueError, naming the fields, when the directory holds a run with other settings, and when it holds
-    another kind of config.json.
+    Raises ValueError if the directory holds a run with other settings, naming the fields, or if its config.json is
+    not a run's.
     """
     path = config.out / "config.json"
     if path.exists() and not is_run(path):
@@ -69,8 +69,8 @@ def outdated(config: RunConfig) -> list[Path]:
 
 
 def _check_same(config: RunConfig, before: Record, now: Record) -> None:
-    """Raise ValueError unless ``before`` is the record of this run's config. The evaluation may differ, and settings of
-    stages that are not run or have not begun."""
+    """Raise ValueError unless ``before`` is the record of this run's config. Settings may differ for the evaluation,
+    and for stages that are not run or have not started."""
     free = [stage for stage in config.stages if not _has_begun(config.out, stage)]
     changed = differences(before, now, {*MAY_CHANGE, *config.unused_stages, *free, "evaluation"}, STAGE_MAY_CHANGE)
     if changed:
@@ -81,12 +81,12 @@ def _check_same(config: RunConfig, before: Record, now: Record) -> None:
 
 
 def _has_begun(out: Path, stage: str) -> bool:
-    """Return whether a stage has left a checkpoint or its result."""
+    """Check whether a stage has left a checkpoint or a result."""
     return any(path for name in (MANIFEST, "checkpoints/step-*") for path in out.glob(f"stages/*-{stage}/{name}"))
 
 
 def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
-    """List the `LEAVES` that are there. Raises ValueError when this run is to read one of them."""
+    """List the `LEAVES` that exist. Raises ValueError if this run has one of them as input."""
     left = [found for name in LEAVES for found in sorted(config.out.glob(name))]
     files = (
         config.scoring.file,

@@ -1,4 +1,4 @@
-"""Everything that a run reads: its teacher, data, texts and questions, checked before anything is spent."""
+"""Inputs of a run: teacher, data, texts and questions, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from ..train.config import DistillConfig, StageConfig, TeacherConfig
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
-"""Offsets to the run's seed, so that heads are never ranked on the prompts that students are measured on."""
+"""Offsets to the run's seed, so that heads are never ranked on the prompts that measure students."""
 
 
 class RunInputs:
-    """Inputs of a run. Models are loaded when first needed; ``teacher`` may be one that is loaded already."""
+    """Inputs of a run. Models load on first use; an already loaded ``teacher`` may be passed in."""
 
     def __init__(self, config: RunConfig, teacher: Loaded | None = None) -> None:
         self.config, self.out, self.seed = config, Path(config.out), config.seed
@@ -69,14 +69,14 @@ class RunInputs:
         return self.shape_and_tokenizer[1]
 
     def stage_shape_and_tokenizer(self, stage: StageConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-        """Return config and tokenizer of the teacher that a stage distills from; the chat template is the stage's."""
+        """Return config and tokenizer of the teacher that a stage distills from; its chat template serves the stage."""
         teacher = stage.teacher_within(self.config.teacher)
         if teacher == self.config.teacher:
             return self.shape_and_tokenizer
         return read_teacher(teacher.path, teacher.revision)
 
     def rows(self, stage: StageConfig) -> Rows:
-        """Open the rows of a stage; with cached logits, once these are found to fit."""
+        """Open the rows of a stage, with its cached logits if any, after checking that these match."""
         _, tokenizer = self.stage_shape_and_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
         rows = open_rows(data, tokenizer)
@@ -101,7 +101,7 @@ class RunInputs:
         return None if source is None else Knowledge(None if source == TINY else source)
 
     def scoring_probe(self) -> Probe:
-        """Return the prompts that heads are ranked on."""
+        """Return the probe whose prompts heads are ranked on."""
         return in_form(self._plain_probe, self.form, self.tokenizer)
 
     @property
@@ -111,9 +111,8 @@ class RunInputs:
 
     @cached_property
     def form(self) -> str:
-        """Form of all prompts; ``auto`` asks the teacher. Raises ValueError where it is to be scored and fails in all.
-
-        All processes must ask for it together.
+        """Format of all prompts; ``auto`` tries formats on the teacher. Raises ValueError if its heads are to be scored
+        and it fails in every format. All processes must access this together.
         """
         options = self.config.scoring
         if options.form != AUTO:
@@ -125,7 +124,7 @@ class RunInputs:
         return agree_on(ask)[0]
 
     def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
-        """Make the plan for a teacher of this shape; None where its heads are not ranked yet. Raises ValueError for a
+        """Make the plan for a teacher of this shape; None if its heads must be ranked first. Raises ValueError for a
         plan that cannot be made."""
         file = self.config.scoring.file
         if options.selection in ("top", "restoration", "random"):
@@ -136,7 +135,7 @@ class RunInputs:
         plan.check_fits(teacher)
         return plan
 
-    # Checks raise ValueError for input that a run would stop at, by names, headers and shapes; they read no weights.
+    # Checks raise ValueError for input that would stop a run. They look at names, headers and shapes, not at weights.
 
     def checks(self) -> list[Callable[[], object]]:
         return [
@@ -147,7 +146,7 @@ class RunInputs:
         ]
 
     def check_data(self) -> None:
-        """Check sources, vocabularies, and that the teachers' positions reach over the rows; reads no text."""
+        """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
         check_sources(self.config.data, self.tokenizer)
         for stage in self.config.stage_configs:
             teacher, data = stage.teacher_within(self.config.teacher), stage.data_within(self.config.data)
@@ -165,7 +164,7 @@ class RunInputs:
                 )
 
     def check_evaluation(self) -> None:
-        """Check texts and questions: better now than when the student is trained."""
+        """Check evaluation texts and questions now, not after training."""
         options = self.config.evaluation
         if options.texts != TINY:
             text_rows(self.tokenizer, self.held_out_texts(options.n_texts), max_tokens=2)
@@ -180,7 +179,7 @@ class RunInputs:
                 check_answerable(in_form(probe, form, self.tokenizer).examples(1), self.tokenizer, limit)
 
     def check_student(self, plan: PlanConfig | None = None) -> None:
-        """Check that the teacher can become a student with this plan (by default the config's) and these options."""
+        """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
         options, path = self.config.student, self.out / "plan.json"
         teacher = self._given[0] if self._given else shape_of_teacher(self.config.teacher)
         if plan is None and self.config.resume != "never" and path.exists():
@@ -206,13 +205,13 @@ def load(options: TeacherConfig) -> Loaded:
 
 
 def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
-    """Make the teacher on the meta device: shapes without values. Raises ValueError where transformers cannot."""
+    """Build the teacher on the meta device, without weights. Raises ValueError if transformers cannot."""
     shape = load_config(options.path, options.revision)
     attention = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
-    except Exception as error:  # each version of transformers has errors of its own
+    except Exception as error:  # each version of transformers raises other errors
         raise ValueError(
             f"the teacher {options.path!r} cannot be made ({first_line(error)}); name another model."
         ) from error
@@ -221,7 +220,7 @@ def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
 def make_plan(
     options: PlanConfig, teacher: PreTrainedModel, scores: Callable[[], HeadScores], *, by_shape: bool = False
 ) -> HeadPlan:
-    """Make the plan that a config describes; ``scores`` is asked only for ``top``. ``by_shape`` reads no weights."""
+    """Make the plan that a config describes; ``scores`` is called only for ``top``. ``by_shape`` reads no weights."""
     if options.selection == "top":
         return HeadPlan.top_k(scores(), options.k)
     if options.selection == "file":

@@ -1,1 +1,1 @@
-"""Stages that turn a built student into a trained one: losses, stages, the loop, checkpoints."""
+"""Training of a built student: stages, losses, the loop, checkpoints."""

@@ -1,4 +1,4 @@
-"""Alignment of each student layer with the teacher's."""
+"""Alignment of each student layer with the teacher's layer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .stage import TeacherForced, Totals, mixer_parameters, pick_heads
 
 
 class LayerAlignment(TeacherForced[AlignConfig]):
-    """Each student layer must do with the teacher's input what the teacher's layer does (arXiv 2408.10189).
+    """Layer-to-layer alignment: each student layer must match the teacher's layer on the same input (arXiv 2408.10189).
 
-    ``target`` is compared where it arises, by hooks on the modules (the last of the ``hidden_states`` that
-    transformers returns has been through the final norm):
+    Hooks on the modules capture the ``target`` to compare, because the last of the ``hidden_states`` that transformers
+    returns has been through the final norm:
 
-    * ``mixer``: output of the attention module, projected;
-    * ``layer``: output of the decoder layer, MLP and residual included;
-    * ``head``: output of every recurrent head before the projection, so that heads can be exchanged one by one.
+    * ``mixer``: output of the attention module, after the output projection;
+    * ``layer``: output of the decoder layer, including MLP and residual;
+    * ``head``: output of each recurrent head before the projection, so that heads can be swapped one by one.
 
-    The total is the sum of ``loss`` over layers. With ``train`` ``ssm`` a kept head keeps contributing exactly what it
-    did.
+    The total is the sum of ``loss`` over layers. If ``train`` is ``ssm``, a kept head contributes exactly what the
+    teacher's head does.
     """
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: AlignConfig) -> None:
@@ -37,7 +37,7 @@ class LayerAlignment(TeacherForced[AlignConfig]):
         return site.block if self.config.target == "layer" else site.module
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """As `Stage.totals`; with ``nmse`` also the power of each layer's target, for which the teacher runs."""
+        """Extend `Stage.totals`; for ``nmse``, also run the teacher to get the power of each layer's target."""
         totals = super().totals(batch)
         if self.config.loss == "nmse":
             with self.autocast(batch):
@@ -58,7 +58,7 @@ class LayerAlignment(TeacherForced[AlignConfig]):
         if self.config.target == "layer":
             output = self.student.model.layers[layer](*call.args, **arguments)
             return output[0] if isinstance(output, tuple) else output
-        if self.config.train == "ssm" and mixer.kept:  # frozen: they put out what the teacher's do
+        if self.config.train == "ssm" and mixer.kept:  # frozen: same output as the teacher's heads
             arguments["attended"] = pick_heads(call.heads_BLHP, mixer.kept, dim=2)
         if self.config.target == "head":
             return self._recurrent(layer, mixer.heads(*call.args, **arguments))

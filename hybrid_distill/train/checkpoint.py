@@ -1,8 +1,8 @@
-"""Checkpoints and results of a stage on disk: what is not whole does not count.
+"""Checkpoints and results of a stage on disk; incomplete ones do not count.
 
-Every process writes its own share of a checkpoint, in the background: its rows of each tensor in a safetensors file,
-then a sealed JSON record with that file's hash. A checkpoint is complete when it has the records of all processes;
-nothing else is agreed on, so a save needs no collective. There are no pickles: reading one runs no code.
+Each process writes its own share of a checkpoint in the background: first its rows of each tensor, as a safetensors
+file, then a sealed JSON record with the hash of that file. A checkpoint is complete once it has the records of all
+processes; a save needs no other agreement and no collective. There are no pickles, so reading runs no code.
 `Checkpoints` are the states that a run can resume from; `StageManifest` describes a finished stage.
 """
 
@@ -35,7 +35,7 @@ WEIGHTS = "model.safetensors"
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """Tensors whose rows lie in several safetensors files, in their order, each read when it is asked for."""
+    """Tensors whose rows are spread over several safetensors files, in order; each is read on access."""
 
     def __init__(self, paths: Sequence[Path], prefix: str = "") -> None:
         self._holders: dict[str, list[safe_open]] = {}
@@ -51,7 +51,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Read some rows of a tensor and nothing else."""
+        """Read only the rows from ``begin`` to ``end`` of a tensor."""
         found, first = [], 0
         for file in self._holders[name]:
             part = file.get_slice(self._prefix + name)
@@ -72,24 +72,24 @@ class CorruptCheckpoint(ValueError):
 
 
 class SaveFailed(OSError):
-    """Something could not be written; what was saved before is untouched."""
+    """A write failed; earlier saves are untouched."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint read back."""
+    """Checkpoint read from disk."""
 
     step: int
     weights: ShardedTensors
     optimizer: ShardedTensors
     states: list[Record]
-    """State of each process that wrote it."""
+    """States of the processes that wrote it."""
 
 
 class Checkpoints:
-    """The checkpoints of one stage, ``step-00000100`` and so on; the last ``keep`` of them stay.
+    """Checkpoints of one stage, ``step-00000100`` and so on; only the last ``keep`` stay on disk.
 
-    Every process must call each method, but for `failed`, `close` and `clear`.
+    Every process must call each method, except `failed`, `close` and `clear`.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -104,9 +104,9 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, shares: Callable[[], dict[str, Tensor]], state: Record) -> None:
-        """Begin to write what ``shares`` returns, this process's rows of all tensors; training may go on meanwhile.
+        """Start writing ``shares()``, this process's rows of all tensors; training may continue meanwhile.
 
-        ``shares`` must return copies; it is called when the checkpoint before is complete. Raises as `wait`.
+        ``shares`` must return copies; it is called once the previous checkpoint is complete. Raises as `wait` does.
         """
         self.wait()
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -114,10 +114,10 @@ class Checkpoints:
         writer.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait until what `save` began is complete, then delete the checkpoints that are too old.
+        """Wait until the last `save` is complete, then delete the checkpoints that are too old.
 
-        Raises SaveFailed, with the earlier checkpoints untouched, when the disk is full or cannot be written;
-        OtherProcessError in the processes where it can.
+        Raises SaveFailed if the disk is full or not writable, and OtherProcessError in the processes that could write.
+        Earlier checkpoints stay untouched.
         """
         writing, self._writing = self._writing, None
         compute_everywhere(lambda: writing and writing.result())
@@ -126,18 +126,18 @@ class Checkpoints:
                 _remove(old)
 
     def failed(self) -> bool:
-        """Return whether this process could not write what it began to; `wait` raises why."""
+        """Check whether this process failed to write its share; `wait` raises the error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def close(self) -> None:
-        """Let this process's writing end."""
+        """Wait until this process has finished writing; ignore its errors."""
         if self._writing is not None:
             self._writing.exception()
 
     def latest(self) -> Snapshot | None:
-        """Read the newest checkpoint whose files are intact; None when there is no complete checkpoint at all.
+        """Read the newest checkpoint whose files are intact; return None if there is no complete checkpoint.
 
-        Warns about every broken one that is passed over. Raises CorruptCheckpoint when all are broken.
+        Warns about each broken one that it skips. Raises CorruptCheckpoint if all are broken.
         """
         problems: list[str] = []
         for path in reversed(agree_on(self.paths)):
@@ -155,7 +155,7 @@ class Checkpoints:
         raise CorruptCheckpoint(f"no checkpoint in {self.folder} is intact: {found} Begin again with --resume never.")
 
     def clear(self, after: int = -1) -> None:
-        """Delete the checkpoints of later steps than ``after``, and what killed processes have left."""
+        """Delete checkpoints of steps later than ``after``, and the leftovers of killed processes."""
         complete = self.paths()
         for path in self._folders():
             if path not in complete or int(path.name.removeprefix("step-")) > after:
@@ -178,7 +178,7 @@ class Checkpoints:
             sync(folder)
             sync(self.folder)
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):  # others may have written more; the next start removes it
+            with suppress(OSError):  # other processes may leave files; the next start removes them
                 file.unlink(missing_ok=True)
                 folder.rmdir()
             kept = ", ".join(p.name for p in self.paths()) or "none"
@@ -188,9 +188,9 @@ class Checkpoints:
 
 
 def _records(folder: Path) -> list[Path]:
-    """List the records of a checkpoint by rank, none of one that is not complete.
+    """List the records of a checkpoint by rank; empty if the checkpoint is incomplete.
 
-    One of an earlier version, with a manifest, counts as complete, so that it is refused rather than ignored.
+    A checkpoint of an earlier version, with a manifest, counts as complete, so that it is refused and not ignored.
     """
     found = sorted(folder.glob("rank-*-of-*.json"))
     if found and len(found) == int(found[0].stem.rpartition("-")[2]):
@@ -212,7 +212,7 @@ def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
 def load(folder: str | Path) -> Snapshot:
     """Read a checkpoint, written by any number of processes. Every process must call this: each checks some hashes.
 
-    Raises CorruptCheckpoint, in all of them.
+    Raises CorruptCheckpoint in all processes if any of them finds an error.
     """
     folder, records, problem = Path(folder), [], ""
     try:
@@ -246,13 +246,13 @@ class StageManifest:
     config: Record
     files: dict[str, str]
     tied: dict[str, str] = field(default_factory=dict)
-    """Second names of tied parameters, which are stored once."""
+    """Names of tied parameters that are not stored, each with the stored name."""
     finished: bool = True
     format: str = STAGE_FORMAT
 
     @classmethod
     def read(cls, folder: str | Path) -> StageManifest | None:
-        """Read the manifest of a finished stage; None without one. Raises CorruptCheckpoint for a broken one."""
+        """Read the manifest of a finished stage; None if missing. Raises CorruptCheckpoint if broken."""
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
             return None
@@ -260,9 +260,9 @@ class StageManifest:
 
 
 def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageManifest:
-    """Write a student as the result of a stage: the weights first, then the manifest that makes them count.
+    """Write a student as the result of a stage: first the weights, then the manifest that marks them as complete.
 
-    ``record`` is the rest of the manifest. Raises SaveFailed when the disk is full or cannot be written.
+    ``record`` is the rest of the manifest. Raises SaveFailed if the disk is full or not writable.
     """
     folder = Path(folder)
     tensors, tied = untied_state(student)
@@ -278,11 +278,11 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
 
 
 def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
-    """Load a finished stage's weights into a student of the same build, every tensor of them.
+    """Load all weights of a finished stage into a student that was built the same way.
 
-    Every process must call this; the first one of each machine checks the hash. Parameters take the stored dtype. A
-    student that shares weights with its teacher must be unshared first, unless the stage left those weights alone.
-    Raises ValueError for another student, CorruptCheckpoint for damaged files.
+    Every process must call this; the first on each machine checks the hash. Parameters take the stored dtype. A student
+    that shares weights with its teacher must be unshared first, unless the stage did not change those weights.
+    Raises ValueError if the student does not match, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
     manifest = StageManifest.read(folder)
@@ -308,9 +308,9 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
 
 
 def load_trained(folder: Path, student: nn.Module) -> None:
-    """Take the trained parameters from the result of the stage that has just trained them.
+    """Load the trained parameters from the result of the stage that has just trained them.
 
-    On a CPU they are pages of the file, of which a machine's memory holds one copy until somebody writes to them.
+    On a CPU they are memory-mapped: a machine holds one copy until a process writes to it.
     """
     stored = ShardedTensors([folder / WEIGHTS])
     for name, parameter in student.named_parameters():
@@ -319,7 +319,7 @@ def load_trained(folder: Path, student: nn.Module) -> None:
 
 
 def untied_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (state dict with every tensor once, names that are tied to another one)."""
+    """Return (state dict with each tensor once, stored name of each other name that is tied to one)."""
     kept: dict[str, Tensor] = {}
     owner: dict[tuple[int, torch.Size], str] = {}
     tied: dict[str, str] = {}
@@ -348,7 +348,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def write_sealed(path: Path, record: Record) -> None:
-    """Write the record that makes a folder, or a share of it, count, with a hash of its own."""
+    """Write the record that marks a folder, or a share of it, as complete; it includes its own hash."""
     write_json(path, {**record, SEAL: _seal(record)})
 
 
@@ -370,7 +370,7 @@ def _read_sealed(path: Path, expected: str) -> Record:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint, a record first: one that is half gone does not count."""
+    """Delete a checkpoint, records first, so that a half-deleted one does not count."""
     for record in _records(folder):
         record.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

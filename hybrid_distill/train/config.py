@@ -1,5 +1,5 @@
-"""Options of every stage, one frozen dataclass a stage. A field is declared here, with its range or choices, and
-nowhere else: flags, checks and the reference follow from it.
+"""Options of all stages, one frozen dataclass per stage. Each field is declared only here, with its range or choices;
+flags, checks and the reference are derived from it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ..teacher import TINY
 
 T = TypeVar("T")
 Fixed = Annotated[T, tyro.conf.Suppress]
-"""A field that a command line neither lists nor needs."""
+"""Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
 
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
      "on_divergence", "max_skips", "data_workers"}
 )  # fmt: skip
-"""Fields that may differ when a stage resumes."""
+"""Fields that may change when a stage resumes."""
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The pretrained Transformer."""
+    """Pretrained Transformer to distill from."""
 
     path: Annotated[str, tyro.conf.arg(aliases=("--teacher",))] = TINY
-    """``tiny`` (the embedded default), a local Hugging Face folder, or a name on the hub."""
+    """Teacher: ``tiny`` (the embedded default), a local Hugging Face folder, or a hub id."""
     revision: str | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the teacher's weights; the student trains float32 weights in any case."""
+    """Precision of the teacher's weights; the student always trains float32 weights."""
     attn_implementation: str | None = None
-    """``sdpa``, ``flash_attention_2``, ``eager``; empty lets transformers choose."""
+    """Attention implementation: ``sdpa``, ``flash_attention_2`` or ``eager``; by default, transformers chooses."""
     allow_bin: bool = False
-    """Accept pickled weights (``*.bin``). A pickle runs code when it is loaded: only for files you trust."""
+    """Accept pickled weights (``*.bin``). Loading a pickle can run code: use only for files that you trust."""
 
     def __post_init__(self) -> None:
         if not self.path.strip():
@@ -50,77 +50,78 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Options that every stage has. Raises ValueError for a field out of range."""
+    """Options common to all stages. Raises ValueError for a field out of range."""
 
     stage: ClassVar[str] = ""
-    """The `Stage` of these options: ``file.Class``, in this folder."""
+    """`Stage` class for these options, as ``file.Class`` in this folder."""
     name: Fixed[str] = "stage"
     """Name of the stage in flags, messages and trackers."""
     steps: Count = 1000
     """Optimizer steps."""
     batch_size: Count = 32
-    """Rows of an optimizer step, over all processes."""
+    """Rows per optimizer step, over all processes."""
     micro_batch_size: Count = 8
-    """Rows of one forward pass of one process. Sets memory and speed; the update is the same for any size."""
+    """Rows per forward pass and process. Affects memory and speed; the update is the same for any size."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate: it rises, stays, and falls."""
+    """Peak learning rate of the warmup-stable-decay schedule."""
     warmup: Share = 0.1
-    """Fraction of the steps in which the learning rate rises."""
+    """Fraction of the steps, at the start, in which the learning rate rises."""
     decay: Share = 0.1
-    """Fraction of the steps, the last ones, in which it falls to zero."""
+    """Fraction of the steps, at the end, in which the learning rate falls to zero."""
     weight_decay: Share = 0.1
-    """Weight decay of matrices; vectors have none."""
+    """Weight decay for matrices; vectors have none."""
     betas: tuple[Annotated[float, Limits(0, 0.999999)], Annotated[float, Limits(0, 0.999999)]] = (0.9, 0.95)
     """Betas of AdamW."""
     clip: Positive = 1.0
-    """Largest norm of the gradient."""
+    """Maximum gradient norm; larger gradients are clipped."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """``bf16`` computes in bfloat16 over float32 weights."""
+    """``bf16`` computes in bfloat16 with float32 weights."""
     gradient_checkpointing: bool = False
-    """Save memory: recompute each layer in the backward pass."""
+    """Recompute each layer in the backward pass, to save memory."""
     spike: Positive = 20.0
-    """Factor over the median of the last 64 losses from which a loss counts as diverged, as one that is not finite."""
+    """Multiple of the median of the last 64 losses above which a loss counts as diverged. A loss that is not finite
+    always does."""
     on_divergence: Literal["stop", "skip"] = "stop"
-    """``skip`` leaves the batch out, notes it in the metrics, and stops after ``max_skips`` in a row."""
+    """``skip`` drops the batch, notes it in the metrics, and stops after more than ``max_skips`` in a row."""
     max_skips: Count = 3
-    """Batches left out in a row before the run stops."""
+    """Batches that may be skipped in a row before the run stops."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints left on disk."""
+    """Number of latest checkpoints to keep on disk."""
     data_workers: CountOrZero | None = None
-    """Processes beside each training process that make its batches ahead; empty: 2 for a GPU, none for a CPU."""
+    """Worker processes per training process that prepare batches ahead; by default 2 on a GPU, none on a CPU."""
 
     def __post_init__(self) -> None:
         check_options(self, f"{self.name}.")
 
     def data_within(self, run: DataConfig) -> DataConfig:
-        """Return the data of this stage in a run with the given data."""
+        """Return this stage's data, given the run's."""
         return run
 
     def teacher_within(self, run: TeacherConfig) -> TeacherConfig:
-        """Return the teacher of this stage in a run with the given teacher."""
+        """Return this stage's teacher, given the run's."""
         return run
 
     @property
     def is_per_plan(self) -> bool:
-        """True for a stage that trains a student of one plan; False for one that aligns heads, whatever the plan."""
+        """True for a stage that trains the student of one plan; False for one that aligns heads for any plan."""
         return isinstance(self, DistillConfig)
 
     @property
     def cached_logits(self) -> Path | None:
-        """Folder that the stage reads the teacher's logits from, in the place of a teacher."""
+        """Folder of the cached logits that the stage reads instead of running a teacher."""
         return None
 
     @property
     def rows_read(self) -> int:
-        """Rows that the stage reads, from the first of the data's order."""
+        """Number of rows that the stage reads, from the start of the data's order."""
         return self.steps * self.batch_size
 
     def check_world(self, processes: int) -> None:
-        """Raise ValueError when so many processes cannot share a step's rows equally."""
+        """Raise ValueError if that many processes cannot share a step's rows equally."""
         if self.batch_size % processes:
             raise ValueError(
                 f"{self.name}.batch_size is {self.batch_size}, which {processes} processes cannot share; "
@@ -128,23 +129,22 @@ class StageConfig:
             )
 
     def to_dict(self) -> Record:
-        """Return JSON values: tuples become lists, paths strings."""
+        """Convert to JSON values: tuples become lists, paths strings."""
         return json.loads(json.dumps(asdict(self), default=str))
 
 
 @dataclass(frozen=True)
 class AlignConfig(StageConfig):
-    """Layer-to-layer alignment (arXiv 2408.10189): see `LayerAlignment`."""
+    """Layer-to-layer alignment (arXiv 2408.10189); see `LayerAlignment`."""
 
     stage = "align.LayerAlignment"
     name: Fixed[str] = "align"
     target: Literal["mixer", "layer", "head"] = "mixer"
-    """Output that must be equal: the mixer's, the layer's, or each recurrent head's."""
+    """Output to match: the mixer's, the layer's, or each recurrent head's."""
     loss: Literal["l2", "nmse"] = "l2"
-    """``l2``: mean L2 norm of the error; ``nmse``: squared error over the target's square, each of all tokens of a
-    step."""
+    """``l2``: mean L2 norm of the error; ``nmse``: squared error over squared target, both summed over a whole step."""
     train: Literal["ssm", "mixer"] = "ssm"
-    """``ssm``: recurrent heads alone; ``mixer``: kept heads and the output projection too."""
+    """``ssm``: only recurrent heads; ``mixer``: kept heads and the output projection too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +156,7 @@ class AlignConfig(StageConfig):
 
 @dataclass(frozen=True)
 class MatrixConfig(StageConfig):
-    """Mixing matrices against attention maps (arXiv 2408.10189): see `MatrixAlignment`."""
+    """Alignment of mixing matrices with attention maps (arXiv 2408.10189); see `MatrixAlignment`."""
 
     stage = "matrix.MatrixAlignment"
     name: Fixed[str] = "matrix"
@@ -164,7 +164,7 @@ class MatrixConfig(StageConfig):
 
 @dataclass(frozen=True)
 class DistillConfig(StageConfig):
-    """End-to-end distillation: see `EndToEnd`."""
+    """End-to-end distillation; see `EndToEnd`."""
 
     stage = "end_to_end.EndToEnd"
     name: Fixed[str] = "distill"
@@ -175,17 +175,17 @@ class DistillConfig(StageConfig):
     beta: Annotated[float, Limits(0, 1, without_ends=True)] = 0.5
     """Weight of the teacher in the mixture of ``jsd``."""
     hard_weight: Share = 0.0
-    """Share of cross-entropy to the text itself."""
+    """Share of the loss that is cross-entropy on the text itself."""
     train: Literal["all", "mixer", "ssm"] = "all"
-    """``all`` parameters; ``mixer``: kept and recurrent heads, output projection; ``ssm``: recurrent heads alone."""
+    """``all`` parameters; ``mixer``: kept and recurrent heads, output projection; ``ssm``: only recurrent heads."""
     lr_scale: tuple[Factor, Factor, Factor] | None = None
-    """Factors of the learning rate for kept attention, recurrent heads and all other weights (output projections, MLPs,
-    norms, embeddings): ``1 1 0.1`` lets attention learn ten times as fast as the MLPs. By default 1 1 1."""
+    """Learning rate multipliers for kept attention, recurrent heads and all other weights (output projections, MLPs,
+    norms, embeddings). With ``1 1 0.1``, attention learns ten times as fast as the MLPs. By default 1 1 1."""
     fused: bool = True
-    """Never hold the logits of all tokens, where the models allow it (see `EndToEnd`)."""
+    """Never hold the logits of all tokens in memory, where the models allow it (see `EndToEnd`)."""
     teacher_logits: Path | None = None
-    """Folder written by ``hybrid-distill cache-logits`` for this run: the stage reads the teacher's logits there and
-    holds no teacher in memory."""
+    """Folder written by ``hybrid-distill cache-logits`` for this run: the stage reads the teacher's logits from it and
+    needs no teacher in memory."""
 
     @property
     def cached_logits(self) -> Path | None:
@@ -194,20 +194,20 @@ class DistillConfig(StageConfig):
 
 @dataclass(frozen=True)
 class OnPolicyConfig(DistillConfig):
-    """End-to-end distillation, partly on text that the student writes itself (arXiv 2306.13649): see `OnPolicy`."""
+    """End-to-end distillation, partly on text that the student generates (arXiv 2306.13649); see `OnPolicy`."""
 
     stage = "on_policy.OnPolicy"
     name: Fixed[str] = "on_policy"
     teacher_logits: Fixed[Path | None] = None
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
     share: Share = 0.5
-    """Probability that a row is text that the student writes itself; also their part of the loss."""
+    """Probability that the student generates a row's text; such rows make up the same share of the loss."""
     prompt_tokens: Count = 64
-    """Tokens of a row that the student continues."""
+    """Tokens at the start of a row that the student continues."""
     new_tokens: Count = 64
-    """Tokens that it writes."""
+    """Maximum number of tokens that the student generates."""
     sampling_temperature: Positive = 1.0
-    """Softmax temperature of the text that it writes."""
+    """Softmax temperature at which the student samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,10 +227,10 @@ class LongConfig(DistillConfig):
 
     name: Fixed[str] = "long"
     seq_len: Annotated[int, Limits(2, whole=True)] = 8192
-    """Tokens of a row, in the place of ``data.seq_len``. The teacher must reach as far: its RoPE settings are kept."""
+    """Tokens per row, instead of ``data.seq_len``. The teacher's context must be as long; its RoPE settings stay."""
     segment_len: Count | None = 2048
-    """Tokens that the recurrent heads run over at a time, the state handed on: their forward keeps one segment, not the
-    row, for its backward. The result is the same; empty runs whole rows."""
+    """Tokens per segment: recurrent heads process a row segment by segment and pass the state on, so that the backward
+    pass holds one segment in memory, not the row. The result is the same; ``None`` processes whole rows."""
 
     def data_within(self, run: DataConfig) -> DataConfig:
         return replace(run, seq_len=self.seq_len)
@@ -238,14 +238,14 @@ class LongConfig(DistillConfig):
 
 @dataclass(frozen=True)
 class PostConfig(DistillConfig):
-    """End-to-end distillation on conversations, from a larger teacher if need be."""
+    """End-to-end distillation on conversations, optionally from a larger teacher."""
 
     name: Fixed[str] = "post"
     data: DataConfig = field(default_factory=lambda: DataConfig(chat=True))
-    """Data of this stage; by default conversations, of which the assistant's part is learned."""
+    """Data of this stage; by default conversations, with the loss on the assistant's tokens."""
     teacher: str | None = None
-    """Folder, or name on the hub, of another teacher with the same vocabulary; by default the run's. Loaded in the
-    run's ``teacher.dtype``; its chat template is the one that conversations are put into."""
+    """Folder or hub id of another teacher with the same vocabulary; by default the run's. It is loaded in the run's
+    ``teacher.dtype``, and its chat template renders the conversations."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,13 +20,13 @@ from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 
 class EndToEnd(Stage[DistillConfig]):
-    """The student must predict what the teacher predicts; see `losses.distillation_loss`.
+    """End-to-end distillation: the student learns to predict what the teacher predicts; see `losses.distillation_loss`.
 
-    ``config.fused`` never holds the logits of all tokens, where output embeddings are plain products and whole in this
-    process (not under ZeRO-3).
+    With ``config.fused``, the logits of all tokens are never in memory together, provided that the output embeddings
+    are plain products and whole in this process (not under ZeRO-3).
 
-    Without a teacher, each batch must be a `TaughtBatch`: the loss is then over the teacher's likeliest tokens and "any
-    other". The stored logits are for one ``temperature`` and ``vocab_size``, which must be these.
+    Without a teacher, each batch must be a `TaughtBatch`: the loss then covers the teacher's likeliest tokens and "any
+    other". Stored logits are valid only for the ``temperature`` and ``vocab_size`` that they were computed with.
     """
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: DistillConfig) -> None:
@@ -38,14 +38,14 @@ class EndToEnd(Stage[DistillConfig]):
         self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
         if config.gradient_checkpointing:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # of an earlier stage
+        elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # set by an earlier stage
             student.gradient_checkpointing_disable()
 
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """As `Stage.totals`, and the number of tokens that have a hard label."""
+        """Extend `Stage.totals` by the number of tokens that have a hard label."""
         labels_BL = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
         return super().totals(batch) | {"labels": (labels_BL != IGNORE).sum()}
 
@@ -70,7 +70,7 @@ class EndToEnd(Stage[DistillConfig]):
     def _compare(
         self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
+        """Compute the loss; ``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
         known, fused = theirs, self.config.fused and _is_product(self.model)
         if isinstance(theirs, Tensor):
             with torch.no_grad():
@@ -88,7 +88,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _is_product(model: PreTrainedModel) -> bool:
-    """Return whether logits are a plain product with the head's weight, all of which is in this process."""
+    """Check whether logits are a plain product with the head's weight, and this process holds the whole weight."""
     head = _head(model)
     whole = type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
     return (

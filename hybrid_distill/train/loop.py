@@ -1,8 +1,7 @@
-"""Run one stage: the same code on one process, with DDP, DeepSpeed and FSDP2.
+"""Training loop of a stage: the same code for one process, DDP, DeepSpeed and FSDP2.
 
-A step is `batch_size` rows. However they are cut into micro-batches and spread over processes, loss and gradient are
-those of all rows at once: each loss is divided by its denominator over the whole step (`Stage.totals`), and the parts
-add up.
+A step is `batch_size` rows. However they are split into micro-batches and over processes, loss and gradient equal those
+of all rows at once: each loss is divided by its denominator over the whole step (`Stage.totals`), so the parts add up.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from .tracking import TrackedRun
 logger = logging.getLogger(__name__)
 
 GPU_WORKERS = 2
-"""Processes that make a GPU's batches ahead. On a CPU, making a batch is less than a thousandth of a step."""
+"""Worker processes that prepare batches for a GPU. On a CPU, making a batch takes under a thousandth of a step."""
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient is not finite, or far above the usual."""
+    """A loss or gradient is not finite, or a loss is far above the recent median."""
 
 
 def train_stage(
@@ -80,13 +79,14 @@ def train_stage(
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
     ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
-    ``manifest.json`` when it is finished; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have when the stage begins (empty: any). ``resume`` is ``auto`` or
-    ``never``; ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes
-    ``trace-<process>.json``; ``tracked`` names the run in ``trackers``.
+    ``manifest.json`` at the end; a finished stage is loaded, not run again. ``parent_hash`` is the
+    `checkpoint.weights_hash` that the student must have at the start (empty: any). ``resume`` is ``auto`` or ``never``;
+    ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes ``trace-<process>.json``; ``tracked``
+    names the run in ``trackers``.
 
-    Raises StageParentError, ValueError for a folder that holds a run with other settings, CorruptCheckpoint when no
-    checkpoint is intact, SaveFailed when the disk is full, Diverged, and, after saving, Interrupted.
+    Raises StageParentError for a student with another hash, ValueError for a folder of a run with other settings,
+    CorruptCheckpoint if no checkpoint is intact, SaveFailed if the disk is full, Diverged, and, after saving,
+    Interrupted.
     """
     config, out = stage.config, Path(out_dir)
     tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())
@@ -129,7 +129,7 @@ def train_stage(
 
 @dataclass
 class _Training:
-    """A stage while it is trained."""
+    """State of a stage during training."""
 
     stage: Stage
     rows: Rows
@@ -147,14 +147,14 @@ class _Training:
         self.spikes = SpikeDetector(self.config.spike)
 
     def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
-        """Bring everything to where the snapshot left it, or to the start."""
+        """Set everything to the state in the snapshot, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
             load_trainable_tensors(self.stage, snapshot.weights)
         self.stage.train()
         micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
-        teacher_forced = not isinstance(self.stage, EndToEnd)  # counted now: ZeRO-3 leaves empty weights
+        teacher_forced = not isinstance(self.stage, EndToEnd)  # count now: ZeRO-3 empties weights
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
         self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
@@ -167,7 +167,7 @@ class _Training:
         self.tracked.start(self.accelerator)
 
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
-        """Run the steps that are left. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
+        """Run the remaining steps. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
         config = self.config
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
@@ -200,7 +200,7 @@ class _Training:
                     self._save()
 
     def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
-        """Run one optimizer step; returns (metrics, whether any process was asked to stop)."""
+        """Run one optimizer step; return (metrics, whether any process was asked to stop)."""
         config = self.config
         learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
         set_learning_rate(self.optimizer, learning_rate)
@@ -215,7 +215,7 @@ class _Training:
         norm = self.strategy.clip_gradients(config.clip)
         sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
         known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
-        # All that the host must know, read from the device at once, before the weights change.
+        # Read all that the host needs from the device in one transfer, before the weights change.
         mean_loss, stops, *layer_losses, tokens, grad_norm = known.tolist()
         per_layer = dict(zip(layers, layer_losses))
         skipped = self._reason_to_skip(mean_loss, grad_norm, per_layer)
@@ -234,7 +234,7 @@ class _Training:
         return metrics | ({} if skipped is None else {"skipped": skipped}), stops > 0
 
     def _forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Add up the gradients of a step; returns its tokens, and of this process its loss and that of each layer."""
+        """Accumulate the gradients of a step; return its tokens, and this process's loss, in total and per layer."""
         n_tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
@@ -244,13 +244,13 @@ class _Training:
                 loss += found.total.detach()
                 for name, value in found.per_layer.items():
                     layers[name] = layers.get(name, 0.0) + value
-                # accelerate divides by the micro-batches, DDP, DeepSpeed and FSDP2 by the processes.
+                # accelerate divides by the number of micro-batches; DDP, DeepSpeed and FSDP2 by that of processes.
                 self.accelerator.backward(found.total * (len(micro_batches) * self.world))
         return n_tokens, loss, layers
 
     def _totals(self, micro_batches: list[Batch]) -> tuple[Tensor, Totals]:
-        """Count the tokens that a step judges, and add up the denominators of its losses: none where a micro-batch is
-        the whole step, which then measures its own as it goes."""
+        """Count the tokens in the loss of a step, and sum the denominators of its losses. There are none if one
+        micro-batch is the whole step: its losses then compute their own."""
         stage = self.strategy.stage
         if len(micro_batches) * self.world == 1:
             return stage.n_tokens(micro_batches[0]), {}
@@ -267,7 +267,7 @@ class _Training:
         return reduced
 
     def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """Return why this step must be left out, None for a good one. Raises Diverged where it may not be."""
+        """Return the reason to skip this step, or None for a good one. Raises Diverged if it may not be skipped."""
         reason = self.spikes.reason(loss, grad_norm, layers)
         if reason is None:
             return None
@@ -296,7 +296,7 @@ class _Training:
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
-        """Begin to save a checkpoint of this moment; every process writes its share."""
+        """Start saving a checkpoint of the current state; every process writes its share."""
         state = {"identity": self.identity, "tokens": self.tokens, "seconds": self.seconds}
         state |= {"watch": self.spikes.state_dict(), "rng": rng_state()}
         self.checkpoints.save(self.step, self.strategy.shares, state)
@@ -315,7 +315,7 @@ class _Training:
         self.checkpoints.wait()
         is_whole = self.strategy.unshard()
         student = self.stage.student.eval()
-        nn.Module.to(student, student.device)  # all of it: beside a sharded teacher only what ran may have been moved
+        nn.Module.to(student, student.device)  # all of it: with a sharded teacher, only the parts that ran may be there
 
         def write() -> None:
             name, steps = self.config.name, self.config.steps
@@ -330,7 +330,7 @@ class _Training:
         return manifest
 
     def close(self) -> None:
-        """Close files and trackers, release what accelerate holds; the process group stays for the next stage."""
+        """Close files and trackers and free accelerate's memory; the process group stays for the next stage."""
         self.checkpoints.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
@@ -339,12 +339,12 @@ class _Training:
 
 
 def row_seed(seed: int, place: int) -> int:
-    """Make a row's seed of the run's and the row's place in the data's order."""
+    """Derive a row's seed from the run's seed and the row's place in the data's order."""
     return int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little")
 
 
 def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
-    """Spread the student by the strategy of the launch file, and the teacher as asked for."""
+    """Distribute the student by the strategy of the launch file, and the teacher by ``teacher_sharding``."""
     if teacher_sharding == "sharded" and stage.teachers and accelerator.num_processes > 1:
         from .parallel.fsdp2 import process_mesh, with_sharded_teacher
 

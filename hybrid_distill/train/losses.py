@@ -1,9 +1,9 @@
-"""Losses between a student and its teacher: pure functions of tensors.
+"""Losses between a student and its teacher, as pure functions of tensors.
 
-Every loss is a sum over its denominator. By default it is that of the tensors at hand: a mean over the tokens
-that the mask keeps, so neither the length of a row nor its padding changes it (`frobenius_loss`: over rows). Given the
-denominator of a larger batch, the losses of that batch's parts add up to its loss. Sums run in float32 (float64 for
-float64 inputs).
+Every loss is a sum divided by a denominator. By default the denominator comes from the inputs, and the loss is a mean
+over the tokens that the mask keeps (`frobenius_loss`: over rows), so row length and padding do not change it. With the
+denominator of a larger batch, the losses of its parts add up to its loss. Sums are in float32 (float64 for float64
+inputs).
 
 Shapes: B batch, L length, S source length, H head, P head dim, D model width, V vocabulary,
 M tokens of one chunk.
@@ -22,27 +22,27 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_LOGITS = 2**26
-"""Logits turned into float32 at the same time (256 MiB). A chunk is as many tokens as fit; where there are
-several chunks, each is recomputed in the backward pass."""
+"""Logits converted to float32 at the same time (256 MiB). A chunk holds as many tokens as fit; if there are several
+chunks, each is recomputed in the backward pass."""
 SMALLEST_TAIL = torch.finfo(torch.float32).eps
-"""Least probability that a teacher's top K leave over: less is the rounding of their sum."""
+"""Minimum probability outside a teacher's top K; anything smaller is rounding error of their sum."""
 
 
 def forward_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
-    """KL(teacher || student) of each token, from log-probabilities.
+    """Compute KL(teacher || student) of each token, from log-probabilities.
 
-    Its gradient is that of cross-entropy to the teacher's softmax: they differ by the teacher's entropy.
+    Its gradient equals that of cross-entropy with the teacher's softmax: the two differ by the teacher's entropy.
     """
     return (teacher_MV.exp() * (teacher_MV - student_MV)).sum(-1)
 
 
 def reverse_kl(student_MV: Tensor, teacher_MV: Tensor) -> Tensor:
-    """KL(student || teacher) of each token, from log-probabilities (arXiv 2306.08543)."""
+    """Compute KL(student || teacher) of each token, from log-probabilities (arXiv 2306.08543)."""
     return forward_kl(teacher_MV, student_MV)
 
 
 def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
-    """Generalized Jensen-Shannon divergence of each token, from log-probabilities (arXiv 2306.13649).
+    """Compute the generalized Jensen-Shannon divergence of each token, from log-probabilities (arXiv 2306.13649).
 
     ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``,
     0 < beta < 1.
@@ -52,9 +52,9 @@ def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
 
 
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return the token after each token that the mask keeps; `IGNORE` elsewhere, and where it begins another document.
+    """Return the next token after each unmasked token; `IGNORE` elsewhere, and where the next starts another document.
 
-    Padding counts as another document. The next token may itself be masked; then nothing is predicted from it.
+    Padding counts as another document. The next token may itself be masked: then no prediction is made from it.
     """
     same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, :-1]
     return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
@@ -75,15 +75,15 @@ def distillation_loss(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
+    """Compute ``(1 - hard_weight) * T^2 * divergence + hard_weight * cross-entropy``, a scalar in nats per token.
 
-    `hybrid_kernels.loss.distillation_loss` is the same from hidden states, without the logits of all tokens.
+    `hybrid_kernels.loss.distillation_loss` does the same from hidden states, without the logits of all tokens.
 
-    ``teacher`` is its logits, [B, L, V], or its likeliest tokens. The temperature T divides the logits of both sides;
-    T^2 keeps the gradient's size (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the tokens that
-    have a label. ``n_tokens`` and ``n_labels`` count a larger batch of which this is a part (`Stage.totals`).
-    ``vocab_size`` is the number of real tokens: entries beyond it are padding, which teacher and student may have in
-    different amounts. By default it is the smaller of the two widths.
+    ``teacher`` is its logits, [B, L, V], or its likeliest tokens. The temperature T divides the logits of both models;
+    T^2 preserves the size of the gradient (arXiv 1503.02531). The hard part has temperature 1 and is a mean over the
+    tokens with a label. ``n_tokens`` and ``n_labels`` are counts of the larger batch that this is a part of
+    (`Stage.totals`). ``vocab_size`` is the number of real tokens; entries beyond it are padding, which may differ
+    between teacher and student. By default it is the smaller of the two widths.
     """
     known = teacher if isinstance(teacher, TeacherTopK) else (teacher,)
     compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
@@ -119,10 +119,10 @@ def distillation_loss(
 def l2_norm_loss(
     pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
+    """Compute the mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
 
-    Inputs may have more dimensions (BLHP); all but the last count as tokens. ``total`` is the number
-    of tokens of a larger batch.
+    Inputs may have more dimensions (BLHP); all but the last count as tokens. ``total`` is the number of tokens in a
+    larger batch.
     """
     error_BL, mask_BL = _per_token(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)
     return error_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, error_BL.dtype)
@@ -131,7 +131,7 @@ def l2_norm_loss(
 def normalized_mse(
     pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Squared error over the target's square: 1 for a prediction of zero, whatever the scale.
+    """Divide the squared error by the squared target: 1 for a prediction of zero, at any scale.
 
     ``total`` is the `power` of a larger batch's target.
     """
@@ -141,7 +141,7 @@ def normalized_mse(
 
 
 def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-    """Sum over tokens of the mean square; the denominator of `normalized_mse`."""
+    """Sum the mean square over tokens; this is the denominator of `normalized_mse`."""
     square_BL, mask_BL = _per_token(_wide(x_BLD).square(), mask_BL)
     return square_BL.where(mask_BL, 0.0).sum()
 
@@ -149,9 +149,9 @@ def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
 def frobenius_loss(
     pred_BHLS: Tensor, target_BHLS: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Mean over rows and heads of ``||pred - target||_F``; masked query rows count as equal.
+    """Compute the mean over rows and heads of ``||pred - target||_F``; masked query rows count as equal.
 
-    ``total`` is the number of rows, B, of a larger batch.
+    ``total`` is the number of rows, B, in a larger batch.
     """
     error_BHLS = _wide(pred_BHLS) - _wide(target_BHLS)
     if mask_BL is not None:
@@ -161,18 +161,18 @@ def frobenius_loss(
 
 
 def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean of ``x`` [B, L, ...] over what follows L, and which tokens count."""
+    """Return the mean of ``x`` [B, L, ...] over the dimensions after L, and the mask of the tokens that count."""
     x_BL = x.reshape(*x.shape[:2], -1).mean(-1)
     return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
 
 
 def _tokens(student_MV: Tensor, teacher_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of all tokens, the student's and the teacher's."""
+    """Return the log-probabilities of all tokens, first the student's, then the teacher's."""
     return (student_MV / temperature).log_softmax(-1), (teacher_MV / temperature).log_softmax(-1)
 
 
 def _outcomes(student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return those of the teacher's K tokens and of "any other", which is left out if K is the whole vocabulary."""
+    """Do as `_tokens` for the teacher's K tokens and "any other", which is left out if K is the whole vocabulary."""
     log_q_MV = (student_MV / temperature).log_softmax(-1)
     log_q_MK = log_q_MV.gather(1, ids_MK)
     if ids_MK.shape[1] == student_MV.shape[1]:
@@ -183,13 +183,13 @@ def _outcomes(student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperat
 
 
 def _real(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
-    """Cut off what is not vocabulary, in float32; NaN in padding tokens reaches neither value nor gradient."""
+    """Drop vocabulary padding, in float32; zero masked tokens, so that NaN there affects neither value nor gradient."""
     x_MV = x_MV[:, :n_real]
     return (_wide(x_MV) if x_MV.is_floating_point() else x_MV).masked_fill(~mask_M[:, None], 0)
 
 
 def _root(square: Tensor) -> Tensor:
-    """Take the square root; its gradient is 0 at 0, where that of a norm is 0/0."""
+    """Take the square root, with a gradient of 0 at 0, where the gradient of a norm is 0/0."""
     zero = square == 0
     return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
@@ -199,5 +199,5 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Count the tokens that the mask keeps, or those of a larger batch; 1 for none, whose sum is 0."""
+    """Count the unmasked tokens, or take ``total``; return 1 instead of 0, as the sum over no tokens is 0."""
     return (mask_BL.sum() if total is None else total).to(dtype).clamp_min(1)

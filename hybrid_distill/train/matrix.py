@@ -13,15 +13,15 @@ from .losses import frobenius_loss
 from .stage import TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
 
 UNUSED = ("x_proj", "z_proj")
-"""Parameters of recurrent heads that no mixing matrix is made of."""
+"""Parameters of recurrent heads that do not affect mixing matrices."""
 
 
 class MatrixAlignment(TeacherForced[MatrixConfig]):
-    """Mixing matrices of the recurrent heads against the teacher's attention maps (arXiv 2408.10189).
+    """Alignment of the recurrent heads' mixing matrices with the teacher's attention maps (arXiv 2408.10189).
 
-    Sum over layers of the mean over rows and heads of the Frobenius norm. Trains what the matrices are made
-    of: B, C, the decay, their convolution and D. Raises ValueError unless the teacher runs eager attention,
-    the only one that shows its maps.
+    The loss is the sum over layers of the mean over rows and heads of the Frobenius norm. Trains only the parameters
+    behind the matrices: B, C, the decay, their convolution and D. Raises ValueError unless the teacher runs eager
+    attention, the only one that returns its maps.
     """
 
     shardable = False
@@ -41,7 +41,7 @@ class MatrixAlignment(TeacherForced[MatrixConfig]):
         return site.module
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """As `Stage.totals`, and the number of rows."""
+        """Extend `Stage.totals` by the number of rows."""
         return super().totals(batch) | {"rows": n_rows(batch["mask"])}
 
     def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:

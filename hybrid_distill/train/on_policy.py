@@ -1,4 +1,4 @@
-"""End-to-end distillation on text that the student writes itself."""
+"""End-to-end distillation on text that the student generates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ KINDS_OF_ROWS = ("given", "own")
 
 
 class MixedBatch(Batch, total=False):
-    """Rows as the data has them and rows that the student has written, of another length; either may be empty."""
+    """Rows from the data and, in ``own``, rows that the student generated, of another length; either may be empty."""
 
     own: Batch
 
 
 class OnPolicy(EndToEnd):
-    """`EndToEnd`, but some rows are text that the student writes itself (arXiv 2306.13649).
+    """`EndToEnd` with some rows of text that the student generates (arXiv 2306.13649).
 
     The student continues a row's first ``prompt_tokens``, from the last document that begins there; the teacher then
-    judges every token that it has written. ``share`` is the probability that it writes a row. The loss is the mean over
-    the tokens of given rows and that over its own tokens, weighted by rows: a row counts as much when it is written as
-    when it is given, however short the text. Likelihood on given text hides what goes wrong in generation; this stage
-    trains on it.
+    judges every token that it generated. ``share`` is the probability that a row is generated. The loss is the mean
+    over the tokens of given rows and the mean over generated tokens, weighted by the number of rows: a generated row
+    counts as much as a given one, however short. Likelihood on given text hides the errors of generation; this stage
+    trains on them.
 
-    Each row has its own seed: however the step is cut, the same rows are written, and the same text but for
+    Each row has its own seed: however the step is split, the same rows are generated, with the same text except for
     rounding. In bfloat16 the logits depend on how many rows are computed together, enough to change a token.
     """
 
@@ -46,8 +46,8 @@ class OnPolicy(EndToEnd):
         self.writing = config
 
     def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
-        """As `Stage.micro_batches`, with the student's text. Rows of a kind lie together, so that many are written at
-        a time."""
+        """Split as `Stage.micro_batches` does, with the student's text. Rows of a kind are grouped, so that many are
+        generated in one batch."""
         writes = [random.Random(seed).random() < self.writing.share for seed in seeds]
         order = sorted(range(len(seeds)), key=lambda row: writes[row])
         return [self._mixed(batch, order[first : first + size], writes, seeds) for first in range(0, len(order), size)]
@@ -60,11 +60,11 @@ class OnPolicy(EndToEnd):
         return mixed
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """As `Stage.n_tokens`, of both kinds of rows."""
+        """Count as `Stage.n_tokens` does, over both kinds of rows."""
         return torch.stack([_kind_of(batch, kind)["mask"].sum() for kind in KINDS_OF_ROWS]).sum()
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """As `Stage.totals`, and rows and tokens of each kind."""
+        """Extend `Stage.totals` by the rows and tokens of each kind."""
         masks = {kind: _kind_of(batch, kind)["mask"] for kind in KINDS_OF_ROWS}
         rows = {f"{kind}_rows": n_rows(mask) for kind, mask in masks.items()}
         tokens = {f"{kind}_tokens": mask.sum() for kind, mask in masks.items()}
@@ -83,7 +83,7 @@ class OnPolicy(EndToEnd):
 
     @torch.no_grad()
     def own_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
-        """Let the student continue prompts from the batch; the mask is on what predicts its tokens."""
+        """Let the student continue prompts from the batch; the mask keeps the positions that predict its tokens."""
         prompt = slice(0, min(self.writing.prompt_tokens, batch["input_ids"].shape[1]))
         seq_idx, ids = batch["seq_idx"][:, prompt], batch["input_ids"][:, prompt]
         prompt_mask = seq_idx == seq_idx[:, -1:]
@@ -92,9 +92,9 @@ class OnPolicy(EndToEnd):
         n_prompt, eos = ids.shape[1], self.model.generation_config.eos_token_id
         own = written[:, n_prompt:]
         ends = torch.isin(own, torch.as_tensor(-1 if eos is None else eos, device=own.device))
-        valid = ends.cumsum(1) - ends.long() == 0  # up to and with the first end
+        valid = ends.cumsum(1) - ends.long() == 0  # up to and including the first end token
         is_text = torch.cat([prompt_mask, valid], dim=1)
-        # Everything but text counts as other documents, before or after.
+        # Padding before and after the text counts as other documents.
         after = torch.cat([torch.zeros_like(prompt_mask), ~valid], dim=1)
         predicts = torch.zeros_like(is_text)
         predicts[:, n_prompt - 1 : -1] = valid & batch["mask"][:, n_prompt - 1 : n_prompt]
@@ -118,9 +118,9 @@ class OnPolicy(EndToEnd):
 
 
 class _SampleByRow(LogitsProcessor):
-    """Makes greedy decoding sample: the largest of logits plus Gumbel noise is a draw from their softmax.
+    """Sampling by greedy decoding: the argmax of logits plus Gumbel noise is a draw from their softmax.
 
-    A row's noise depends on its seed and on the token's place alone, not on the rows beside it.
+    A row's noise depends only on its seed and the token's position, not on other rows in the batch.
     """
 
     def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
@@ -134,6 +134,6 @@ class _SampleByRow(LogitsProcessor):
 
 
 def _kind_of(batch: Batch, kind: str) -> Batch:
-    """Return the given rows of a `MixedBatch`, or the student's own, if need be none."""
+    """Return the given rows of a `MixedBatch`, or the generated ones, possibly none."""
     given: Batch = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"], "mask": batch["mask"]}
     return given if kind == "given" else cast(MixedBatch, batch).get("own", pick_rows(given, slice(0)))

@@ -12,17 +12,17 @@ from torch.optim import AdamW, Optimizer
 from ..model.mixer import HybridMixer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, beside its ``step``."""
+"""AdamW's state of a parameter, apart from ``step``."""
 
 NO_DECAY = ("bias", "norm", "conv", "a_proj", ".D")
-"""Parts of the names of parameters without weight decay; vectors have none either."""
+"""Substrings in the names of parameters without weight decay; vectors have none either."""
 
 
 def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
-    """Return the learning rate's factor in (0, 1] at ``step`` of ``steps``, counted from 0: warm-up, stable, decay.
+    """Return the warmup-stable-decay factor in (0, 1] of the learning rate at ``step`` of ``steps``, counted from 0.
 
-    ``warmup`` and ``decay`` are fractions of ``steps``: a linear rise, and a linear fall that would reach 0
-    with the step after the last (arXiv 2404.06395).
+    ``warmup`` and ``decay`` are fractions of ``steps``: a linear rise, and a linear fall that would reach 0 one step
+    after the last (arXiv 2404.06395).
     """
     rising = math.ceil(warmup * steps)
     falling = math.ceil(decay * steps)
@@ -37,9 +37,9 @@ def make_adamw(
     weight_decay: float,
     lr_scale: Sequence[float] | None = None,
 ) -> AdamW:
-    """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the decay's projection.
+    """Make AdamW with weight decay on matrices only: not on vectors, convolutions or the projection of the SSM decay.
 
-    ``lr_scale`` are factors of the learning rate for kept attention, recurrent heads and the rest.
+    ``lr_scale`` holds learning rate multipliers for kept attention, recurrent heads and the rest.
     """
     attention, recurrent, rest = lr_scale or (1.0, 1.0, 1.0)
     mixers = [part for part in module.modules() if isinstance(part, HybridMixer)]
@@ -67,7 +67,7 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters with a gradient, by name."""
+    """Return the parameters that require a gradient, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""Stop a stage and resume it: requests to stop, random generators, and whether a checkpoint is of the same run."""
+"""Stopping and resuming a stage: stop signals, random generators, and whether a checkpoint belongs to the same run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .checkpoint import Checkpoints
 from .config import MAY_CHANGE
 
 METRICS = "metrics.jsonl"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: SLURM's before preemption
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is SLURM's, before preemption
 SAME_REQUEST_S = 5.0
-"""Seconds within which signals to stop count as one."""
+"""Seconds within which several stop signals count as one."""
 
 
 class Interrupted(Exception):
@@ -29,14 +29,14 @@ class Interrupted(Exception):
 
 
 class StageParentError(ValueError):
-    """A stage's student, or the content of its folder, does not come from the parent that was named."""
+    """A stage's student, or the content of its folder, does not come from the expected parent."""
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether one of `STOP_SIGNALS` came; one that comes again later acts as usual.
+    """Yield a function that returns whether one of `STOP_SIGNALS` arrived; a later repeat has its usual effect.
 
-    Not at once: torchrun forwards to its processes what a terminal or SLURM has sent to all of them already.
+    A repeat within `SAME_REQUEST_S` does not: torchrun forwards signals that a terminal or SLURM sent to all anyway.
     """
     requested: float | None = None
     before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -60,7 +60,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
 
 def check_same_run(ours: Record, found: Record, place: Path) -> None:
-    """Raise unless ``found``, read from ``place``, is the identity of this run."""
+    """Raise StageParentError or ValueError unless ``found``, read from ``place``, is the identity of this run."""
     if found["parent"] != ours["parent"]:
         raise StageParentError(
             f"{place} was made from the weights {found['parent'][:16]}, the student's are "
@@ -75,14 +75,14 @@ def check_same_run(ours: Record, found: Record, place: Path) -> None:
 
 
 def clear(out: Path, checkpoints: Checkpoints) -> None:
-    """Remove what an earlier start of the stage has left."""
+    """Remove the files of an earlier start of the stage."""
     checkpoints.clear()
     for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
         (out / name).unlink(missing_ok=True)
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again, and a torn last line."""
+    """Drop the lines of steps that will be run again, and an incomplete last line."""
     if not path.exists():
         return
     kept = []

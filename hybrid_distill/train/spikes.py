@@ -1,4 +1,4 @@
-"""Loss spikes, and the time and memory of a run."""
+"""Loss spike detection, and measurement of a run's time and memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
 
 WINDOW = 64
-"""Steps whose median loss a loss is compared with; before there are so many, only NaN and Inf count."""
+"""Number of past losses whose median a loss is compared with; until there are that many, only NaN and Inf count."""
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 operations a second, by the makers' data sheets."""
+"""Dense bf16 FLOP/s, from the vendors' data sheets."""
 PROFILED = range(3, 6)
-"""Steps in a trace; those before them compile and allocate."""
+"""Steps in a trace; earlier steps compile and allocate."""
 
 
 class SpikeDetector:
-    """Compares the loss of every step with those before it; its memory goes into checkpoints."""
+    """Comparison of each step's loss with those before it; its state is saved in checkpoints."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
-        """A loss so many times the median is a spike."""
+        """Multiple of the median above which a loss is a spike."""
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.skipped = 0
         """Bad steps in a row."""
 
     def reason(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """Return the reason why a step is bad; None for a good one, whose loss is remembered."""
+        """Return the reason why a step is bad, or None for a good one, whose loss is recorded."""
         self.skipped += 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bad = [name for name, value in layers.items() if not math.isfinite(value)]
@@ -74,8 +74,8 @@ class Meter:
         self.waited += time.perf_counter() - begun
 
     def read(self, tokens: int) -> dict[str, float]:
-        """Measure since the last reading: tokens a second over all processes, the share of time spent waiting for data,
-        the share of the devices' peak that the model's products reach (where it is known); and the most bytes held.
+        """Measure since the last reading: tokens per second over all processes, share of time spent waiting for data,
+        and MFU of the matrix products (if the devices' peak is known). Also return the process's peak memory in bytes.
         """
         now = time.perf_counter()
         elapsed = now - self._since
@@ -98,10 +98,10 @@ class Meter:
 
 
 def flops_per_token(student: HybridForCausalLM, teachers: Sequence[nn.Module], *, teacher_forced: bool) -> float:
-    """Count operations of the matrix products of one training step, per token: 2 a weight forward, 2 for the gradient
-    of its input, 2 for its own where it is trained. Attention, scans and recomputation are not counted.
+    """Count the FLOPs per token of the matrix products in a training step. Per weight: 2 in the forward pass, 2 for the
+    gradient of its input, 2 for its own if it is trained. Attention, scans and recomputation are not counted.
 
-    ``teacher_forced`` stages run only the mixers of the student beside the teacher; a stage without one, the student.
+    ``teacher_forced`` stages run the teacher and only the mixers of the student; other stages run the whole student.
     """
     forward = 2 * sum(p.numel() for teacher in teachers for p in _matrices(teacher))
     student_part: Sequence[nn.Module] = student.mixers() if teacher_forced else [student]
@@ -110,19 +110,19 @@ def flops_per_token(student: HybridForCausalLM, teachers: Sequence[nn.Module], *
 
 
 def _matrices(module: nn.Module) -> list[torch.Tensor]:
-    """Return the weights of linear layers, the output embedding's included, each once."""
+    """Return the weights of linear layers, including the output embedding, each once."""
     return list({id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Linear)}.values())
 
 
 def peak_flops(device: torch.device) -> float:
-    """Return the bf16 operations a second of a device, 0 where that is not known."""
+    """Return the peak bf16 FLOP/s of a device, 0 if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), 0.0)
 
 
 @contextmanager
 def profiler(path: Path | None) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after every step; it writes a trace of `PROFILED` to ``path`` (None: nothing).
+    """Yield a function to call after every step; it writes a trace of the steps in `PROFILED` to ``path``, if given.
 
     Open the file with chrome://tracing or ui.perfetto.dev.
     """

@@ -1,7 +1,7 @@
-"""A stage of distillation: the module that accelerate and DeepSpeed wrap. Batch in, loss out.
+"""Distillation stages: the modules that accelerate and DeepSpeed wrap. Batch in, loss out.
 
-A stage registers only what it trains or runs as the student; the teacher stays outside, so that no optimizer,
-checkpoint or sharding ever sees it.
+A stage registers only the parts of the student that it trains or runs. It does not register the teacher, so that no
+optimizer, checkpoint or sharding ever sees it.
 
 Shapes here and in the stages: B batch, L length, S source length, H head, R recurrent heads of a layer, P head dim,
 D model width, V vocabulary.
@@ -31,40 +31,40 @@ from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
 
 Totals = Mapping[str, Tensor]
-"""Denominators of a stage's losses over a whole step, by name (`Stage.totals`); empty for those of the batch itself."""
+"""Denominators of a stage's losses over a whole step, by name (`Stage.totals`); if empty, the batch's own are used."""
 Config = TypeVar("Config", bound=StageConfig)
 
 
 class StageLoss(NamedTuple):
-    """Loss of a batch, or the share of a micro-batch in the loss of the step it is a part of."""
+    """Loss of a batch, or a micro-batch's share of the loss of its step."""
 
     total: Tensor
     per_layer: dict[str, Tensor]
-    """``layer.3`` and so on, detached; empty where the loss has no layers."""
+    """Losses by layer, ``layer.3`` and so on, detached; empty for a loss without layers."""
 
 
 class Stage(nn.Module, ABC, Generic[Config]):
-    """One stage of distillation: what it trains, and its loss on a batch.
+    """Stage of distillation: the parameters that it trains, and its loss on a batch.
 
-    Making a stage freezes teacher and student, but for the parameters it trains, which become float32. Without a
-    teacher in memory, batches bring along its logits.
+    Making a stage freezes teacher and student, except for the parameters to train, which become float32. Without a
+    teacher in memory, the batches contain its logits.
     """
 
     shardable = True
-    """False where ZeRO-3 and FSDP2 cannot be used: they gather sharded weights only around calls of ``forward``."""
+    """False if ZeRO-3 and FSDP2 cannot be used: they gather sharded weights only around calls of ``forward``."""
     entry = "forward"
-    """Method by which `parts` are called."""
+    """Name of the method that is called on `parts`."""
     teacher_shardable = True
-    """False where the student runs weights of the teacher, which then cannot be sharded."""
+    """False if the student runs weights of the teacher, which then cannot be sharded."""
     teacher_is_sharded = False
     vocab_size: int | None = None
-    """The tokenizer's, for models that pad their vocabulary."""
+    """Vocabulary size of the tokenizer, for models that pad theirs."""
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Config) -> None:
         super().__init__()
         self.config = config
         self.bf16 = config.precision == "bf16"
-        """Compute in bfloat16 where that is safe (autocast); weights and sums stay as they are."""
+        """True to compute in bfloat16 where that is safe (autocast); weights and sums keep their dtype."""
         # Tuples: neither model becomes a submodule.
         self._student = (student,)
         self.teachers: tuple[PreTrainedModel, ...] = () if teacher is None else (teacher.eval(),)
@@ -78,44 +78,44 @@ class Stage(nn.Module, ABC, Generic[Config]):
         return self.teachers[0]
 
     def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
-        """Cut a process's rows of a step into parts of ``size`` rows, ready for `totals` and `forward`.
+        """Split a process's rows of a step into parts of ``size`` rows, ready for `totals` and `forward`.
 
-        ``seeds``, one a row, are for stages that draw random numbers: what is drawn for a row then depends neither on
-        the cut nor on the number of processes.
+        ``seeds``, one per row, are for stages that draw random numbers: a row's numbers then depend neither on the
+        split nor on the number of processes.
         """
         return [pick_rows(batch, slice(first, first + size)) for first in range(0, len(batch["mask"]), size)]
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Count the tokens of a micro-batch that are judged."""
+        """Count the tokens of a micro-batch that the loss covers."""
         return batch["mask"].sum()
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """Measure what a micro-batch adds to the denominators of the losses; ``tokens`` is `n_tokens`.
+        """Compute a micro-batch's contribution to the denominators of the losses; ``tokens`` is `n_tokens`.
 
-        When `forward` gets their sums over all micro-batches and processes, losses and gradients of the micro-batches
+        If `forward` gets the sums over all micro-batches and processes, the losses and gradients of the micro-batches
         add up to those of the whole step.
         """
         return {"tokens": self.n_tokens(batch)}
 
     def forward(self, batch: Batch, totals: Totals = MappingProxyType({})) -> StageLoss:
-        """Return the loss of a batch, with a graph to the trained parameters; by default the batch is whole."""
+        """Return the loss of a batch, with a graph to the trained parameters; by default the batch is a whole step."""
         with self.autocast(batch):
             return self.loss(batch, totals)
 
     @abstractmethod
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
-        """Compute what `forward` returns."""
+        """Compute the loss that `forward` returns."""
 
     @abstractmethod
     def parts(self) -> list[nn.Module]:
-        """Return modules of the student, one a layer, that run in turn: FSDP2 gathers one at a time."""
+        """Return the modules of the student, one per layer, that run in sequence: FSDP2 gathers them one by one."""
 
     def autocast(self, batch: Batch) -> torch.autocast:
         return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16)
 
     def place(self, device: torch.device) -> None:
-        """Move student and teacher to a device; frozen weights that they share stay shared. Beside a sharded teacher,
-        what the stage does not run of the student stays where it is.
+        """Move student and teacher to a device; frozen weights that they share stay shared. With a sharded teacher,
+        parts of the student that the stage does not run stay where they are.
         """
         if self.bf16:
             warn_of_emulation(device, f"--{self.config.name}.precision fp32")
@@ -123,7 +123,7 @@ class Stage(nn.Module, ABC, Generic[Config]):
             nn.Module.to(model, device)
 
     def train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
-        """Freeze everything but some parameters. Raises ValueError when there are none."""
+        """Freeze everything except the ``chosen`` parameters. Raises ValueError if there are none."""
         if not chosen:
             raise ValueError("the student has nothing to train: its plan keeps every head.")
         for model in (self.student, *self.teachers):
@@ -134,10 +134,10 @@ class Stage(nn.Module, ABC, Generic[Config]):
 
 
 class TeacherForced(Stage[Config]):
-    """Stages that compare layer by layer: each student layer gets the teacher's own input to that layer.
+    """Stage that compares layer by layer: each student layer gets the teacher's own input to that layer.
 
-    The teacher runs once; hooks on its modules run the student's counterpart and record the loss. All weights
-    outside the student's mixers are the teacher's own. Layers that keep all their heads are left out.
+    The teacher runs once; hooks on its modules run the student's counterparts and record the losses. All weights
+    outside the student's mixers are shared with the teacher. Layers that keep all their heads are skipped.
     """
 
     def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: Config) -> None:
@@ -148,7 +148,7 @@ class TeacherForced(Stage[Config]):
 
     @abstractmethod
     def watched(self, site: AttentionSite) -> nn.Module:
-        """Return the teacher's module whose call is repeated with the student's weights."""
+        """Return the teacher's module whose calls are repeated with the student's weights."""
 
     @abstractmethod
     def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
@@ -169,7 +169,7 @@ class TeacherForced(Stage[Config]):
         return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
 
     def run_teacher(self, batch: Batch, visit: Callable[[int, MixerCall], Tensor]) -> dict[str, Tensor]:
-        """Run the teacher on a batch; returns what ``visit`` makes of each watched call, by the layer's name."""
+        """Run the teacher on a batch; return the results of ``visit`` on each watched call, by layer name."""
         found: dict[str, Tensor] = {}
 
         def note(layer: int, call: MixerCall) -> None:
@@ -184,7 +184,7 @@ class TeacherForced(Stage[Config]):
 
 @torch.no_grad()
 def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the teacher's last hidden states, [B, L, E], every document of a row by itself."""
+    """Return the teacher's last hidden states, [B, L, E], with the documents of a row kept separate."""
     packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
     return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
 
@@ -196,7 +196,7 @@ def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
 
 
 def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
-    """Select parameters of layers with recurrent heads: of those heads (``ssm``) or of the whole ``mixer``."""
+    """Select parameters in layers with recurrent heads: only of those heads (``ssm``), or of the whole ``mixer``."""
     chosen: dict[str, nn.Parameter] = {}
     for layer, mixer in enumerate(student.mixers()):
         if mixer.ssm is not None:
@@ -210,5 +210,5 @@ def n_rows(mask_BL: Tensor) -> Tensor:
 
 
 def pick_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """Pick heads. The host does not wait until the device has their numbers, as it does with ``t[:, list(heads)]``."""
+    """Select heads along ``dim``, without the host-device sync that ``t[:, list(heads)]`` causes."""
     return t.index_select(dim, torch.tensor(heads).to(t.device, non_blocking=True))

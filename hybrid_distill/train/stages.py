@@ -1,4 +1,4 @@
-"""From a config to its stage."""
+"""Construction of a stage from its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_stage(
     *,
     vocab_size: int | None = None,
 ) -> Stage:
-    """Make the stage that a config describes; one with cached logits leaves the teacher alone."""
+    """Make the stage that a config describes; a stage with cached logits ignores the teacher."""
     if config.cached_logits is not None:
         teacher = None
     file, _, name = config.stage.partition(".")

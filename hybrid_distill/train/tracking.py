@@ -1,6 +1,6 @@
-"""Trackers (tensorboard, trackio, wandb): one of their runs for one of ours, whatever its stages.
+"""Experiment trackers (tensorboard, trackio, wandb): all stages of a run report to one tracker run.
 
-Everything stays on this machine unless the user has a key or a server set up (`distributed.check_trackers`).
+Everything stays on this machine unless the user has set up a key or a server (`distributed.check_trackers`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ PROJECT = "hybrid-distill"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run of a tracker that a stage reports to; a resumed stage reports to the same one."""
+    """Tracker run that a stage reports to; a resumed stage reports to the same one."""
 
     folder: Path
-    """Folder of our run, where trackers write their files; `tensorboard --logdir` takes a folder of such folders."""
+    """Folder of the run, where trackers write their files; `tensorboard --logdir` takes a folder of such folders."""
     name: str
     group: str = ""
     first_step: int = 0
     """Steps of the stages before this one."""
     config: Record = field(default_factory=dict)
-    """Settings that trackers list beside the run."""
+    """Settings that trackers show with the run."""
 
     @property
     def id(self) -> str:
-        """Identifier of a run, the same for every stage and every start."""
+        """Identifier of the run, the same for every stage and every start."""
         return hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
 
     def start(self, accelerator: Accelerator) -> None:
@@ -42,7 +42,7 @@ class TrackedRun:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         options = {"group": self.group or None, "config": dict(self.config), "resume": "allow"}
-        # tensorboard would make of a config one more run, named by the time. trackio knows runs by name alone.
+        # tensorboard would log a config as an extra run, named by the time. trackio identifies runs only by name.
         kwargs = {
             "wandb": {**options, "name": self.name, "id": self.id, "dir": str(self.folder)},
             "trackio": {**options, "name": f"{self.name}-{self.id[:6]}"},
@@ -55,7 +55,7 @@ class TrackedRun:
 
 
 def log_figures(trackers: Sequence[str], tracked: TrackedRun, figures: Mapping[str, float]) -> None:
-    """Add the evaluation's results to a run whose stages are over, one step later: wandb ignores a step it has."""
+    """Log evaluation results after the last stage of a run, one step later: wandb ignores steps that it already has."""
     accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
     tracked.start(accelerator)
     tracked.log(accelerator, "evaluation", figures, 1)

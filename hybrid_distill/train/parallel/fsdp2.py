@@ -1,8 +1,8 @@
-"""FSDP2, torch's `fully_shard`: the student's weights, gradients and optimizer states (`Fsdp2`), and, whatever the
-student's strategy, the teacher's weights (`with_sharded_teacher`).
+"""FSDP2 (torch's `fully_shard`) for the student's weights, gradients and optimizer states (`Fsdp2`) and, under any
+strategy for the student, for the teacher's weights (`with_sharded_teacher`).
 
-torch cannot undo `fully_shard`. So a copy of the stage is sharded, modules without their weights' storage; the given
-stage keeps its own frozen weights, where they are, and gets the trained ones at the end.
+torch cannot undo `fully_shard`, so a copy of the stage is sharded: its modules, not the storage of its weights. The
+given stage keeps its own frozen weights in place, and gets the trained ones at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .strategy import Strategy, placeholder, stage_adamw, whole_tensor
 
 
 class Fsdp2(Strategy):
-    """Every process holds a share of each parameter; a layer is gathered while it runs."""
+    """FSDP2: every process holds a shard of each parameter; a layer is gathered while it runs."""
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if not stage.shardable:
@@ -53,7 +53,7 @@ def process_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 
 def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
-    """Copy a stage with the student's weights sharded; ``stage`` and the teacher are left as they are."""
+    """Copy a stage with the student's weights sharded; ``stage`` and the teacher stay unchanged."""
     shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
     copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
     for part in copied.parts():
@@ -65,11 +65,11 @@ def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
 
 
 def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
-    """Copy a stage, with the same student, such that every process holds a share of the teacher's decoder layers.
+    """Copy a stage, with the same student and a teacher whose decoder layers are sharded over the processes.
 
     A layer is gathered while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
-    to the CPU, and with it the weights that it shares with the student: the stage runs none of those. Raises ValueError
-    for a stage that does.
+    to the CPU, including the weights that it shares with the student, none of which the stage runs. Raises ValueError
+    for a stage that does run them.
     """
     if not stage.teacher_shardable:
         raise ValueError(
@@ -89,7 +89,7 @@ def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
 
 
 def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
-    """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters over the same storage."""
+    """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters with the same storage."""
     known: dict[int, object] = {}
     for module in left_alone:
         known |= {id(part): part for part in module.modules()}

@@ -1,7 +1,7 @@
-"""Spread a stage over the processes that train it. The loop knows this interface alone.
+"""Distribution of a stage over processes: the only interface that the training loop knows.
 
-Whatever the strategy, a process writes the same share of a checkpoint: its rows of every float32 tensor, cut as FSDP2
-cuts them, under the parameters' names. So a run can resume with another number of processes or another strategy.
+Under every strategy, a process writes the same share of a checkpoint: its rows of each float32 tensor, split as in
+FSDP2, under the parameter names. So a run can resume with another number of processes or another strategy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..stage import Stage
 
 
 class Strategy:
-    """A stage on its device and ready to train: on one process, or with DDP, where every process holds everything.
+    """Stage on its device, ready to train: in one process, or under DDP, where every process holds everything.
 
     Every process must call each method, in the same order.
     """
 
     stage: Stage
-    """The stage as it trains: the given one, or a copy."""
+    """Stage that trains: the given one, or a copy."""
     model: Any
-    """Module that takes a batch: ``stage``, or a wrapper around it."""
+    """Module to call with a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
@@ -47,12 +47,12 @@ class Strategy:
                 yield f"optimizer/{key}/{name}", tensor
 
     def shares(self) -> dict[str, Tensor]:
-        """Copy this process's rows of `tensors` to the CPU; the first process has what has no rows."""
+        """Copy this process's rows of `tensors` to the CPU; the first process gets the scalars."""
         shares = {name: own_rows(tensor) for name, tensor in self.tensors()}
         return {name: share for name, share in shares.items() if share is not None}
 
     def load_optimizer(self, tensors: ShardedTensors) -> None:
-        """Load what `tensors` yielded of the optimizer; weights are loaded into a stage before it is spread."""
+        """Load the optimizer state that `tensors` yielded; weights are loaded into a stage before it is distributed."""
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
             state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)  # fused: counted there
@@ -60,22 +60,22 @@ class Strategy:
                 state[parameter][key] = _read_like(parameter, tensors, f"{key}/{name}")
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most ``max_norm``; returns their norm before, over all processes,
+        """Scale the gradients to a norm of at most ``max_norm``; return their norm before that, over all processes,
         on the device."""
         return whole_tensor(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
 
     def unshard(self) -> bool:
-        """End the training: leave the trained parameters, whole, in the given stage; returns whether this process has
-        them, as the main one always does.
+        """End the training: put the whole trained parameters into the given stage; return whether this process has
+        them. The main process always does.
 
-        The others have placeholders in their place, and read the file that the main process writes: a machine's
-        memory then holds it once.
+        The others have placeholders instead, and read the file that the main process writes, so that a machine holds
+        it in memory once.
         """
         return True
 
 
 def _read_like(parameter: Tensor, tensors: ShardedTensors, name: str) -> Tensor:
-    """Read a tensor as the parameter lies in this process: whole, or this process's rows."""
+    """Read a tensor in the layout of ``parameter``: whole, or only this process's rows."""
     if not isinstance(parameter, DTensor):
         return tensors[name].to(parameter.device, copy=True)
     rows = tensors.rows(name, *row_bounds(len(parameter))).to(parameter.device)
@@ -89,12 +89,12 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape in the memory of one element."""
+    """Return a tensor of the same shape that takes the memory of one element."""
     return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def own_rows(tensor: Tensor) -> Tensor | None:
-    """Copy this process's rows of a tensor, whole or sharded, to the CPU; None where it has no rows and others do."""
+    """Copy this process's rows of a whole or sharded tensor to the CPU; None for a scalar, except on rank 0."""
     rank, _ = rank_and_world()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -107,14 +107,14 @@ def own_rows(tensor: Tensor) -> Tensor | None:
 
 
 def row_bounds(n_rows: int) -> tuple[int, int]:
-    """Return where this process's rows begin and end: all have as many, but for the last ones."""
+    """Return where this process's rows begin and end: all processes have equally many, except for the last ones."""
     rank, world = rank_and_world()
     each = -(-n_rows // world)
     return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
 def stage_adamw(stage: Stage) -> AdamW:
-    """Make the optimizer of a stage's config, for the parameters as they are now."""
+    """Make the optimizer of a stage's config, for its current parameters."""
     config = stage.config
     return make_adamw(
         stage,

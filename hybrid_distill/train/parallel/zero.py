@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: whole tensors out of a training that keeps a part of them in each process, and back in.
+"""DeepSpeed ZeRO: gathering whole tensors from training that shards them over processes, and loading them back.
 
 Every process must call each of these functions.
 """
@@ -21,7 +21,7 @@ from .strategy import Strategy, placeholder
 
 
 class Zero(Strategy):
-    """Optimizer states and gradients sharded (ZeRO-1, ZeRO-2), weights too (ZeRO-3)."""
+    """DeepSpeed ZeRO: shards optimizer states (ZeRO-1), gradients too (ZeRO-2), and weights too (ZeRO-3)."""
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if stage.config.on_divergence == "skip":
@@ -35,7 +35,7 @@ class Zero(Strategy):
             raise ValueError(f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather one tensor at a time."""
+        """Yield as `Strategy.tensors` does, gathering the tensors one by one."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         for name, weight in self._weights():
@@ -72,12 +72,12 @@ class Zero(Strategy):
                     safe_set_full_optimizer_state(parameter, value, key)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """DeepSpeed was told the norm by `set_batch`, and has clipped."""
+        """Return the gradient norm; DeepSpeed has already clipped to the maximum that `set_batch` passed to it."""
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
         return torch.as_tensor(0.0 if norm is None else norm, device=self._accelerator.device)
 
     def unshard(self) -> bool:
-        """Take the stage back from DeepSpeed: new parameters, whole and in float32 where they were trained."""
+        """Take the stage back from DeepSpeed: with new, whole parameters, in float32 if they were trained."""
         from deepspeed import zero
 
         keep = Tensor.cpu if self._accelerator.is_main_process else placeholder
@@ -92,7 +92,7 @@ class Zero(Strategy):
         for name, parameter in self.stage.named_parameters():
             fresh[id(parameter)] = nn.Parameter(whole[name].to(self.model.device), parameter.requires_grad)
         for part in self.stage.modules():
-            # ZeRO-3 left a dictionary of its own behind.
+            # ZeRO-3 leaves its own kind of dictionary behind.
             part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
         return self._accelerator.is_main_process
 
@@ -109,12 +109,12 @@ def _register_outside_use(module: nn.Module) -> None:
 
 
 def _flat_partitions(engine: Any) -> list[Tensor]:
-    """Return this process's float32 parameters, one flat tensor for each group of the optimizer."""
+    """Return this process's float32 parameters, one flat tensor per parameter group of the optimizer."""
     return getattr(engine, "fp32_partitioned_groups_flat", None) or engine.single_partition_of_fp32_groups
 
 
 def _link_states(optimizer: Any) -> None:
-    """Let parameters find their optimizer state; by itself ZeRO-2 does it for the first group only."""
+    """Link parameters to their optimizer state; ZeRO-2 itself does so only for the first group."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     engine = optimizer.optimizer
@@ -125,7 +125,7 @@ def _link_states(optimizer: Any) -> None:
 
 
 def _set_part(parameter: Tensor, value: Tensor, key: str) -> None:
-    """Set a moment under ZeRO-3, which cuts a flattened parameter into equal parts, the last one padded."""
+    """Set a moment under ZeRO-3, which splits a flattened parameter into equal parts, with padding in the last one."""
     from deepspeed.utils import safe_get_local_optimizer_state
 
     part = safe_get_local_optimizer_state(parameter, key)
