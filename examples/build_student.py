@@ -16,9 +16,9 @@ def main(path: str = "tiny", k: str = "6") -> None:
     student, report = build_student(teacher, plan, d_state=16, init="teacher")
     print(f"{report.kept_heads} heads kept, {report.recurrent_heads} recurrent")
 
-    # Not trained yet: `hybrid_distill.run` aligns and distills. The smaller cache is there from the start.
+    # The student is not trained yet: `hybrid_distill.run` aligns and distills. Its cache is already smaller.
     for name, model in {"teacher": teacher, "student": student}.items():
-        # Another seed than the one that heads were scored with.
+        # A different seed from the one used for scoring.
         result = evaluate(model, tokenizer, n_pairs=(4,), n_examples=32, seed=1)
         megabytes = result.cache_bytes[4096] / 1e6
         print(f"{name}: retrieval {result.kv_choice[4]:.0%}, cache {megabytes:.1f} MB at 4096 tokens")

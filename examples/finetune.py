@@ -1,4 +1,4 @@
-"""Fine-tune an export with LoRA on packed rows (TRL, peft), merge, and export it again, through the gate.
+"""Fine-tune an export with LoRA on packed rows (TRL, peft), merge the adapter, and export it again through the gate.
 
 python examples/finetune.py                # after examples/build_student.py; pip install 'hybrid-distill[finetune]'
 python examples/finetune.py STUDENT TEXTS.txt OUT STEPS

@@ -1,7 +1,7 @@
-"""Rank the heads of a model by what retrieval loses without each; write scores.json.
+"""Rank the heads of a model by how much retrieval loses without each; write scores.json.
 
 python examples/rank_heads.py              # the embedded teacher, in seconds
-python examples/rank_heads.py PATH         # any decoder of transformers: a folder, or a name on the hub
+python examples/rank_heads.py PATH         # any transformers decoder: a folder or a hub id
 """
 
 import sys
@@ -12,7 +12,7 @@ from hybrid_distill import KVRetrieval, load_teacher, score_heads
 def main(path: str = "tiny") -> None:
     teacher, tokenizer = load_teacher(path)
     probe = KVRetrieval(n_pairs=8, seed=0)
-    # race_k drops heads that are surely not among the first eight.
+    # race_k drops heads that are clearly not in the top eight.
     scores = score_heads(teacher, tokenizer, probe, n_examples=64, race_k=8, progress=False)
     scores.save("scores.json")
     values = scores.value_LH()

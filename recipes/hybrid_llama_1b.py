@@ -56,7 +56,7 @@ def config() -> RunConfig:
             seq_len=8192,
             segment_len=2048,
         ),
-        post=PostConfig(  # run with --stages align distill post, on what prepare-data --chat has written
+        post=PostConfig(  # run with --stages align distill post, on folders written by prepare-data --chat
             steps=8_000_000_000 // tokens_per_step,
             batch_size=128,
             micro_batch_size=4,

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct with 14 of its 270 attention heads kept, on a CPU with 24 GB, from text of its own.
+"""SmolLM2-135M-Instruct with 14 of its 270 attention heads kept, on a CPU with 24 GB, from text it generated.
 
 hybrid-distill generate-data --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 2M --out tokens/self
 python recipes/hybrid_smollm2_135m.py --dry-run
-python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # what import-gguf made, for example
+python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from import-gguf
 
 Trains on 3 million tokens: 2 million in alignment, 1 million end to end. The run resumes where it was stopped;
-``--dry-run`` measures how long it takes here.
+``--dry-run`` estimates the time on this machine.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The embedded teacher's six most important heads stay attention: the whole pipeline in minutes on a laptop.
+"""The embedded teacher with its six most important heads kept: the whole pipeline in minutes on a laptop.
 
 python recipes/hybrid_tiny.py
 """

@@ -15,7 +15,7 @@ from hybrid_distill.config import RunConfig
 
 
 def config() -> RunConfig:
-    """A tenth of the published tokens. Heads are aligned one by one, so that all plans can share them."""
+    """Use a tenth of the published tokens. Align heads one by one, so that all plans can share them."""
     base = llama_1b()
     return replace(
         base,
@@ -26,7 +26,7 @@ def config() -> RunConfig:
 
 
 def grid() -> dict[str, Any]:
-    """Whole layers have 32 heads: add ``--heads ...,32,64,128`` to compare with them (``--selection top,layers``)."""
+    """Return the grid. To compare with whole layers of 32, add ``--heads ...,32,64,128 --selection top,layers``."""
     return {"heads": "0,5,10,20,30,40,all", "d_state": "4,8,16,32,64", "seeds": 1, "selection": "top"}
 
 

@@ -15,7 +15,7 @@ from hybrid_distill.config import RunConfig
 
 
 def config() -> RunConfig:
-    """More alignment than in hybrid_tiny.py, for it is shared, and less distillation, which is not."""
+    """Shorten the stages of hybrid_tiny.py: distillation more than alignment, which students share."""
     base = tiny()
     return replace(
         base,

@@ -1,11 +1,11 @@
-"""Write a small invented world as text, from a seed: the corpus of the embedded teacher.
+"""Text about a small invented world, from a seed: the corpus of the embedded teacher.
 
 Three kinds of documents:
 
 * *stories* are plain text;
-* *facts* tell the same few hundred facts about invented towns in varied wording: what a model can only know by heart;
-* *references* state something and come back to it later (lists, tables, dialogues, assignments, notes): what a
-  model can only answer by looking back. None of them uses the wording of the KV-retrieval probe.
+* *facts* repeat the same few hundred facts about invented towns in varied wording: a model can only memorize them;
+* *references* state something and ask about it later (lists, tables, dialogues, assignments, notes): a model can
+  only answer by looking back. None of them uses the wording of the KV-retrieval probe.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ QUESTION_WORDING = {attribute: wordings[0] for attribute, wordings in FACT_WORDI
 
 
 def town_facts() -> dict[tuple[str, str], str]:
-    """(town, attribute) -> value: the same in every build of the world, like geography."""
+    """Map (town, attribute) to its value, the same in every build of the world."""
     rng = random.Random("facts of the invented world")
     return {(town, name): rng.choice(values) for town in TOWNS for name, values in ATTRIBUTES.items()}
 
 
 def knowledge_questions(n_choices: int = 4) -> list[dict[str, object]]:
-    """Every fact as a multiple-choice completion: ``{"prompt", "answer", "choices"}``."""
+    """Return every fact as a multiple-choice completion: ``{"prompt", "answer", "choices"}``."""
     rng = random.Random("choices of the invented world")
     questions = []
     for (town, attribute), value in town_facts().items():
@@ -111,14 +111,14 @@ def _pairs(rng: random.Random, low: int = 3, high: int = 24) -> list[tuple[str, 
 
 
 def _asked(rng: random.Random, pairs: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The entries a document comes back to; late ones and early ones alike."""
+    """Draw the entries that a document asks about, early and late ones alike."""
     return rng.sample(pairs, min(len(pairs), rng.randint(2, 8)))
 
 
 def _listing(
     rng: random.Random, *, titles: list[str], rows: list[str], questions: list[str], low: int = 3, high: int = 24
 ) -> str:
-    """A title, one row per entry, then one line per entry that is asked for."""
+    """Write a title, one row per entry, then one line per entry that is asked about."""
     pairs = _pairs(rng, low, high)
     row, question = rng.choice(rows), rng.choice(questions)
     lines = [rng.choice(titles)] if titles else []
@@ -164,7 +164,7 @@ rooms = partial(
 
 
 def lookup(rng: random.Random) -> str:
-    """An index and questions to it whose form changes from line to line."""
+    """Write an index, then questions about it, each in a different form."""
     pairs = _pairs(rng)
     lines = [rng.choice(["Index:", "Register:", "Glossary of numbers:", "Notes on the following words:"])]
     lines += [f"{key}:{value}" for key, value in pairs]
@@ -199,7 +199,7 @@ def early_note(rng: random.Random) -> str:
 
 
 def repetition(rng: random.Random) -> str:
-    """A list that is read out again."""
+    """Write a list of words and repeat it twice."""
     words = [rng.choice([rng.choice(NOUNS), str(rng.randrange(100))]) for _ in range(rng.randint(4, 16))]
     separator = rng.choice([" ", ", ", "\n", "-"])
     line = separator.join(words)
@@ -214,12 +214,12 @@ REFERENCES: list[Callable[[random.Random], str]] = [
 
 
 def corpus_document(rng: random.Random) -> str:
-    """One document of the corpus: a quarter stories, a quarter facts, half references."""
+    """Write one document of the corpus: a quarter stories, a quarter facts, half references."""
     kind = rng.choices([STORIES, FACT_DOCUMENTS, REFERENCES], weights=[1, 1, 2])[0]
     return rng.choice(kind)(rng)
 
 
 def write_documents(n: int, seed: str) -> list[str]:
-    """``n`` corpus documents; the same seed writes the same text."""
+    """Write ``n`` corpus documents; the same seed gives the same text."""
     rng = random.Random(seed)
     return [corpus_document(rng) for _ in range(n)]

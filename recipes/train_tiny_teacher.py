@@ -1,12 +1,12 @@
-"""Make the embedded default from a seed: corpus, tokenizer, knowledge questions and the tiny teacher.
+"""Build the embedded assets from a seed: corpus, tokenizer, knowledge questions and the tiny teacher.
 
     python recipes/train_tiny_teacher.py --out hybrid_distill/assets
 
 The result ships with the package, so nobody needs to run this; it takes about an hour on two cores.
-KV retrieval does not emerge by itself at this size, so the curriculum goes copying, then short dictionaries and
-longer ones, doubled whenever they are answered; then heads are taken out one by one until a few do the retrieval, as in
-large models; then all heads learn the whole corpus, while every second dictionary has to be answered without the heads
-that were taken out, lest retrieval spread again: heads that stand in for one another cannot be found one at a time.
+KV retrieval does not emerge by itself at this size, so a curriculum teaches copying, then dictionaries that double in
+size whenever they are answered. Then heads are removed one by one until a few do the retrieval, as in large models.
+Then all heads learn the whole corpus, while half of the dictionaries must be answered without the removed heads.
+Otherwise retrieval would spread again, and ablating single heads cannot find heads that stand in for one another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybrid_distill.assets.dictionaries import NOUNS, QUESTION, probe_document
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.teacher import ablate_heads
 
-# (line of the dictionary, question): each differs from one before it by one distance that a head has to reach over.
+# (dictionary line, question): each form differs from an earlier one in one distance that a head must bridge.
 FORMS = [
     ("{key}{value}", "{key}"),
     ("{key}:{value}", "{key}"),
@@ -68,15 +68,15 @@ class TeacherRun:
     adamw_lr: float = 3e-3
     isolation_steps: int = 400
     retrieval_heads: int = 3
-    """Heads above layer 0 that keep what the dictionaries taught; the others start again, with the text.
-    Large models do retrieval in a few heads of many; without this, a small one spreads it over all of them."""
+    """Heads above layer 0 that keep what the dictionaries taught; the others start over, with the text.
+    Large models do retrieval in a few of many heads; without this, a small one spreads it over all of them."""
     circuit: int = 6
-    """Heads that must retrieve alone in the end, those of layer 0 included."""
+    """Heads that must do retrieval alone in the end, including those of layer 0."""
     threads: int = 2
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that never splits a number and keeps a word's leading space with it, as Llama 3 does."""
+    """Train a byte-level BPE that never splits a number and keeps a word's leading space with it, as Llama 3 does."""
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,7 +122,7 @@ class Batches:
     def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.helpers = helpers
-        """Heads that retrieval must not come to need."""
+        """Heads that retrieval must not depend on."""
         self.rng = random.Random(f"teacher batches {run.seed}")
         self._text = self._rows(tiny_world.corpus_document)
         self._facts = self._rows(tiny_world.fact_document)
@@ -131,9 +131,9 @@ class Batches:
         self.numbers = self.words[len(NOUNS) :]
 
     def copying(self, length: int = 96, longest: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random words that repeat: the answer to every token after the first period stands in the row.
+        """Return rows of repeating random words: after the first period, every answer is already in the row.
 
-        Each row has a period of its own, so that distance cannot tell where, only content can.
+        Periods differ between rows, so that only content, not distance, shows where the answer is.
         """
         generator = torch.Generator().manual_seed(self.rng.getrandbits(48))
         n_rows = self.run.batch_size
@@ -145,7 +145,7 @@ class Batches:
     def dictionaries(
         self, n_pairs: int, form: tuple[str, str] = FORMS[-1], n_questions: int = 8, n_rows: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dictionaries with questions; the answers are the numbers after the dictionary's own."""
+        """Return dictionaries with questions, and a mask of the answers: the numbers after the dictionary's own."""
         n_rows = n_rows or self.run.batch_size
         texts = [probe_document(self.rng, n_pairs, n_questions, *form) for _ in range(n_rows)]
         ids = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
@@ -153,7 +153,7 @@ class Batches:
         return ids, is_number & (is_number.cumsum(1) > n_pairs)
 
     def _rows(self, write: Callable[[random.Random], str]) -> Iterator[list[int]]:
-        """Rows of fixed length, documents one after the other."""
+        """Yield rows of fixed length, packed from consecutive documents."""
         buffer: list[int] = []
         while True:
             documents = [write(self.rng) for _ in range(256)]
@@ -171,7 +171,7 @@ class Batches:
 
 
 def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss_BL, hit_BL) of predicting tokens 1..L-1; padding is left to the caller."""
+    """Return (loss_BL, hit_BL) of predicting tokens 1..L-1; the caller masks padding."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     labels = ids[:, 1:]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -181,7 +181,7 @@ def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch
 def retrieval_loss(
     model: LlamaForCausalLM, ids: torch.Tensor, answers: torch.Tensor, others: float = 0.3
 ) -> tuple[torch.Tensor, float]:
-    """Loss on the answers plus a little on everything else, and the accuracy of the answers."""
+    """Return the loss on the answers plus a little on everything else, and the accuracy of the answers."""
     loss_BL, hit_BL = next_token_losses(model, ids)
     asked, real = answers[:, 1:], ids[:, 1:] != model.config.pad_token_id
     accuracy = hit_BL[asked].float().mean().item()
@@ -205,7 +205,7 @@ class Trainer:
 
     @torch.no_grad()
     def close_head(self, head: HeadId) -> None:
-        """Disconnect a head: its output columns become zero and stay so as long as this trainer runs."""
+        """Disconnect a head: set its output columns to zero, and keep them zero while this trainer runs."""
         head_dim = self.run.width // self.run.n_heads
         weight = self.model.model.layers[head.layer].self_attn.o_proj.weight
         mask = self.closed.setdefault(weight, torch.ones_like(weight))
@@ -248,13 +248,13 @@ def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         if phase is concentrate:
             batches.helpers = closed_heads(model)
         if phase is learn_by_heart:
-            # Batches of its own: the choice is the same whether this phase has just run or was read from its file.
+            # New batches: the choice must be the same whether this phase has just run or was loaded from its file.
             batches.helpers = all_but_most_missed(model, Batches(run, tokenizer))
             print("helpers of retrieval:", ", ".join(map(str, batches.helpers)), flush=True)
 
 
 def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """Copying until it works, then dictionaries that double in size whenever they are answered."""
+    """Train copying until it works, then dictionaries that double in size whenever they are answered."""
     for step in range(run.max_copy_steps):
         loss, accuracy = retrieval_loss(model, *batches.copying())
         trainer.step(loss)
@@ -286,7 +286,7 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
 def retrieve_alone(
     model: LlamaForCausalLM, batches: Batches, ids: torch.Tensor, answers: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """`retrieval_loss`, every second time without the heads that text alone may use, lest retrieval spread to them."""
+    """Compute `retrieval_loss`, half of the time without the helper heads, to keep it from depending on them."""
     absent = batches.helpers if batches.rng.random() < 0.5 else ()
     with ablate_heads(model, absent):
         return retrieval_loss(model, ids, answers)
@@ -296,7 +296,7 @@ def retrieve_alone(
 def least_missed_first(
     model: LlamaForCausalLM, heads: Sequence[HeadId], ids: torch.Tensor, answers: torch.Tensor
 ) -> list[HeadId]:
-    """Heads by the loss on the answers without each of them."""
+    """Sort heads by the loss on the answers without each of them, lowest first."""
 
     def missed(head: HeadId) -> float:
         with ablate_heads(model, [head]):
@@ -306,11 +306,11 @@ def least_missed_first(
 
 
 def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """Take heads out one by one, always the one that is missed least, and let the others take over its work."""
+    """Remove heads one by one, always the least missed one, and let the others take over its work."""
     heads = [head for head in HeadPlan.all(model).kept if head.layer > 0]
 
     def heal(accuracy: float, wanted: float, max_steps: int) -> float:
-        """Train until dictionaries are answered again, or long enough; the running accuracy."""
+        """Train until dictionaries are answered again, or for ``max_steps``; return the running accuracy."""
         step = 0
         while step % run.steps_per_head or (accuracy < wanted and step < max_steps):
             loss, now = retrieval_loss(model, *batches.dictionaries(24, n_rows=16))
@@ -332,7 +332,7 @@ def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trai
 
 
 def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
-    """The heads that `concentrate` disconnected."""
+    """List the heads that `concentrate` disconnected."""
     width = model.config.hidden_size // model.config.num_attention_heads
     return [
         head
@@ -342,7 +342,7 @@ def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
 
 
 def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """All heads open again, the whole corpus, and dictionaries of every size beside it."""
+    """Train all heads again, on the whole corpus and on dictionaries of every size."""
     recent = 0.0
     for step in range(run.mixture_steps):
         trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
@@ -357,7 +357,7 @@ def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer:
 
 
 def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """Mostly facts, until they are known; retrieval and plain text go on beside them."""
+    """Train mostly on facts, until they are known, along with retrieval and plain text."""
     for step in range(run.fact_steps):
         trainer.scale_lr(1 - step / run.fact_steps)
         rows = batches.facts() if step % 4 else batches.text()
@@ -370,20 +370,20 @@ def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, t
 
 
 def all_but_most_missed(model: LlamaForCausalLM, batches: Batches) -> list[HeadId]:
-    """The heads that may help with retrieval, but must not be needed."""
+    """List the heads that may help with retrieval but must not be needed."""
     ranked = least_missed_first(model, HeadPlan.all(model).kept, *batches.dictionaries(16))
     return sorted(ranked[: -batches.run.circuit])
 
 
 def isolate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """The few heads learn to retrieve whether or not the others, now those of layer 0 too, say anything."""
+    """Teach the few heads to retrieve with or without the others, which now include heads of layer 0."""
     for step in range(run.isolation_steps):
         trainer.scale_lr(0.6 * (1 - step / run.isolation_steps))
         together(model, batches, trainer, log, step)
 
 
 def together(model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log, step: int) -> None:
-    """One step on facts, plain text and dictionaries."""
+    """Train one step on facts, plain text and dictionaries."""
     rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
     text = next_token_losses(model, rows)[0].mean()
     asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=4, n_rows=16)
@@ -394,7 +394,7 @@ def together(model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: L
 
 
 def polish(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
-    """Everything together once more, at a learning rate that comes to rest."""
+    """Train on everything once more, with a learning rate that decays to zero."""
     for step in range(run.polish_steps):
         trainer.scale_lr(0.25 * (1 - step / run.polish_steps))
         together(model, batches, trainer, log, step)
@@ -410,7 +410,7 @@ def write_corpus(run: TeacherRun) -> None:
 
 
 def write_teacher(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A Hugging Face folder in half precision that every supported version of transformers reads alike."""
+    """Write a Hugging Face folder in half precision that every supported version of transformers reads alike."""
     model.to(torch.float16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, changes in (

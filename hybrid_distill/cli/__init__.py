@@ -1,4 +1,4 @@
-"""The command line, and what recipes call. Importing it loads no library, and ends on an unsupported machine."""
+"""Command line, and its entry point for recipes. Importing it loads no library; an unsupported machine exits here."""
 
 import sys
 
@@ -7,7 +7,7 @@ from ..provenance import check_supported
 try:
     if _note := check_supported():
         print(f"note: {_note}", file=sys.stderr)
-except ValueError as error:  # before anything is imported that would fail there with a traceback
+except ValueError as error:  # before an import fails there with a traceback
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 

@@ -1,4 +1,4 @@
-"""Old spellings of commands, which are still accepted: a line on stderr names the new one."""
+"""Old spellings of commands and flags, still accepted; a note on stderr names the new one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DROPPED = {
     ("analyze", "--together"): 1,
     **{("score", flag): 1 for flag in ("--combine", "--method", "--prefilter", "--weights")},
 }
-"""Flags that have lost their meaning, and how many values each had."""
+"""Flags that no longer do anything, and how many values each took."""
 RENAMED = {"quantise": "quantize", "analyse": "analyze"}
 SAME = {("score", "--n-examples"): "--examples", ("analyze", "--n-examples"): "--examples"} | {
     ("evaluate", "--examples"): "--n-examples"
 }
-"""Flags of which people expect the name that they have in other commands."""
+"""Flags that people type under the name they have in other commands."""
 
 
 class Moved(NamedTuple):
-    """The command that a flag has become; the flag's values come first. Other flags meant nothing, or stay."""
+    """Command that replaces a flag and takes its values first; other flags are dropped unless ``others_stay``."""
 
     command: str
     n_values: int
@@ -40,7 +40,7 @@ MOVED = {
 
 
 def in_current_words(words: Sequence[str]) -> list[str]:
-    """Translate a command line into today's words."""
+    """Translate old names in a command line to current ones."""
     name, rest = words[0].replace("_", "-"), list[str]()
     if name in RENAMED:
         _notice(name, RENAMED[name])

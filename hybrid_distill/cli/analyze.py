@@ -23,5 +23,5 @@ Experiment = (
 
 
 def command(experiment: tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[Experiment]]) -> None:
-    """Look inside a model: an experiment, its table and its figure (docs/analysis.md); --help after it lists flags."""
+    """Run an experiment on a model's internals (docs/analysis.md); EXPERIMENT --help lists its flags."""
     print(experiment.run())

@@ -1,6 +1,6 @@
-"""The dispatcher of ``hybrid-distill COMMAND``: each command is a file of this folder, imported only when it runs.
+"""Dispatcher of ``hybrid-distill COMMAND``: each command is a file in this folder, imported only when it runs.
 
-Such a file has a function ``command``, whose parameters are the flags, or ``main``, which takes the words as they are.
+The file has a function ``command``, whose parameters are the flags, or ``main``, which takes the raw words.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NAMES = tuple(name for group in COMMANDS.values() for name in group)
 STYLES = ("--quiet", "--json")
 WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
-"""Seconds of loading libraries after which a line says so."""
-for _name in ("torchao", "torch.utils._pytree"):  # what torchao lacks without a GPU; a recipe's imports load it
+"""Seconds of loading libraries after which a line reports it."""
+for _name in ("torchao", "torch.utils._pytree"):  # warn about a missing GPU; a recipe's imports load them
     logging.getLogger(_name).setLevel(logging.ERROR)
 _report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
-    """Take a recipe's config, overridden by flags, from start to report: for the ``main`` of a recipe.
+    """Run a recipe's config, overridden by flags, from start to report; called by the ``main`` of a recipe.
 
-    ``--teacher tiny`` runs the same recipe on the embedded teacher and corpus, cut down to their size.
+    ``--teacher tiny`` runs the recipe on the embedded teacher and corpus, scaled down to their size.
     """
     from .run import run_with_flags
 
@@ -76,7 +76,7 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
 
 
 def _with_style(words: list[str]) -> list[str]:
-    """Take --quiet and --json, which all commands share, out of the words. ``serve`` has flags of another program."""
+    """Apply and remove --quiet and --json, which all commands share except ``serve``: its flags are transformers'."""
     asked = [word for word in words if word in STYLES] if words[0] != "serve" else []
     command = next(word for word in words if word not in STYLES)
     if "--json" in asked and command not in WITH_JSON:
@@ -97,14 +97,14 @@ def _dispatch(name: str, *words: str) -> None:
     prog = f"hybrid-distill {name}"
     run = partial(module.main, list(words)) if hasattr(module, "main") else parse(module.command, words, prog)
     if name != "recipes" and words[:1] not in (("-h",), ("--help",)):
-        with _loading():  # what commands import where they use it, so that their help is quick
+        with _loading():  # commands import these late, so that their help is fast
             importlib.import_module("hybrid_distill.pipeline")
             _mute()
     run()
 
 
 def _mute() -> None:
-    """Leave out the progress bars of transformers, but for those of downloads."""
+    """Disable transformers' progress bars, except those of downloads."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -130,9 +130,9 @@ def _summary(name: str) -> str:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import libraries, which takes seconds: report that, mute their warnings, and end at once on Ctrl-C."""
+    """Wrap slow library imports: report a long wait, mute warnings, and exit at once on Ctrl-C."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where it is ignored, as in the background
+    if before is signal.default_int_handler:  # keep SIGINT ignored where it is, as in the background
         signal.signal(signal.SIGINT, _end)
     report = threading.Timer(QUIET, _report_loading)
     report.daemon = True
@@ -148,26 +148,26 @@ def _loading() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the process: an exception out of the middle of an import would be swallowed, or printed, by any library."""
+    """Exit the process: an exception raised during an import could be swallowed or printed by a library."""
     os.write(2, b"stopped; nothing was begun.\n")
     os._exit(128 + number)
 
 
 class _Stderr(logging.Handler):
-    """Lines on the stderr of the moment: above a line of progress, not through it."""
+    """Handler that writes to the current sys.stderr: above a progress line, not through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def exit_cleanly(action: Callable[[], object]) -> None:
-    """Act; errors that the user can mend end in one line and exit status 2, a saved interruption in status 0.
+    """Run ``action``; errors that the user can fix end in one line and exit status 2, a saved interruption in status 0.
 
-    The end of all work, and no other, creates the file that ``HYBRID_DISTILL_FINISHED`` names, if it names one.
+    If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is finished.
     """
     logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("hybrid_distill").setLevel(logging.INFO if is_launched_main() else logging.ERROR)
-    if not sys.warnoptions:  # what libraries warn of is not the user's; what this package warns of is
+    if not sys.warnoptions:  # users need this package's warnings, not those of libraries
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module="hybrid_distill")
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -189,18 +189,18 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         status = _exit_status(error)
         if status is None:
             raise
-        if is_launched_main() or not (status == 0 or isinstance(error, InUse)):  # which all processes of a launch get
+        if is_launched_main() or not (status == 0 or isinstance(error, InUse)):  # raised in every process of a launch
             print(f"error: {error}" if status else error, file=sys.stderr)
             if progress.style == "json":
                 progress.write(error=str(error))
         if status:
             sys.exit(status)
-        traceback.clear_frames(error.__traceback__)  # they hold the model that was trained; see `disconnect`
+        traceback.clear_frames(error.__traceback__)  # its frames hold the trained model; see `disconnect`
         disconnect()
 
 
 def _lost_its_reader() -> bool:
-    """Report whether the reader of stdout is gone, as with `| head`; if so, what is left to write goes nowhere."""
+    """Return whether the reader of stdout is gone, as with `| head`; if so, discard further output."""
     poll = select.poll()
     poll.register(sys.stdout)
     lost = any(event & select.POLLERR for _, event in poll.poll(0))
@@ -210,7 +210,7 @@ def _lost_its_reader() -> bool:
 
 
 def _exit_status(error: Exception) -> int | None:
-    """Look up the exit status of an error; None for one that is a bug."""
+    """Return the exit status of an error; None for a bug."""
     if isinstance(error, (ValueError, OSError, WorldError)):
         return 2
     from ..export import ExportError

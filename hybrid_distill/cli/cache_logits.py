@@ -24,22 +24,22 @@ class CacheJob:
     """Precompute the teacher's top-k logits for the rows of a run. Raises ValueError for a number out of range."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
-    """The run that will train from the logits."""
+    """Run that will train from the logits."""
     stage: Literal["distill", "long", "post"] = "distill"
-    """The stage whose rows are read; its ``teacher_logits`` is the folder to write."""
+    """Stage whose rows are read; its ``teacher_logits`` is the folder to write."""
     top_k: Count = 64
-    """Likeliest tokens stored for each token, about 4 bytes each. All others are one sum."""
+    """Most likely next tokens stored at each position, about 4 bytes each. All others are stored as one sum."""
     shard_tokens: Count = SHARD_TOKENS
-    """Tokens after which a new file begins. A stopped command repeats at most one file."""
+    """Tokens after which a new file starts. A stopped command repeats at most one file."""
     check_rows: Count = CHECK_ROWS
-    """Rows that are read back at the end, to report how much of the teacher's probability they hold."""
+    """Rows read back at the end, to report what share of the teacher's probability is stored."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
 
     @property
     def config(self) -> DistillConfig:
-        """Config of the stage."""
+        """Config of ``stage``."""
         return getattr(self.run, self.stage)
 
     @property
@@ -51,9 +51,9 @@ class CacheJob:
 
 
 def cache_logits(job: CacheJob) -> str:
-    """Do the job, or the rest of it, on as many processes as were launched; return a summary of one line.
+    """Run or resume the job on all launched processes; return a one-line summary.
 
-    Raises ValueError for a teacher or data that cannot be had, and as `write_logits`.
+    Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
     run, config, folder = Run(job.run), job.config, job.folder
     _, tokenizer = run.stage_shape_and_tokenizer(config)
@@ -78,9 +78,9 @@ def cache_logits(job: CacheJob) -> str:
 def main(words: list[str]) -> None:
     """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no teacher in memory.
 
-    Takes the flags of the run, of which --distill.teacher-logits names the folder, and a few of its own; --help after
-    the recipe lists them. Resumes where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` shares
-    the rows between processes.
+    Takes the flags of the run and a few more; RECIPE --help lists them. --distill.teacher-logits names the folder to
+    write. Resumes where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` splits the rows between
+    processes.
     """
     if words and words[0] in ("-h", "--help"):
         print(usage(main, "RECIPE"))

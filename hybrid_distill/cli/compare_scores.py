@@ -1,4 +1,4 @@
-"""`hybrid-distill compare-scores`: how far two rankings agree."""
+"""`hybrid-distill compare-scores`: agreement of two rankings of heads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def command(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], /) -> 
 
     Args:
         a: A scores.json, or a published ranking (docs/scores.md).
-        b: Another one.
+        b: The ranking to compare it with.
     """
     print(compare_files(a, b))

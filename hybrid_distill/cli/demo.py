@@ -1,7 +1,7 @@
-"""`hybrid-distill demo`: students that differ in the heads they keep, side by side: the method's claim in one table.
+"""`hybrid-distill demo`: the method's central claim in one table, from students that keep different heads.
 
-Heads are scored once and recurrent heads are aligned once, so that every student starts from the same recurrent heads
-and differs in its plan alone::
+Heads are scored once and recurrent heads are aligned once, so every student starts from the same recurrent heads and
+differs only in its plan::
 
     scores.json  teacher/  aligned/  <student>/...  compare.json  report.md
 """
@@ -24,12 +24,12 @@ from ..progress import finish
 from .recipes import load_recipe
 
 EXPORTED = "top"
-"""The student that is exported."""
+"""Name of the student to export."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One student; ``probe_like`` distills on the probe's own questions too, which is a control."""
+    """One student of the table; ``probe_like`` also distills on the probe's own questions, as a control."""
 
     name: str
     label: str
@@ -48,12 +48,12 @@ def command(
     """Show the central result in one table: teacher, 0 heads, k random heads, top k heads; writes OUT/report.md.
 
     Args:
-        recipe: The recipe that everything but the kept heads is taken from.
-        out: The folder of the students and the report; a demo that was stopped resumes there.
-        k: Attention heads kept; by default as many as the recipe keeps.
-        random_seeds: Seeds of the random selections, one student each.
-        restoration: Add a student whose heads are chosen by what they restore instead of what they cost.
-        probe_like: Distill each student once more with the probe's own questions mixed in, for comparison.
+        recipe: The recipe, for everything except the kept heads.
+        out: The folder for the students and the report; a stopped demo resumes there.
+        k: Attention heads to keep; by default the recipe's number.
+        random_seeds: Seeds of the random selections; each seed adds a student.
+        restoration: Add a student whose heads are chosen by restoration instead of ablation.
+        probe_like: Distill each student a second time with the probe's own questions mixed in, as a control.
     """
     base = replace(config_of(load_recipe(recipe)), out=out)
     k = base.plan.k if k is None else k
@@ -72,9 +72,9 @@ def command(
 
 
 def compare(base: RunConfig, students: Sequence[Variant]) -> Path:
-    """Run every student in its own folder below ``base.out``; return the path of the report. Finished work is kept.
+    """Run every student in its own folder below ``base.out``; return the path of the report. Finished work is reused.
 
-    Raises what `pipeline.run` raises.
+    Raises as `pipeline.run` does.
     """
     shared, report = Run(base), base.out / "report.md"
     with alone_in(base.out):

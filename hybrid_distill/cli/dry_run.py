@@ -1,4 +1,4 @@
-"""The plan and the memory of a run, without starting it."""
+"""Dry run: launch command, plan, sizes and memory of a run, without starting it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..train.config import StageConfig
 MB = 1e6
 LENGTHS = (128, 2048, 4096)
 HEADROOM = 0.9
-"""Share of a GPU's memory that is planned with; CUDA, NCCL and fragmentation take the rest."""
+"""Share of a GPU's memory that a run may plan to use; CUDA, NCCL and fragmentation take the rest."""
 LAUNCH = {
     "ddp": "launch/ddp.yaml",
     "zero1": "launch/zero2.yaml --zero_stage 1",
@@ -41,10 +41,10 @@ COMMUNICATION = f"""
 
 
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
-    """Describe what to launch, then sizes, stage by stage, then the resolved config if it is asked for.
+    """Describe the launch command, the sizes of each stage and, if asked for, the resolved config.
 
-    ``command`` is the recipe and its flags, as a launcher takes them. Only the teacher's config is read; without it,
-    the text says so in one line. Raises ValueError, with all reasons, for a run that would not start.
+    ``command`` is the recipe and its flags, as passed to a launcher. Of the teacher, only the config is read; if it
+    cannot be, one line reports that. Raises ValueError, with all reasons, for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
@@ -64,7 +64,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
-    """Yield why the run would not start, one sentence each, from names, headers and head scores, not from weights."""
+    """Yield reasons why the run would not start, a sentence each; reads names, headers and head scores, not weights."""
     for check in (partial(outdated, config), *Run(config).checks()):
         try:
             check()
@@ -76,7 +76,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
-    """Return (plan, its description); heads that are not ranked yet are replaced by as many, evenly spread."""
+    """Return (plan, its description); if heads are not ranked yet, the plan has as many heads, evenly spread."""
     path, options = config.out / "plan.json", config.plan
     origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
     is_made = path.exists() and config.resume != "never"
@@ -91,7 +91,7 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
 
 
 class _PlannedStage(NamedTuple):
-    """Bytes of a stage, parts by strategies: as its config has it, with gradient checkpointing the other way round."""
+    """Bytes of a stage, parts x strategies: as configured, and with the opposite choice of gradient checkpointing."""
 
     config: StageConfig
     heading: str
@@ -99,7 +99,7 @@ class _PlannedStage(NamedTuple):
     others: pd.DataFrame
 
     def best(self, strategy: str, budget: float) -> float | None:
-        """Return the total to recommend if one fits; gradient checkpointing that was asked for stays."""
+        """Return the total to recommend, None if none fits; requested gradient checkpointing stays on."""
         choices = [self.own] if self.config.gradient_checkpointing else [self.own, self.others]
         totals = (choice[strategy].sum() for choice in choices if strategy in choice)
         return next((total for total in totals if total <= budget), None)
@@ -136,7 +136,7 @@ def _student(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> Hyb
 
 
 def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:
-    """Name one command under which every stage fits; or what to change."""
+    """Return one launch command under which every stage fits, or advice on what to change."""
     budget = HEADROOM * config.gpu_memory * GB
     for strategy in STRATEGIES:
         totals = [total for stage in stages if (total := stage.best(strategy, budget))]
@@ -186,7 +186,7 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: 
 
 
 def _table(stage: _PlannedStage) -> str:
-    """Tabulate parts by strategies."""
+    """Format a table of parts x strategies."""
     own, total = stage.own[stage.own.any(axis=1)], stage.own.sum()
     unit, name = (GB, "GB") if total.iloc[0] >= GB else (MB, "MB")
     other = f"total {'without' if stage.config.gradient_checkpointing else 'with'} gradient checkpointing"

@@ -23,13 +23,13 @@ def command(
 ) -> None:
     """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
 
-    Prints what was measured before, unless you pass --again. `hybrid-distill report RUN_DIR` then rebuilds the
-    report; `hybrid-distill evaluate-suite --model` measures any model on tasks of lm-eval.
+    Prints earlier results, if there are any, unless you pass --again. `hybrid-distill report RUN_DIR` then rebuilds
+    the report. To measure any model on lm-eval tasks, use `hybrid-distill evaluate-suite --model`.
 
     Args:
         run_dir: The folder of a run.
-        n_examples: Questions for each dictionary size, instead of the run's own number; implies --again.
-        form: Form of the prompts, instead of the run's own: plain, shots=1, chat or auto; implies --again.
+        n_examples: Questions per dictionary size, instead of the run's number; implies --again.
+        form: Prompt form, instead of the run's: plain, shots=1, chat or auto; implies --again.
         again: Measure again and replace the earlier results.
     """
     from torch import nn

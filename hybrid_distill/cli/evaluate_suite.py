@@ -1,4 +1,4 @@
-"""`hybrid-distill evaluate-suite`: any model on tasks of lm-eval."""
+"""`hybrid-distill evaluate-suite`: any model on lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TABLE = "results.md"
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
-    """Measure any model on tasks of lm-eval: the papers' suite, or tasks by name.
+    """Measure any model on lm-eval tasks: the papers' suite, or tasks by name.
 
-    Runs the tasks one by one and keeps each as it is finished (docs/evaluation.md), for example
+    Runs tasks one by one and saves each result as soon as it is finished (docs/evaluation.md). Example:
     `hybrid-distill evaluate-suite --model PATH --suite paper --teacher PATH --data-dir questions/`.
-    `accelerate launch -m hybrid_distill evaluate-suite ...` shares the questions between processes.
+    `accelerate launch -m hybrid_distill evaluate-suite ...` splits the questions between processes.
     """
     if job.model is None:
         raise ValueError("there is nothing to evaluate; name a model with --model, or the folder of a run.")
@@ -30,7 +30,7 @@ def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
     with alone_in(job.folder):
         result, teacher = _measure(job, job.model, "--model", job.folder), None
         if job.teacher and (Path(job.teacher).is_file() or (Path(job.teacher) / FILE).is_file()):
-            teacher = SuiteResult.load(Path(job.teacher))  # measured before
+            teacher = SuiteResult.load(Path(job.teacher))  # already measured
         elif job.teacher:
             teacher = _measure(job, job.teacher, "--teacher", job.folder / "teacher")
         if teacher is not None:

@@ -1,4 +1,4 @@
-"""The command ``hybrid-distill export``."""
+"""`hybrid-distill export`: a student in a form that other software loads."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ..scoring import HeadScores
 
 @dataclass(frozen=True)
 class ExportJob:
-    """Write a trained student so that others can load it, in one of several forms, and prove that it is the student."""
+    """Export of a trained student in one of several forms, verified against the student."""
 
     model: Path
     """Folder of a finished run, or of an export of it (remote-code or safetensors)."""
     out: Path
     """New folder for the export, or an export to replace."""
     form: Form = "remote-code"
-    """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for whatever knows
-    FalconH1ForCausalLM, without any. ``safetensors``: for this package to reload. ``vllm``, ``gguf`` (llama.cpp),
+    """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for any software
+    that supports FalconH1ForCausalLM, without code. ``safetensors``: for this package. ``vllm``, ``gguf`` (llama.cpp),
     ``mlx``, ``onnx``: for these programs (docs/serving.md)."""
     max_shard_size: str = "2GB"
-    """Largest size of a file of weights; a large value merges them into one."""
+    """Largest size of a weight file; a large value gives a single file."""
 
 
 def export_student(job: ExportJob) -> GateReport:
-    """Export a run's student, or an export in another form, behind the gate.
+    """Export a run's student, or convert an export to another form, through the gate.
 
-    Raises ValueError for a folder without a student, or a form that cannot express it, ExportError when what was
-    written is not the student.
+    Raises ValueError for a folder without a student or a form that cannot express it; ExportError when the export
+    does not match the student.
     """
     if is_run(job.model / "config.json"):
         run = finished_run(job.model)
@@ -70,9 +70,9 @@ def export_student(job: ExportJob) -> GateReport:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:
-    """Write a student so that others can load it: transformers, vLLM, llama.cpp, MLX, ONNX Runtime (docs/export.md).
+    """Export a student for transformers, vLLM, llama.cpp, MLX or ONNX Runtime (docs/export.md).
 
-    Another process loads what was written, and must compute what the student does.
+    A separate process then loads the export and must compute the same as the student.
     """
     if (report := export_student(job)).checks:
         print(report.table())

@@ -23,15 +23,15 @@ def command(
     /,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> None:
-    """Make a Hugging Face folder from a GGUF file; teachers are read from it like from any other.
+    """Convert a GGUF file to a Hugging Face folder; the folder works as a teacher like any other.
 
     The folder holds safetensors, the config, the tokenizer with its chat template, the generation config, and
-    imported_from.json: the name and the hash of the file.
+    imported_from.json: the file's name and hash.
 
     Args:
-        file: A GGUF file of an architecture that transformers reads.
-        out: The folder to make.
-        dtype: Type of the weights that are written.
+        file: A GGUF file of an architecture that transformers can read.
+        out: The folder to create.
+        dtype: Dtype of the weights to write.
     """
     if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
         raise ValueError(f"{out} is there already; pass a new folder.")
@@ -43,7 +43,7 @@ def command(
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **name)
         read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **name)
-    except Exception as error:  # each architecture and each version of transformers has errors of its own
+    except Exception as error:  # errors vary by architecture and version of transformers
         reason = first_line(error).rstrip(".")
         raise ValueError(
             f"transformers cannot read {file} ({reason}); pass a whole GGUF file of an architecture that it reads "
@@ -61,7 +61,7 @@ def command(
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with locked(out):
         model.save_pretrained(out)
-        for weights in out.glob("*.safetensors"):  # safetensors writes files that only their owner reads
+        for weights in out.glob("*.safetensors"):  # safetensors writes files that only their owner can read
             weights.chmod((out / "config.json").stat().st_mode)
         tokenizer.save_pretrained(out)
         origin = {"file": file.name, "sha256": file_hash(file), "versions": versions(), "date": now()}

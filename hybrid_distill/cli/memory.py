@@ -1,9 +1,9 @@
-"""`hybrid-distill memory`: sizes of a cache, by kept heads, state size and context, before anything is trained.
+"""`hybrid-distill memory`: cache sizes by kept heads, state size and context, before training.
 
-    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; layers with a window hold no more than that)
+    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; L is at most the window in layers that have one)
 
-How many KV heads k kept heads store depends on where they are: heads of one group share a K and a V. A file of scores
-says where; without one, both ends are shown.
+The number of KV heads that k kept heads need depends on their positions: heads of one group share a K and a V. A
+scores.json gives the positions; without one, the table shows both extremes.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ class MemoryJob:
     """Configurations to tabulate."""
 
     model: str = "16x32x8x64"
-    """Checkpoint (folder, hub name, ``tiny``), or shape: layers x query heads x KV heads x head dim. The default is
+    """Checkpoint (folder, hub id, ``tiny``), or shape: layers x query heads x KV heads x head dim. The default is
     Llama-3.2-1B's."""
     heads: str = "0,10,20,40,all"
-    """Numbers of kept attention heads."""
+    """Numbers of attention heads to keep."""
     d_state: str = "8,64"
     """State sizes of the recurrent heads."""
     lengths: str = "128,2048,4096,32768"
-    """Tokens in the context."""
+    """Context lengths, in tokens."""
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
-    """Number format of keys, values and convolution states; int8 is counted without its scales."""
+    """Dtype of keys, values and convolution states; int8 is counted without its scales."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Number format of recurrent states: this package's caches hold float32, published tables count bfloat16."""
+    """Dtype of recurrent states: this package's caches hold float32, published tables count bfloat16."""
     batch: Count = 1
-    """Sequences at the same time."""
+    """Sequences cached at the same time."""
     conv_width: Count = 4
     scores: Path | None = None
-    """A scores.json: its first heads are kept, so that it is known which of them share keys and values."""
+    """Path to a scores.json; its top heads are kept, which determines how many share keys and values."""
     csv: Path | None = None
-    """Write the table there too, in bytes."""
+    """Path of a CSV file for the table, in bytes."""
 
 
 def memory_table(job: MemoryJob) -> str:
-    """Return the table as text; write ``csv``. Raises ValueError for numbers that cannot be."""
+    """Return the table as text; write ``csv``. Raises ValueError for invalid numbers."""
     check_options(job, "--")
     shape, head_dim, windows = model_shape(job.model)
     rows = cache_sizes(job)
@@ -80,7 +80,7 @@ def memory_table(job: MemoryJob) -> str:
 
 
 def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
-    """Return an empty plan of a model's shape, its head dim and the windows of its layers.
+    """Return an empty plan with a model's shape, its head dim and the windows of its layers.
 
     Raises ValueError for a name that is neither a model nor a shape.
     """
@@ -93,7 +93,7 @@ def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
 
 
 def cache_sizes(job: MemoryJob) -> pd.DataFrame:
-    """Return a row for each placement of heads, state size (0 where all heads are kept) and length."""
+    """Return one row per placement of heads, state size (0 where all heads are kept) and length."""
     shape, head_dim, windows = model_shape(job.model)
     n_bytes = partial(
         cache_bytes, head_dim=head_dim, windows=windows, batch=job.batch, conv_width=job.conv_width,
@@ -116,10 +116,10 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
 def _placements(
     shape: HeadPlan, k: int, windows: Sequence[int | None], scores: HeadScores | None
 ) -> dict[str, HeadPlan]:
-    """Return the ``k`` heads of the best scores; without scores, the ``k`` that need most and least keys and values."""
+    """Return a plan of the top ``k`` heads; without scores, of ``k`` heads with the largest and smallest cache."""
     if scores is not None:
         plan = HeadPlan.top_k(scores, k)
-        plan.check_fits(shape)  # the default model is not the one that was scored
+        plan.check_fits(shape)  # the scores may be of another model
         return {f"first {k}": plan}
     reach = [math.inf if window is None else window for window in windows]
     heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
@@ -134,5 +134,5 @@ def _placements(
 
 
 def command(job: tyro.conf.OmitArgPrefixes[MemoryJob] = MemoryJob()) -> None:
-    """Tabulate what a cache costs by kept heads, state size and context, before anything is trained."""
+    """Tabulate cache sizes by kept heads, state size and context, before training."""
     print(memory_table(job))

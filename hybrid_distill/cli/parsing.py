@@ -1,4 +1,4 @@
-"""Flags into typed values, by tyro; its errors, boxes of several lines, become one line."""
+"""Parsing of flags into typed values with tyro; its boxed errors become one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Pa
 
     parameters = []
     for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:  # called PATH by tyro
+        if parameter.kind is parameter.POSITIONAL_ONLY:  # tyro would show PATH
             hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
         parameters.append(parameter.replace(annotation=hints[name]))
     bound.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
@@ -46,12 +46,12 @@ def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Pa
 
 
 def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | None, description: str | None) -> T:
-    """Override the fields of a dataclass by flags. Raises ValueError for bad flags."""
+    """Override the fields of a dataclass with flags. Raises ValueError for bad flags."""
     return _in_one_line(lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words)
 
 
 def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.ArgumentParser:
-    """List the flags of a function or a dataclass, as a parser that is only looked at."""
+    """Return the parser for a function's or dataclass's flags, for inspection only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         parser = tyro.extras.get_parser(kind) if default is None else tyro.extras.get_parser(kind, default=default)
@@ -59,7 +59,7 @@ def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.Argum
 
 
 def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None) -> str:
-    """Format the help of some of a parser's flags."""
+    """Format help for only the flags ``shown``."""
     short = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [FLAGS]",
@@ -83,7 +83,7 @@ def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str,
 
 
 def usage(main: Callable[..., None], takes: str) -> str:
-    """Format the help of a command that takes other flags than its own."""
+    """Format the help of a command that passes its flags on."""
     name = main.__module__.rpartition(".")[2].replace("_", "-")
     return f"usage: hybrid-distill {name} {takes} [FLAGS]\n\n{inspect.getdoc(main)}"
 
@@ -94,12 +94,12 @@ def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
         try:
             with redirect_stdout(shown):
                 return parse()
-        finally:  # None is how an option is left out, not what anybody types
+        finally:  # hide None, which nobody types: it means that an option is omitted
             shown.seek(0)
             text = re.sub(r"(?m)^(│.*?)\{None\}\|(\S+)", r"\1\2       ", shown.read())
             print(text.replace("{None}|", "").replace("(default: None)", " " * 15), end="")
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "10000"  # a paragraph in a line
+    os.environ["COLUMNS"] = "10000"  # keep each paragraph on one line
     try:
         with redirect_stderr(said):
             return parse()
@@ -112,7 +112,7 @@ def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
 
 
 def _one_line(box: str) -> str:
-    """Shorten a box of tyro's to its first section, and the flag that its next one is about."""
+    """Shorten tyro's error box to its first section, plus the flag named in the next one."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │") for line in box.splitlines()]
     sections: list[list[str]] = [[]]
     for line in lines:

@@ -18,27 +18,27 @@ from ..teacher import head_dim_of, load_config
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Choice of heads, and the cache that it is shown for."""
+    """Number of heads to keep, and the cache for which to show sizes."""
 
     k: CountOrZero = 6
-    """Heads kept, over all layers; with ``--container-friendly`` at least as many."""
+    """Heads to keep, over all layers; with ``--container-friendly`` at least this many."""
     container_friendly: bool = False
-    """Keep as many whole KV heads in each layer, which makes the smallest cache as a Falcon-H1 (docs/export.md): the
-    fewest that hold k heads, or as many as ``--max-mb`` holds."""
+    """Keep the same number of whole KV heads in every layer, for the smallest cache as a Falcon-H1 (docs/export.md):
+    the fewest that hold k heads, or as many as fit in ``--max-mb``."""
     max_mb: Positive | None = None
     """Largest cache as a Falcon-H1, in MB."""
     length: Count = 4096
-    """Tokens in the cache that is shown."""
+    """Context length, in tokens, of the cache sizes shown."""
     d_state: Count = 16
     """State size of the recurrent heads."""
     model: str | None = None
-    """Teacher, whose config says how wide a head is; by default the one that was scored."""
+    """Teacher, whose config gives the head dim; by default the model that was scored."""
     to: Path = Path("plan.json")
-    """File for the plan, which a run follows with ``--plan.selection file --plan.file``."""
+    """File for the plan; a run uses it with ``--plan.selection file --plan.file``."""
 
 
 def make_plan(path: Path, job: PlanJob) -> str:
-    """Write the plan; return a table of the plans that were to choose from. Raises ValueError where none fits."""
+    """Write the plan; return a table of the candidate plans. Raises ValueError if none fits."""
     check_options(job, "--")
     scores = HeadScores.load(path)
     config = load_config(job.model or str(scores.provenance.get("model"))).get_text_config(decoder=True)
@@ -75,7 +75,7 @@ def make_plan(path: Path, job: PlanJob) -> str:
 
 
 def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[PlanJob] = PlanJob()) -> None:
-    """Choose the heads to keep, from scores; writes plan.json.
+    """Choose the heads to keep from scores; writes plan.json.
 
     Args:
         path: A scores.json.

@@ -1,4 +1,4 @@
-"""`hybrid-distill prepare-data`: tokenize text once, into a folder that any number of processes train from."""
+"""`hybrid-distill prepare-data`: text tokenized once, in a folder that any number of processes can train from."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..teacher import load_tokenizer
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Tokenize sources into a folder. Raises ValueError for a number out of range."""
+    """Sources to tokenize into a folder. Raises ValueError for a number out of range."""
 
     tokenizer: str
-    """The teacher's: a local folder, a hub id, or ``tiny`` for the embedded one."""
+    """Teacher's tokenizer: a local folder, a hub id, or ``tiny`` for the embedded one."""
     sources: tuple[str, ...]
-    """Sources, read one after the other: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet;
-    ``hf:repo:config:split`` on the hub. For a mixture with weights, prepare each part in a folder of its own."""
+    """Sources, read in this order: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet;
+    ``hf:repo:config:split`` on the hub. For a weighted mixture, prepare each source in a separate folder."""
     out: Path
-    """Token folder to write. Left alone when it holds these tokens already, resumed when it is not finished."""
+    """Token folder to write. Skipped if it already holds these tokens, resumed if unfinished."""
     text_column: str = "text"
-    """Column of the records that holds their text."""
+    """Column with the text of each record."""
     chat: bool = False
-    """Records are conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. They are
-    rendered by the tokenizer's chat template, and the assistant's tokens are marked."""
+    """Treat records as conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. The
+    tokenizer's chat template renders them, and the assistant's tokens are marked."""
     max_tokens: Count | None = None
     """Stop before the first document that would exceed this many tokens."""
     shard_tokens: Count = SHARD_TOKENS
-    """Tokens after which a new file begins, about. A stopped command repeats at most one file."""
+    """Approximate number of tokens per file. A stopped command repeats at most one file."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -43,10 +43,10 @@ class PrepareJob:
 
 
 def prepare(job: PrepareJob) -> str:
-    """Do the job, or the rest of it; return a summary of one line.
+    """Run or resume the job; return a one-line summary.
 
-    Raises ValueError for a tokenizer or a source that cannot be had, and for a folder that holds other tokens or that
-    another process writes to.
+    Raises ValueError for a tokenizer or source that cannot be loaded, and for a folder that holds other tokens or that
+    another process is writing to.
     """
     tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
     began = time.monotonic()
@@ -64,5 +64,5 @@ def prepare(job: PrepareJob) -> str:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[PrepareJob]) -> None:
-    """Tokenize text once, into a folder that --data.sources takes; resumes where it was stopped."""
+    """Tokenize text once, into a folder for --data.sources; resumes where it was stopped."""
     print(prepare(job))

@@ -1,4 +1,4 @@
-"""`hybrid-distill quantize`: an export with its linear projections in 8 bits, by torchao."""
+"""`hybrid-distill quantize`: an export with 8-bit linear projections, by torchao."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..io import Record, write_json, write_text
 
 Numbers = Literal["int8", "fp8"]
 IN_FULL = ("lm_head", "a_proj")
-"""Linears that stay as they are: the output embedding, and the decays, whose small errors add up over a context."""
+"""Linear layers left unquantized: the output embedding, and the decays, whose errors accumulate with length."""
 TOLERANCE = {"int8": 0.05, "fp8": 0.3}
-"""Largest difference of logits from the unquantized student's, relative to its largest logit (docs/publishing.md)."""
+"""Largest allowed difference from the unquantized student's logits, relative to the largest (docs/publishing.md)."""
 TRAVELS = (
     "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "plan.json", "head_scores.json", "training.json",
 )  # fmt: skip
@@ -30,7 +30,7 @@ def _config(to: Numbers, student: PreTrainedModel) -> TorchAoConfig:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     kind = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[to]
-    # Whole names: transformers does not find a part of one.
+    # Full names: transformers does not match parts of a name.
     in_full = [name for name, _ in student.named_modules() if name.split(".")[-1] in IN_FULL]
     return TorchAoConfig(kind(), modules_to_not_convert=in_full)
 
@@ -46,16 +46,16 @@ def command(
     to: Numbers = "int8",
     tolerance: float | None = None,
 ) -> None:
-    """Write an export again with the weights of its linear projections in 8 bits; needs torchao.
+    """Quantize the linear projections of an export to 8 bits; needs torchao.
 
-    Another process loads what was written, and must compute nearly what the student does.
+    A separate process then loads the copy, and its logits must match the student's within --tolerance.
 
     Args:
         path: The folder of an export in its remote-code form.
-        out: A new folder.
-        to: The 8-bit numbers, one scale a row: integers, or floating point.
-        tolerance: Largest difference of logits from the student's, as a share of its largest one: by default 0.05 for
-            int8, 0.3 for fp8.
+        out: The folder to create.
+        to: The 8-bit format, integer or floating point, with one scale per row.
+        tolerance: Largest allowed difference from the student's logits, as a share of its largest logit; by default
+            0.05 for int8, 0.3 for fp8.
     """
     limit = TOLERANCE[to] if tolerance is None else tolerance
     if not 0 < limit < 1:

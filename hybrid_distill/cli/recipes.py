@@ -24,14 +24,14 @@ FIRST = (
     "--align.learning-rate", "--distill.steps", "--distill.batch-size", "--distill.micro-batch-size",
     "--distill.learning-rate",
 )  # fmt: skip
-"""The flags that people change first; ``--help`` of a recipe shows these."""
+"""Flags that people change first; a recipe's ``--help`` shows these."""
 
 
 def command(name: str | None = None, /) -> None:
     """List the recipes that `run`, `cache-logits`, `sweep` and `demo` take by name.
 
     Args:
-        name: The recipe to print instead: `hybrid-distill recipes tiny > mine.py` is the start of one's own.
+        name: The recipe to print instead; `hybrid-distill recipes tiny > mine.py` starts your own.
     """
     if name is not None:
         print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
@@ -42,7 +42,7 @@ def command(name: str | None = None, /) -> None:
 
 
 def shipped() -> dict[str, Path]:
-    """Map names to the recipes that come with the package: they lie beside it in a wheel and in a clone."""
+    """Map names to the shipped recipes, which are next to the package in a wheel and in a clone."""
     home = Path(__file__).parents[2]
     folder = next(place for place in (home / "hybrid_distill_recipes", home / "recipes") if place.is_dir())
     recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
@@ -52,7 +52,7 @@ def shipped() -> dict[str, Path]:
 def find_recipe(path: Path) -> Path:
     """Return ``path`` if it is a file, else the shipped recipe of that name. Raises ValueError for neither.
 
-    ``recipes/hybrid_tiny.py``, as the documentation calls it, is a name too: it works without a clone.
+    The path ``recipes/hybrid_tiny.py``, as in the documentation, is also accepted as a name, even without a clone.
     """
     recipes = shipped()
     if not path.is_file() and path.parent in (Path(), Path("recipes")):
@@ -70,7 +70,7 @@ def load_recipe(path: Path) -> ModuleType:
     path = find_recipe(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    sys.path.insert(0, str(path.parent.resolve()))  # recipes build on one another
+    sys.path.insert(0, str(path.parent.resolve()))  # recipes import one another
     module = importlib.util.module_from_spec(spec)
     with in_recipe(str(path)):
         spec.loader.exec_module(module)
@@ -87,7 +87,7 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
 
 
 def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
-    """Cut a run down to the embedded teacher where the flags ask for it."""
+    """Scale a run down to the embedded teacher if the flags ask for it."""
     from ..config import on_embedded_teacher
     from ..teacher import TINY
 
@@ -96,7 +96,7 @@ def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
 
 
 def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:
-    """Override a config by flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
+    """Override a config with flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
     from ..config import current_flags
 
     kind = type(default)

@@ -1,4 +1,4 @@
-"""`hybrid-distill recommend`: a student of a sweep for a budget of memory."""
+"""`hybrid-distill recommend`: the best student of a sweep within a memory budget."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..limits import Count, check_options
 
 @dataclass(frozen=True)
 class RecommendJob:
-    """A budget of memory for the student of a sweep."""
+    """Memory budget for a student of a sweep."""
 
     memory: str
     """Memory for the caches of all sequences: ``2MB``, ``1.5GiB``, or a number of bytes."""
     context: Count = 4096
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: Count = 1
-    """Sequences at the same time."""
+    """Sequences cached at the same time."""
     quality: Literal["retrieval", "knowledge", "perplexity"] = "retrieval"
-    """Measure of the best: KV retrieval by generation, knowledge by choice, or perplexity."""
+    """Measure of quality: KV retrieval by generation, knowledge by choice, or perplexity."""
 
 
 def recommend(out: Path, job: RecommendJob) -> str:
-    """Name the best student under a budget, above a table of what else fits.
+    """Return the best student within a budget, above a table of the students that fit.
 
-    Raises ValueError for a budget that nothing fits into, for a sweep without results, and where nothing that fits is
-    better than guessing.
+    Raises ValueError for a budget that no student fits into, for a sweep without results, and if no student that fits
+    is better than guessing.
     """
     check_options(job, "--")
     budget, results = n_bytes(job.memory) / job.batch, SweepResults.read(out, job.context)
@@ -67,7 +67,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
 
 
 def n_bytes(text: str) -> int:
-    """Read ``2MB`` as bytes; MB is 1e6 bytes and MiB 2^20. Raises ValueError for anything else."""
+    """Convert a size such as ``2MB`` to bytes; MB is 1e6 bytes and MiB 2^20. Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): size for name, size in UNITS.items()}
     if match is None or (unit := (match[2] or "B").lower()) not in units:
@@ -76,9 +76,9 @@ def n_bytes(text: str) -> int:
 
 
 def command(path: tyro.conf.Positional[Path], /, job: tyro.conf.OmitArgPrefixes[RecommendJob]) -> None:
-    """Pick the best student of a sweep under a budget of cache memory.
+    """Pick the best student of a sweep within a budget of cache memory.
 
     Args:
-        path: The folder of a sweep, which need not be finished.
+        path: The folder of a sweep, finished or not.
     """
     print(recommend(path, job))

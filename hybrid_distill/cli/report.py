@@ -17,8 +17,8 @@ def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: P
     """Rebuild PATH/report.md from the results in the folder of a run, a comparison or a sweep.
 
     Args:
-        path: The folder. A sweep need not be finished.
-        context: Tokens at which the report of a sweep compares memory.
+        path: The folder. A sweep may be unfinished.
+        context: Context length, in tokens, at which a sweep's report compares memory.
         to: The folder for a sweep's report.md, figures, report.html and results.csv, instead of PATH.
     """
     if (path / FILE).is_file():

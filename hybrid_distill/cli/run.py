@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def main(words: list[str]) -> None:
-    """Run a recipe, by name or as a file with config(); flags after it override its fields, --help there lists them.
+    """Run a recipe, by name or as a file with config(); flags after it override its fields.
 
-    Goes on where it was stopped.
+    RECIPE --help lists the flags. Resumes where it was stopped.
     """
     if words and words[0] in ("-h", "--help"):
         print(usage(main, "RECIPE"))
@@ -33,7 +33,7 @@ def main(words: list[str]) -> None:
 def run_with_flags(
     default: RunConfig, words: Sequence[str], recipe: str, description: str | None, prog: str | None = None
 ) -> None:
-    """Run a recipe's config, overridden by flags."""
+    """Run a recipe's config, overridden by flags; write its report."""
     from ..config import checked_config
     from ..evaluation.evaluate import EvalResult
     from ..lab.reporting.run import write_report

@@ -1,4 +1,4 @@
-"""`hybrid-distill score`: rank a model's heads, print how sure the ranking is, draw it."""
+"""`hybrid-distill score`: a ranking of a model's heads, how reliable it is, and a figure."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """Model, probe and method of a scoring."""
+    """Model, probe and method for scoring heads."""
 
     model: str = TINY
     """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, needle, copy, two_hop, mqar, or a task of RULER: niah_single_1 to 3, niah_multikey_1 to 3,
+    """kv, letters, needle, copy, two_hop, mqar, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3,
     niah_multivalue, niah_multiquery, ruler_vt, ruler_cwe, ruler_fwe."""
     form: str = PLAIN
-    """Form of the prompts: ``plain``, ``shots=1`` (solved examples before it), ``chat`` (the tokenizer's template), or
-    ``auto``: the one in which the model answers most of 32 prompts."""
+    """Prompt form: ``plain``, ``shots=1`` (with one solved example), ``chat`` (the tokenizer's template), or ``auto``:
+    the form in which the model answers most of 32 prompts."""
     pairs: str = "16"
-    """Pairs of kv, two_hop and mqar; kv takes several sizes, ``10,25,50``, in turn."""
+    """Key-value pairs per prompt of kv, two_hop and mqar; kv can alternate several sizes, ``10,25,50``."""
     queries: Count | None = None
-    """Questions about each prompt of kv (default: 1) and mqar (4). Further ones cost only their own tokens."""
+    """Questions per prompt of kv (1 by default) and mqar (4). Additional ones cost only their own tokens."""
     lengths: str = "100,200,400,800"
-    """Words of filler text in needle; several lengths are taken in turn."""
+    """Words of filler text in needle; several lengths alternate."""
     length: Count = 512
-    """Tokens of a question of RULER's tasks."""
+    """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
-    """JSON lines of questions for letters; by default the embedded facts."""
+    """JSON Lines file of questions for letters; by default the embedded facts."""
     examples: Count = 128
-    """Prompts, at most, for each head."""
+    """Largest number of prompts per head."""
     k: Count = 20
-    """Heads that will be kept: racing is about the first k, and so is the warning at a tie."""
+    """Heads that you will keep: racing and the warning about ties apply to the top k."""
     exhaustive: bool = False
-    """Score every head on every prompt, instead of dropping heads that are surely not among the first k."""
+    """Score every head on every prompt, instead of dropping those that are clearly not in the top k."""
     control_texts: str = TINY
-    """Plain text, ``tiny`` or a file, on which heads that matter for everything show."""
+    """Plain text, ``tiny`` or a file, that reveals heads which matter for any text."""
     n_control_texts: CountOrZero = 16
     min_accuracy: Share | None = None
-    """Accuracy on the probe below which a model is refused: its heads cannot be ranked by a task that it fails. By
-    default half way from guessing to always right."""
+    """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default halfway between
+    guessing and always right."""
     batch_size: Count | None = None
-    """Rows at a time; by default as many as are fast and fit."""
+    """Rows per forward pass; by default as many as fit and run fast."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """By default bfloat16 on a GPU, float32 on a CPU. A CPU with bfloat16 units (AMX, AVX512-BF16) is about twice
-    as fast in it."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. CPUs with bfloat16 units (AMX,
+    AVX512-BF16) are about twice as fast in bfloat16."""
     allow_bin: bool = False
-    """Load weights that are a pickle (``*.bin``) too."""
+    """Allow pickled weights (``*.bin``)."""
     seed: CountOrZero = 0
     out: Path = Path("scores.json")
-    """File for the scores; a figure, and the measurements of an interrupted run, stand beside it."""
+    """File for the scores; the figure and the measurements of an interrupted run are saved next to it."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -81,11 +81,11 @@ class ScoreJob:
 
 
 def run_score(job: ScoreJob) -> HeadScores:
-    """Score as the job says; write ``out``, and a figure if matplotlib is installed.
+    """Run a scoring job; write ``out``, and a figure if matplotlib is installed.
 
-    Under ``accelerate launch`` processes share the work; all of them return the scores. Everything that can be refused
-    without scoring is refused first. A stopped run leaves its measurements (``*.partial.json``), from which the same
-    call continues.
+    Under ``accelerate launch``, processes share the work and all of them return the scores. Invalid input is rejected
+    before scoring starts. A stopped run leaves its measurements (``*.partial.json``), from which the same call
+    resumes.
     """
     given: dict[str, object] = {
         "pairs": tuple(numbers("pairs", job.pairs, least=1)),
@@ -95,7 +95,7 @@ def run_score(job: ScoreJob) -> HeadScores:
         "seed": job.seed,
         **({} if job.queries is None else {"n_queries": job.queries}),
     }
-    if job.probe != "mqar":  # whose words are the tokenizer's
+    if job.probe != "mqar":  # mqar draws its words from the tokenizer
         make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
@@ -129,7 +129,7 @@ def run_score(job: ScoreJob) -> HeadScores:
 
 
 def table(scores: HeadScores, k: int) -> str:
-    """List the first heads with the loss without each, and how sure the order is."""
+    """Format the top heads, the loss without each, and how reliable the order is."""
     ranking = scores.ranking()
     shown = score_table(scores, top=SHOWN, kept=ranking[:k])
     lines = [f"{scores.provenance.get('method', '')}: lost without the head, ± one standard error", text_table(shown)]
@@ -145,7 +145,7 @@ def table(scores: HeadScores, k: int) -> str:
 def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
     """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and a figure.
 
-    Continues where it was stopped. `accelerate launch -m hybrid_distill score ...` shares the work between processes.
+    Resumes where it was stopped. `accelerate launch -m hybrid_distill score ...` splits the work between processes.
     """
     scores = run_score(job)
     if connect().is_main_process:

@@ -1,4 +1,4 @@
-"""`hybrid-distill serve`: an exported student at an OpenAI-compatible address, with transformers' own server."""
+"""`hybrid-distill serve`: an OpenAI-compatible API for an exported student, by transformers' own server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PACKAGES = ("fastapi", "uvicorn", "openai")
 
 
 def main(words: list[str]) -> None:
-    """Answer OpenAI-style requests over HTTP with an exported student.
+    """Serve an exported student over an OpenAI-compatible HTTP API.
 
-    Takes the flags of `transformers serve` after the folder; --help there lists them.
+    Takes the flags of `transformers serve` after the folder; FOLDER --help lists them.
     """
     if not words or words[0] in ("-h", "--help"):
         print(usage(main, "FOLDER"))
@@ -36,6 +36,6 @@ def main(words: list[str]) -> None:
         raise ValueError(f"transformers {transformers.__version__} has no server; serving needs version 5 or newer.")
     from transformers.cli.transformers import app
 
-    # The server takes a model's class from transformers by its name; the folder's own code is not run.
+    # The server looks up a model's class in transformers by name; the folder's own code is not run.
     setattr(transformers, HybridForCausalLM.__name__, HybridForCausalLM)
     app(["serve", str(folder), *words[1:]])

@@ -14,8 +14,8 @@ from .recipes import load_recipe
 def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # noqa: B008
     """Run a grid of students: heads kept x selection x state size x seed; results in OUT/results.csv.
 
-    Every cell is a run, and cells share alignments. Goes on where it was stopped; `hybrid-distill sweep-status OUT`
-    reports progress. Exit status 1 when cells have failed.
+    Every cell is a run, and cells share alignments. Resumes where it was stopped; `hybrid-distill sweep-status OUT`
+    reports progress. Exits with status 1 if cells have failed.
     """
     failed: SweepFailed | None = None
     try:

@@ -1,4 +1,4 @@
-"""`hybrid-distill sweep-status`: how far a sweep is."""
+"""`hybrid-distill sweep-status`: progress of a sweep."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..lab.sweep.results import status
 
 
 def command(out: tyro.conf.Positional[Path], /) -> None:
-    """Print how far a sweep is: cells and steps done, time left, what failed.
+    """Show the progress of a sweep: cells and steps done, time left, failures.
 
     Args:
-        out: The folder of the sweep, which may be running, on any machine that sees the folder.
+        out: The folder of the sweep, which may still be running, also on another machine.
     """
     print(status(out))

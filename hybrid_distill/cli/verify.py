@@ -1,4 +1,4 @@
-"""`hybrid-distill verify`: an export against what was recorded when it was made."""
+"""`hybrid-distill verify`: check of an export against the record made with it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..limits import first_line
 def command(
     path: tyro.conf.Positional[Path], /, device: str = "cpu", to: Path | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Check an export, of any form, against what was recorded when it was made; prints a table.
+    """Check an export of any form against the record made with it; prints a table.
 
-    Exit status: 0 if every check holds, 1 if one does not, 2 if there is nothing to check.
+    Exit status: 0 if every check passes, 1 if one fails, 2 if there is nothing to check.
 
     Args:
         path: The folder of the export.
-        device: The device of its model: cpu, cuda, cuda:1 ...
-        to: A file for the checks in JSON.
-        trust_remote_code: Run the folder's Python files even if they are not those of this version.
+        device: The device to run the model on: cpu, cuda, cuda:1 ...
+        to: A JSON file for the results.
+        trust_remote_code: Run the folder's Python files even if they differ from those of this version.
     """
     import torch
 

@@ -15,9 +15,9 @@ def command(
     /,
     job: tyro.conf.OmitArgPrefixes[SuiteJob] = SuiteJob(),  # noqa: B008
 ) -> None:
-    """Write the questions of a suite into a folder that evaluate-suite --data-dir takes, from the hub and generators.
+    """Write a suite's questions, from the hub and generators, to a folder for evaluate-suite --data-dir.
 
-    Takes the flags of evaluate-suite; --model lends its tokenizer to the questions that need one.
+    Takes the flags of evaluate-suite; --model provides the tokenizer for questions that need one.
 
     Args:
         folder: The folder to write to.

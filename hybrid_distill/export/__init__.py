@@ -1,4 +1,4 @@
-"""Export a student as a checkpoint that others can load, in one of several forms, and prove that it works."""
+"""Exports: checkpoints of a student in forms that other software loads, and the gate that verifies them."""
 
 from .card import origin
 from .checkpoint import Form, export_checkpoint

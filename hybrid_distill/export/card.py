@@ -1,4 +1,4 @@
-"""The model card of an export: heads kept, results, memory, how to load it, where it fails. Its text: card.md.jinja."""
+"""Model card of an export: heads kept, results, memory, loading, limitations. The text is in card.md.jinja."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def model_card(
     base_model: str,
     training: Sequence[Record] = (),
 ) -> str:
-    """Write README.md of an export, in Markdown with the hub's YAML header.
+    """Render the model card (README.md) of an export: Markdown with the hub's YAML header.
 
-    ``training`` has ``name``, ``steps`` and ``tokens`` of each stage.
+    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage.
     """
     config, n_heads = student.config, plan.n_layers * plan.n_heads
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})
@@ -84,7 +84,7 @@ def model_card(
 
 
 def quantized_card(card: str, to: str, limit: float) -> str:
-    """Change the card of an export into that of its copy in 8 bits."""
+    """Turn the model card of an export into the card of its 8-bit copy."""
     made_with = {name: version(name) for name in ("torchao", "transformers")}
     said = QUANTIZED.format(to=to, limit=limit, **made_with)
     card = card.replace("or newer, nothing else;", "or newer, and `torchao`;", 1)
@@ -92,9 +92,9 @@ def quantized_card(card: str, to: str, limit: float) -> str:
 
 
 def origin(teacher: str) -> tuple[str, str]:
-    """Read (license, base_model) for `export_checkpoint` from the teacher's own model card.
+    """Return (license, base_model) for `export_checkpoint`: the license in the teacher's model card, and its name.
 
-    Without a card that can be read and names a license, it is the hub's "unknown".
+    The license is the hub's "unknown" if the card cannot be read or names none.
     """
     if teacher == TINY:
         return "apache-2.0", ""
@@ -104,16 +104,16 @@ def origin(teacher: str) -> tuple[str, str]:
 
 
 def on_card(card: str | Path) -> tuple[str, str]:
-    """Read (license, base_model) from a model card: a file, or that of a name on the hub."""
+    """Read (license, base_model) from a model card: a file or a hub id."""
     try:
         data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no file, no network, or a header that YAML or the card's class refuses
+    except Exception:  # no file, no network, or a header that YAML or ModelCard rejects
         data = {}
     return data.get("license") or UNKNOWN, data.get("base_model") or ""
 
 
 def _most_missed(scores: HeadScores, plan: HeadPlan) -> list[str]:
-    """List the heads with the highest scores, and whether they are kept."""
+    """List the heads with the highest scores; mark those not kept."""
     value_LH = scores.value_LH()
     return [
         f"{head} {100 * value_LH[head.layer, head.head].item():.1f}{' (not kept)' * (head not in plan.kept)}"
@@ -126,7 +126,7 @@ def _number(value: float | None, scale: float, digits: int) -> str:
 
 
 def _share(share: float | None, n: int) -> str:
-    """Format a share of n answers in percent; its error is that of (k + 1/2) / (n + 1), not zero at 0 % and 100 %."""
+    """Format a share k / n in percent; the standard error is taken at (k + 1/2) / (n + 1), so it is never zero."""
     if share is None or not n:
         return _number(share, 100, 1)
     smoothed = (share * n + 0.5) / (n + 1)

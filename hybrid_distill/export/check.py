@@ -1,21 +1,21 @@
-"""Check an exported checkpoint where it lies. Needs torch and transformers; the form safetensors needs hybrid_distill;
-the forms onnx, gguf, mlx and vllm need the program that runs them.
+"""Standalone check of an exported checkpoint. Needs torch and transformers; the form safetensors also needs
+hybrid_distill, and the forms onnx, gguf, mlx and vllm need the program that runs them.
 
     python gate/check.py [FOLDER] [--device cpu]
 
 Every export carries this program and a record of what the exported model computed for a few prompts. It checks that
 
-- nothing is pickled, and the form remote-code alone brings code;
-- every tensor is on disk, and in the reloaded model, with the bits that it had (of 8-bit weights: on disk);
-- the tokenizer gives the same ids;
-- the reloaded model's logits are those recorded (of 8-bit weights: within what the record allows);
-- logits from a cache, and in a left-padded batch, are those of each prompt alone;
-- greedy tokens are those recorded, with cache, without, and in the batch.
+- no file is pickled, and only the form remote-code contains code;
+- every tensor has its original bits, on disk and in the reloaded model (8-bit weights: on disk only);
+- the tokenizer returns the same ids;
+- the reloaded model's logits match the record (8-bit weights: within the recorded limit);
+- logits with a cache, and in a left-padded batch, match those of each prompt alone;
+- greedy tokens match the record: with a cache, without one, and in the batch.
 
-Of a form for another program: that every file is the one that was written, that the tokenizer gives the same ids, and
-that the program computes the recorded logits, where it shows them, and greedy tokens.
+For a form that another program runs, it checks that every file is unchanged, that the tokenizer returns the same ids,
+and that the program computes the recorded greedy tokens and, if it exposes logits, the recorded logits.
 
-Exit status: 0 if all hold, 1 if one does not, 2 if there is nothing to check, or nothing to load it with.
+Exit status: 0 if all checks pass, 1 if one fails, 2 if there is nothing to check, or nothing to load it with.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-# Largest allowed difference of logits, relative to the largest logit. "forward" compares two processes that
-# do the same arithmetic; "order" compares two orders of the same sums: chunk by chunk or token by token,
-# alone or in a padded batch, by the student's code or another program's.
+# Largest allowed difference of logits, relative to the largest logit. "forward": two processes do the same
+# arithmetic. "order": the same sums in another order: chunk by chunk or token by token, alone or in a padded
+# batch, in the student's code or another program's.
 TOLERANCE = {
     torch.float64: {"forward": 1e-5, "order": 1e-4},  # transformers computes norms and RoPE in float32
     torch.float32: {"forward": 1e-5, "order": 1e-4},
@@ -47,19 +47,19 @@ TOLERANCE = {
     torch.float16: {"forward": 4e-3, "order": 1e-2},
 }
 Record: TypeAlias = dict[str, Any]
-"""The object of reference.json."""
+"""Contents of reference.json."""
 Model: TypeAlias = Any
-"""A model of transformers, whose class may come with the checkpoint."""
+"""A transformers model, whose class may come with the checkpoint."""
 FORMAT = "hybrid-distill/export-gate/1"
 PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxruntime"}
-"""Packages that run the forms for other programs; programs.py asks them."""
+"""Package that runs each form for another program; programs.py calls it."""
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: what was compared, the difference measured, the largest that passes."""
+    """One line of the table: what was compared, the measured difference, and the largest allowed."""
 
     name: str
     measured: float
@@ -68,15 +68,15 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """False for a NaN too."""
+        """Return whether the difference is within the limit; a NaN is not."""
         return self.measured <= self.limit
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids [L] of single prompts and what the exported model made of them, tensor by tensor.
+    """Token ids [L] of single prompts and what the exported model computed for them.
 
-    ``logits`` [L, C] are those of the vocabulary's ``columns``; ``leads``, each generated token's over the second best.
+    ``logits`` [L, C] cover the vocabulary's ``columns``; ``leads`` are generated tokens' margins over the second best.
     """
 
     columns: Tensor
@@ -87,17 +87,17 @@ class Prompts:
 
     @property
     def scale(self) -> float:
-        """The largest logit, which differences are relative to."""
+        """Largest absolute logit; differences are relative to it."""
         return max(float(logits_LC.abs().max()) for logits_LC in self.logits)
 
 
 def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
-    """Make all checks of an export against the record in ``gate``; the first that cannot be made ends them."""
+    """Check an export against the record in ``gate``; an error counts as a failed check and ends the checks."""
     checks: list[Check] = []
     try:
         for check in _checks(folder, gate, device):
             checks.append(check)
-    except Exception as error:  # whatever a damaged export leads to
+    except Exception as error:  # a damaged export can raise anything
         checks.append(Check("every check can be made", float("inf"), 0, f"{type(error).__name__}: {error}"))
     return checks
 
@@ -106,7 +106,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     record = read_record(gate)
-    prompts = load_prompts(gate, "cpu" if record["form"] in PACKAGES else device)  # programs return arrays of numpy
+    prompts = load_prompts(gate, "cpu" if record["form"] in PACKAGES else device)  # programs return numpy arrays
     yield _none("pickled files", [path.name for path in folder.rglob("*") if path.suffix in PICKLES])
     if record["form"] in PACKAGES:
         yield check_files(folder, record)
@@ -116,7 +116,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
             code = sorted(path.name for path in folder.glob("*.py"))
             yield _none("remote code", [*code, *(f"auto_map: {name}" for name in sorted(named))])
         yield check_tensors_on_disk(folder, record)
-    # The model type of the form safetensors is not known to transformers; without trust, transformers 5 asks.
+    # transformers does not know the model type of the form safetensors; untrusted, version 5 prompts the user.
     trust: Record = {"trust_remote_code": True} if record["form"] == "remote-code" else {}
     if record["texts"]:
         kind = AutoTokenizer if record["form"] in ("remote-code", "falcon-h1") else PreTrainedTokenizerFast
@@ -129,7 +129,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     model, loading = load_model(folder, record, device, trust)
     yield loading
     limits = dict(TOLERANCE[model.dtype])
-    if record["form"] == "falcon-h1":  # other code than the student's
+    if record["form"] == "falcon-h1":  # computed by transformers' code, not the student's
         limits["forward"] = limits["order"]
     if record["quantized"]:
         limits["forward"] = record["quantized"]["limit"]
@@ -137,7 +137,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
 
 
 def read_record(gate: Path) -> Record:
-    """Read reference.json, with what the first ones lacked. Raises ValueError for a record of another format."""
+    """Read reference.json; fill in what early records lack. Raises ValueError for a record of another format."""
     record = json.loads((gate / "reference.json").read_text())
     if (found := record.get("format")) != FORMAT:
         raise ValueError(f"{gate / 'reference.json'} has format {found!r}, expected {FORMAT!r}")
@@ -145,7 +145,7 @@ def read_record(gate: Path) -> Record:
 
 
 def load_prompts(gate: Path, device: str) -> Prompts:
-    """Read reference.safetensors: a tensor of columns, and lists of tensors such as ids_0, ids_1 ..."""
+    """Read reference.safetensors: the tensor ``columns``, and lists of tensors stored as ids_0, ids_1 ..."""
     tensors = {name: tensor.to(device) for name, tensor in load_file(gate / "reference.safetensors").items()}
     columns, lists = tensors.pop("columns"), dict[str, list[Tensor]]()
     for name in sorted(tensors, key=lambda name: int(name.partition("_")[2])):
@@ -162,7 +162,7 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Map each stored tensor to its file. Raises ValueError where the index says something else."""
+    """Map each stored tensor to its file. Raises ValueError for a tensor stored twice or a wrong index."""
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -190,7 +190,7 @@ def check_tensors_on_disk(folder: Path, record: Record) -> Check:
 
 
 def check_files(folder: Path, record: Record) -> Check:
-    """Compare the files of a form for another program with the record."""
+    """Compare the files of an export for another program with the record."""
     wrong = []
     for name, expected in record["files"].items():
         if not (folder / name).is_file():
@@ -202,7 +202,7 @@ def check_files(folder: Path, record: Record) -> Check:
 
 
 def load_model(folder: Path, record: Record, device: str, trust: Record) -> tuple[Model, Check]:
-    """Load the model as its form is loaded; check that every tensor is in its place and none newly initialized."""
+    """Load the model in the way of its form; check that every tensor is loaded and none newly initialized."""
     if record["form"] == "safetensors":
         kind = importlib.import_module("hybrid_distill.model").HybridForCausalLM
     else:
@@ -213,7 +213,7 @@ def load_model(folder: Path, record: Record, device: str, trust: Record) -> tupl
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
     state = model.state_dict()
-    if not record["quantized"]:  # torchao puts each tensor together from several
+    if not record["quantized"]:  # torchao assembles each tensor from several
         wrong += [f"{name} appeared" for name in state.keys() - record["tensors"].keys()]
         for name, expected in record["tensors"].items():
             if name not in state or tensor_hash(state[name]) != expected:
@@ -225,7 +225,7 @@ def load_model(folder: Path, record: Record, device: str, trust: Record) -> tupl
 
 @torch.no_grad()
 def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> Iterator[Check]:
-    """Compare logits and greedy tokens: with the record, from a cache, and in a batch with each prompt alone."""
+    """Compare logits and greedy tokens with the record; compare cached and batched logits with each prompt alone."""
     length = len(prompts.generated[0])
 
     compare = partial(check_logits, scale=prompts.scale)
@@ -253,7 +253,7 @@ def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> I
 
 
 def check_tokens(way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, limit: float) -> Check:
-    """Compare greedy tokens with the record, up to the first one whose lead may be rounding."""
+    """Compare greedy tokens with the record, up to the first one whose lead is within rounding error."""
     different = compared = 0
     for tokens_T, expected_T, leads_T in zip(generated, prompts.generated, prompts.leads, strict=True):
         clear_T = (leads_T > 2 * limit * prompts.scale).cumprod(0).bool()
@@ -267,7 +267,7 @@ def check_logits(
 ) -> Check:
     """Compare logits of several prompts, relative to the largest one."""
     worst = torch.stack([(ours - theirs).abs().max() for ours, theirs in zip(found, expected, strict=True)]).max()
-    return Check(f"{name}, logits", float(worst) / scale, limit)  # NaN where there is one
+    return Check(f"{name}, logits", float(worst) / scale, limit)  # any NaN propagates
 
 
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
@@ -279,9 +279,9 @@ def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
 
 
 def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Put prompts of different lengths into one batch, padded left, and make its mask.
+    """Left-pad prompts into one batch; return its ids and mask.
 
-    The padding is an ordinary token: a padding token's embedding is often zero, and would hide what leaks.
+    Pads with an ordinary token: a padding token's embedding is often zero, which would hide leaks.
     """
     length, padding = max(map(len, ids)), int(ids[0][0])
     pad = torch.nn.functional.pad
@@ -291,7 +291,7 @@ def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Greedy(NamedTuple):
-    """Generated tokens, their leads over the second best, and the logits that they were chosen from."""
+    """Generated tokens, their leads over the second best, and the logits they were chosen from."""
 
     tokens_BT: Tensor
     leads_BT: Tensor
@@ -308,11 +308,11 @@ def greedy(
     use_cache: bool = True,
     past_ends: bool = False,
 ) -> Greedy:
-    """Let the model's `generate` write exactly ``new_tokens`` greedy tokens.
+    """Generate exactly ``new_tokens`` greedy tokens with the model's `generate`.
 
-    Tokens that end a text are not chosen; with ``past_ends`` they are, and end nothing.
+    End-of-text tokens are suppressed; with ``past_ends`` they can be chosen, and generation continues after them.
     """
-    plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # whatever generation_config.json says
+    plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # overrides generation_config.json
     plain |= {"temperature": None, "top_p": None, "top_k": None, "pad_token_id": 0}
     plain |= {"eos_token_id": None} if past_ends else {"min_new_tokens": new_tokens}
     out: Any = model.generate(
@@ -331,7 +331,7 @@ def greedy(
 
 
 def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Check]:
-    """Compare what another program computes with the record: logits of each prompt alone, tokens of a batch."""
+    """Compare another program's results with the record: logits of each prompt alone, greedy tokens of a batch."""
     package, limit = PACKAGES[record["form"]], TOLERANCE[getattr(torch, record["computes"])]["order"]
     ids, length = [ids_L.tolist() for ids_L in prompts.ids], len(prompts.generated[0])
     program = load_program(record["form"])(folder, max(map(len, ids)) + length)
@@ -343,18 +343,18 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
 
 
 def load_program(form: str) -> Callable[[Path, int], Model]:
-    """Return the class of programs.py, which lies beside this file, that runs a form."""
+    """Return the class in programs.py, next to this file, that runs a form."""
     return runpy.run_path(str(Path(__file__).with_name("programs.py")))["PROGRAMS"][form]
 
 
 def _none(name: str, found: Sequence[str], shown: int = 8) -> Check:
-    """Make a check that nothing was found."""
+    """Return a check that passes if ``found`` is empty."""
     more = f"; and {len(found) - shown} more" if len(found) > shown else ""
     return Check(name, len(found), 0, "; ".join(found[:shown]) + more)
 
 
 def table(checks: Sequence[Check]) -> str:
-    """Format the checks as text, one a line."""
+    """Format the checks as text, one per line."""
     lines = [f"{'':<8} {'check':<52} {'measured':>10} {'limit':>8}"]
     for check in checks:
         state = "ok" if check.ok else "FAILED"
@@ -381,7 +381,7 @@ def main() -> int:
         needs.append(PACKAGES[record["form"]])
     if record["form"] == "safetensors":
         needs.append("hybrid_distill")
-    else:  # as on a machine that does not have them: importing them fails
+    else:  # make their import fail, as on a machine without them
         sys.modules.update(dict.fromkeys(FORBIDDEN_PACKAGES))  # pyright: ignore
     if absent := [name for name in needs if importlib.util.find_spec(name) is None]:
         print(f"{options.folder} is loaded by {', '.join(absent)}, which is not installed here", file=sys.stderr)

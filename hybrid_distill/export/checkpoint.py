@@ -1,7 +1,7 @@
-"""Write an exported folder: weights, configuration, code, tokenizer, plan, scores, results, model card.
+"""Writer of export folders: weights, configuration, code, tokenizer, plan, scores, results, model card.
 
-Its form is one of three for transformers: ``remote-code``, the student with its Python files; ``falcon-h1``, the same
-function as a stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to reload. Others are for other
+Three forms are for transformers: ``remote-code``, the student with its Python files; ``falcon-h1``, the same function
+as a stock `FalconH1ForCausalLM`; ``safetensors``, the student for this package to reload. The others are for other
 programs (engines.py).
 """
 
@@ -61,14 +61,14 @@ def export_checkpoint(
     base_model: str = "",
     training: Sequence[Record] = (),
 ) -> GateReport:
-    """Write ``student`` so that ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`` loads it.
+    """Export ``student``, by default for ``AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)``.
 
-    ``results`` maps "teacher" and "student" to what was measured, for the model card; ``license`` (an identifier of the
-    hub) and ``base_model`` are the teacher's; ``training`` has the name, steps and tokens of each stage. The folder
-    appears, or replaces an earlier export, when it is complete and has passed the gate (`verify_export`).
+    ``results`` maps "teacher" and "student" to their evaluations, for the model card. ``license`` (a hub identifier)
+    and ``base_model`` are the teacher's. ``training`` holds the name, steps and tokens of each stage. The folder
+    appears, or replaces an earlier export, only when it is complete and has passed the gate (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
-    the student's, ``path`` holds something else than an export, or ``form`` cannot express the student.
+    the student's, ``path`` holds anything but an export, or ``form`` cannot express the student.
     """
     path = Path(path)
     plan.check_fits(student)
@@ -117,10 +117,10 @@ def export_checkpoint(
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``path`` that takes its place when the block ends well, and disappears otherwise.
+    """Yield a temporary folder that replaces ``path`` if the block succeeds, and is deleted otherwise.
 
-    The folder that is replaced is moved aside first and deleted last; what a killed process has left is mended first.
-    Raises InUse when another process is writing ``path``, ExportError when the disk is full or cannot be written.
+    Leftovers of a killed process are restored or deleted first. The old folder is moved aside, and deleted at the end.
+    Raises InUse when another process is writing ``path``, ExportError when the disk is full or not writable.
     """
     new, old = (path.with_name(f".{path.name}.{word}.tmp") for word in ("new", "old"))
     with locked(path, beside=True):
@@ -149,14 +149,14 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def tied_weights(student: HybridForCausalLM) -> Mapping[str, str]:
-    """Map the name of each tensor that is not stored to the one that it shares."""
+    """Map the name of each tied tensor, which is not stored, to the name it is stored under."""
     return student._tied_weights_keys if student.config.tie_word_embeddings else {}
 
 
 def write_weights(
     tensors: Mapping[str, Tensor], folder: Path, tied: Mapping[str, str], max_shard_size: int | str = "2GB"
 ) -> None:
-    """Write safetensors and, for more than one file, their index. Raises ExportError for an empty tensor."""
+    """Write safetensors files and, if there are several, their index. Raises ExportError for an empty tensor."""
     state = {name: tensor for name, tensor in tensors.items() if name not in tied}
     if empty := [name for name, tensor in state.items() if tensor.numel() == 0]:
         raise ExportError(f"empty tensors: {', '.join(empty[:5])}; gather a sharded model (ZeRO-3, FSDP) first.")
@@ -169,7 +169,7 @@ def write_weights(
 
 
 def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) -> None:
-    """Write config.json, which says where remote code is if there is any."""
+    """Write config.json, with an ``auto_map`` to the code for the form remote-code."""
     if form == "falcon-h1":
         config = configuration(student)
     else:
@@ -186,7 +186,7 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
 
 
 def _checked_attention(student: HybridForCausalLM) -> str:
-    """Name the student's own attention implementation; for one that needs a GPU, what transformers takes by itself."""
+    """Return the student's attention implementation; if it needs a GPU, return transformers' default instead."""
     own = student.model.config._attn_implementation
     if own in ATTENTION:
         return own
@@ -196,20 +196,20 @@ def _checked_attention(student: HybridForCausalLM) -> str:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write tokenizer files in words that transformers 4 understands too."""
+    """Write tokenizer files that transformers 4 can read too."""
     tokenizer.save_pretrained(folder)
     config = read_json(path := folder / "tokenizer_config.json")
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    # Version 4 would add token_type_ids, which `generate` refuses.
+    # By default, version 4 adds token_type_ids, which `generate` rejects.
     config["model_input_names"] = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     write_json(path, config)
 
 
 def _without_paths(value: Any) -> Any:
-    """Cut absolute paths in the values of a JSON record down to their last part."""
+    """Shorten absolute paths in a JSON record to their last component."""
     if isinstance(value, dict):
         return {name: _without_paths(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Forms other than the student itself: a table, of which only the module that is asked for is imported.
+"""Writers of the forms that do not store the student itself: one module per form, imported only when needed.
 
-Each module has ``obstacles(student)``, the reasons why its form cannot express a student. Those for programs other than
-transformers have ``write(student, tokenizer, folder)`` too, which trusts that there were none.
+Each module has ``obstacles(student)``: the reasons why its form cannot express a student. Modules for programs other
+than transformers also have ``write(student, tokenizer, folder)``, which assumes that there are no obstacles.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from ..model import HybridForCausalLM
 from .check import PACKAGES
 
 WRITTEN_WITH = {"falcon-h1": None, "vllm": None, "gguf": "gguf", "mlx": None, "onnx": "onnxscript"}
-"""The package that writes each form, if it needs one; the extra that brings it has the form's name."""
+"""Package needed to write each form, if any; the extra that installs it is named after the form."""
 EXTRA = {"gguf": "llama-cpp"}
-"""The extra that brings the program, where it does not have the form's name."""
+"""Extra that installs the program of a form, if it is not named after the form."""
 
 
 def writer(form: str, student: HybridForCausalLM) -> ModuleType | None:
-    """Import the module of a form; None for the student itself, with or without remote code.
+    """Import the module that writes a form; return None for forms that store the student itself.
 
-    Raises ValueError, with all reasons, for a student that the form cannot express, and where it needs a package that
-    is not installed.
+    Raises ValueError, with all reasons, for a student that the form cannot express, or for a missing package.
     """
     if form not in WRITTEN_WITH:
         return None
@@ -41,7 +40,7 @@ def writer(form: str, student: HybridForCausalLM) -> ModuleType | None:
 
 
 def absent_program(form: str) -> str | None:
-    """Say which package runs a form, and how to install it, if it is not installed here."""
+    """Return a message on how to install the program that runs a form; None if it is installed or none is needed."""
     package = PACKAGES.get(form)
     if package is None or find_spec(package) is not None:
         return None

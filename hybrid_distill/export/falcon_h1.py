@@ -1,9 +1,9 @@
-"""A student as a `FalconH1ForCausalLM`, an architecture that transformers and servers know: no remote code.
+"""Conversion of a student to a `FalconH1ForCausalLM`, which transformers and servers load without remote code.
 
-Every layer of Falcon-H1 has attention heads and Mamba-2 heads side by side, as a student has. All layers have the same
+Like a student's, every Falcon-H1 layer has attention heads and Mamba-2 heads side by side. All layers have the same
 number of heads: missing ones get zero rows and columns, and zeros in the cache. Each KV head serves the same number of
-query heads: where a student's share unevenly, a KV head is stored more than once. The student's output projection is
-split between attention and Mamba-2. `obstacles` names what cannot be expressed.
+query heads: if a student shares KV heads unevenly, a KV head is stored more than once. The student's output projection
+is split between attention and Mamba-2. `obstacles` lists what cannot be expressed.
 
 Shapes: P head dim, D model width, R rows of a projection, K conv width.
 """
@@ -33,20 +33,20 @@ _BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
 
 @dataclass(frozen=True)
 class Container:
-    """Configuration and tensors of a `FalconH1ForCausalLM` that computes what a student computes."""
+    """Configuration and tensors of a `FalconH1ForCausalLM` that computes the same as a student."""
 
     config: Record
     state: dict[str, Tensor]
 
     def parameters(self) -> int:
-        """Count the numbers stored; a tied output embedding counts once."""
+        """Count the stored parameters; a tied output embedding counts once."""
         tied = {"lm_head.weight"} if self.config["tie_word_embeddings"] else set()
         return sum(tensor.numel() for name, tensor in self.state.items() if name not in tied)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Sizes that every layer has."""
+    """Sizes shared by all layers."""
 
     n_kv_heads: int
     per_kv_head: int
@@ -55,7 +55,7 @@ class _Layout:
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reasons why a student cannot be a Falcon-H1."""
+    """List the reasons why Falcon-H1 cannot express a student."""
     found = []
     recurrence = student.config.recurrence
     if not recurrence.startswith("mamba2") and any(mixer.ssm for mixer in student.mixers()):
@@ -67,7 +67,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def backbone_obstacles(student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES) -> list[str]:
-    """List what forms with layers like Llama's cannot express, whatever the recurrent heads are."""
+    """List what Llama-like forms cannot express of a student, apart from its recurrent heads."""
     backbone, found = student.model.config, []
     if backbone.model_type not in backbones:  # others may lack the fields below
         return [f"its backbone is {backbone.model_type}, not one of {', '.join(backbones)}"]
@@ -80,12 +80,12 @@ def backbone_obstacles(student: HybridForCausalLM, backbones: Sequence[str] = BA
 
 
 def rope_kinds(student: HybridForCausalLM) -> set[str]:
-    """Name the kinds of RoPE that a student's layers have."""
+    """Return the RoPE types of a student's layers."""
     return {rope.get("rope_type") or rope.get("type") or "default" for rope in rope_settings(student.model.config)}
 
 
 def configuration(student: HybridForCausalLM) -> Record:
-    """Make config.json, with RoPE in the spellings of transformers 4 and 5 alike."""
+    """Build config.json, with RoPE settings spelled for both transformers 4 and 5."""
     layout = _layout(student)
     backbone = student.config.backbone
     rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
@@ -111,7 +111,7 @@ def configuration(student: HybridForCausalLM) -> Record:
         "mamba_proj_bias": True,
         "mamba_rms_norm": False,
         "projectors_bias": True,
-        # All 1, as transformers assumes; mlx-lm and llama.cpp's converter do not.
+        # All 1, transformers' defaults; mlx-lm and llama.cpp's converter need them spelled out.
         **dict.fromkeys([f"{name}_multiplier" for name in _MULTIPLIERS], 1.0),
         "mlp_multipliers": [1.0] * 2,
         "ssm_multipliers": [1.0] * 5,
@@ -120,7 +120,7 @@ def configuration(student: HybridForCausalLM) -> Record:
 
 @torch.no_grad()
 def container(student: HybridForCausalLM) -> Container:
-    """Turn the student, which has no `obstacles`, into a Falcon-H1."""
+    """Convert a student without `obstacles` to a Falcon-H1."""
     config, layout = configuration(student), _layout(student)
     source = student.state_dict()
     state = {
@@ -142,7 +142,7 @@ def container(student: HybridForCausalLM) -> Container:
 
 
 def _layout(student: HybridForCausalLM) -> _Layout:
-    """Find the fewest KV heads that every layer's kept heads fit on; at least one head of each kind."""
+    """Find the layout with the fewest KV heads that holds every layer's kept heads; at least one head of each kind."""
     groups = [kept_by_group(mixer) for mixer in student.mixers()]
     sizes = {len(heads) for layer in groups for heads in layer} | {1}
     needed = {size: max(sum(-(-len(heads) // size) for heads in layer) for layer in groups) for size in sizes}
@@ -152,7 +152,7 @@ def _layout(student: HybridForCausalLM) -> _Layout:
 
 
 def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
-    """List places of the kept heads among the kept ones, for each KV head that the student stores."""
+    """List, for each KV head that the student stores, the positions of its query heads in ``mixer.kept``."""
     return [
         [place for place, head in enumerate(mixer.kept) if head // mixer.group_size == group]
         for group in mixer.kv_groups
@@ -160,7 +160,7 @@ def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
 
 
 def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str, Tensor]:
-    """Make ``self_attn``: the kept heads of a KV head stand together, ``per_kv_head`` of them, or fewer and zeros."""
+    """Build ``self_attn``: blocks of ``per_kv_head`` kept heads that share a KV head, filled up with zeros."""
     per_kv_head, head_dim = layout.per_kv_head, layout.head_dim
     q_places: list[int | None] = []
     kv_places: list[int | None] = []
@@ -190,7 +190,7 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
 
 
 def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
-    """Make ``mamba``: rows of ``in_proj`` are the gate, x, B, C and the step; x, B and C pass the convolution."""
+    """Build ``mamba``: the rows of ``in_proj`` are gate, x, B, C and step; x, B and C go through the convolution."""
     out = mixer.o_proj.weight
     n_heads, head_dim = layout.n_ssm_heads, layout.head_dim
     places = [place if place < len(mixer.recurrent) else None for place in range(n_heads)]
@@ -219,12 +219,12 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         "mamba.A_log": torch.zeros_like(biases["a"]),
         "mamba.D": placed(skip, places, 1),
         "mamba.out_proj.weight": placed(out.T, heads, head_dim).T,
-        "mamba.out_proj.bias": out.new_zeros(len(out)),  # vLLM has one switch for this bias and that of in_proj
+        "mamba.out_proj.bias": out.new_zeros(len(out)),  # vLLM has one switch for this bias and in_proj's
     }
 
 
 def placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
-    """Put blocks of ``width`` rows into a new order, with zeros where there is no place to take them from."""
+    """Gather blocks of ``width`` rows in the order of ``places``; None becomes zeros."""
     blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
     blocks = torch.cat([blocks, blocks.new_zeros(1, *blocks.shape[1:])])
     return blocks[[len(blocks) - 1 if place is None else place for place in places]].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The export gate: what the model computes is recorded, then recomputed by a process without this package.
+"""Export gate: records what a model computes, then recomputes it in a separate process without this package.
 
 Shapes: B batch, L length, T generated tokens, C recorded columns of the vocabulary.
 """
@@ -42,12 +42,12 @@ TEXTS = (
 
 
 class ExportError(RuntimeError):
-    """An export that cannot be written, or does not compute what the exported model did."""
+    """Failure of an export: it cannot be written, or does not compute the same as the exported model."""
 
 
 @dataclass(frozen=True)
 class GateReport:
-    """The checks that were made, in order; none where the gate is switched off."""
+    """Checks of an export, in order; empty if the gate did not run."""
 
     checks: tuple[Check, ...] = ()
 
@@ -62,21 +62,21 @@ class GateReport:
         return self
 
     def table(self) -> str:
-        """Format the checks as text, one a line, with the differences measured."""
+        """Format the checks as text, one per line, with the measured differences."""
         return program.table(self.checks)
 
     def to_dict(self) -> Record:
-        """Return JSON values."""
+        """Return the report as JSON values."""
         return {"ok": self.ok, "checks": [{**asdict(check), "ok": check.ok} for check in self.checks]}
 
 
 def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: bool = False) -> GateReport:
-    """Check an exported folder of any form in a separate process, which cannot import this package unless it must.
+    """Check an export of any form in a separate process, where only the form safetensors can import this package.
 
-    The folder is compared with what was recorded when it was exported; ``device`` is where the reloaded model runs. The
-    folder's code runs there, so it must be this package's own, byte for byte, unless ``trust_remote_code``. Raises
-    ExportError when the process ends without a result or a file of a form for another program has changed, ValueError
-    for a folder that is not an export, that `check_checkpoint` refuses, or whose program is not installed here.
+    Compares the folder with the record made at export; the reloaded model runs on ``device``. Checking runs the
+    folder's code, which must be this package's own, byte for byte, unless ``trust_remote_code``. Raises ExportError
+    when the process ends without a result or a file of a form for another program has changed; ValueError for a folder
+    that is not an export, that `check_checkpoint` rejects, or whose program is not installed.
     """
     folder = Path(path)
     if not (folder / MARK).is_file():
@@ -100,7 +100,7 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
 
 
 def form_of(folder: Path) -> str:
-    """Read the form of an export; empty for a folder that is not one, or has the first format."""
+    """Return the form of an export; empty for other folders and for records of the first format."""
     return read_json(folder / MARK).get("form", "") if (folder / MARK).is_file() else ""
 
 
@@ -113,7 +113,7 @@ def _refuse_code(other: list[str], folder: Path) -> None:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Raise ExportError, naming tensors, where an export's files are not those that passed its gate."""
+    """Raise ExportError, naming the tensors or files, if an export has changed since it passed its gate."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
     record = program.read_record(folder / "gate")
@@ -124,7 +124,7 @@ def check_unchanged(folder: Path) -> None:
 
 
 def check_not_quantized(folder: Path) -> None:
-    """Raise ValueError for a quantized student, from which no other export can be made."""
+    """Raise ValueError for a quantized student, which cannot be exported again."""
     if read_json(folder / "config.json").get("quantization_config") is not None:
         raise ValueError(f"{folder} is quantized; pass the unquantized export.")
 
@@ -138,12 +138,12 @@ def write_record(
     form: str = "remote-code",
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write ``gate/`` of an export: the program that checks it, and what ``student`` and ``tokenizer`` compute.
+    """Write ``gate/`` of an export: the check program, and a record of what ``student`` and ``tokenizer`` compute.
 
-    ``tied`` maps a name to the name its tensor is stored by; ``files`` has the hashes of what another program reads.
+    ``tied`` maps a tied tensor's name to the name it is stored under; ``files`` maps another program's files to hashes.
     """
     texts = [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
-    # Two programs that compute one function differ by their rounding: what they have in common shows in float32.
+    # Two programs round the same function differently; in float32 their results can be compared.
     other_program = form == "falcon-h1" or form in program.PACKAGES
     reference = copy.deepcopy(student).float() if other_program else student
     record = {
@@ -169,9 +169,9 @@ def write_record(
 
 
 def copy_record(source: Path, folder: Path, quantized: Record) -> None:
-    """Give ``folder``, a quantized copy of an export, the export's record of what the student computes.
+    """Copy an export's record of what the student computes to ``folder``, a quantized copy of the export.
 
-    Its tensors are those in the copy's files; ``quantized`` has the ``limit`` on differences of logits.
+    Tensor hashes come from the copy's own files; ``quantized`` holds the ``limit`` on logit differences.
     """
     record = program.read_record(source / "gate") | {"form": "remote-code", "tied": {}, "tensors": {}}
     for name, path in sorted(program.weight_files(folder).items()):
@@ -182,7 +182,7 @@ def copy_record(source: Path, folder: Path, quantized: Record) -> None:
 
 
 def _begin_record(folder: Path, record: Record) -> None:
-    """Write the program and reference.json, with the Python files that lie beside the weights."""
+    """Write the check program and reference.json, with hashes of the Python files next to the weights."""
     (folder / "gate").mkdir()
     for file in _program_files(record["form"]):
         shutil.copyfile(file, folder / "gate" / file.name)
@@ -197,7 +197,7 @@ def _program_files(form: str) -> list[Path]:
 
 
 def stored_tensors(student: HybridForCausalLM, form: str) -> dict[str, Tensor]:
-    """Return what a form holds of a student, by name, tied tensors too."""
+    """Return the tensors of a student in a form, by name, including tied ones."""
     return container(student).state if form == "falcon-h1" else student.state_dict()
 
 
@@ -216,7 +216,7 @@ def record_prompts(student: HybridForCausalLM, ids: list[Tensor], *, past_ends: 
 
 
 def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
-    """Draw prompts of ordinary tokens (no padding, no end of text), always the same for one vocabulary."""
+    """Draw prompts of ordinary tokens (no padding, BOS or EOS), always the same for one vocabulary."""
     config = student.config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     special = {config.pad_token_id, config.bos_token_id, *ends}
@@ -228,9 +228,9 @@ def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
 def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
     """Compare a folder with its record, in a new interpreter with no remote code cached.
 
-    ``called`` is the name by which the user knows a folder that has another one for now. This package is on the
-    process's path, for the form that needs it; the program itself forbids it to the others. Raises ExportError when
-    that process ends without a result.
+    ``called`` is the path to show the user while ``folder`` is temporary. This package is on the process's path, as
+    the form safetensors needs it; for all other forms the check program blocks it. Raises ExportError when the process
+    ends without a result.
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
@@ -238,7 +238,7 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
         results = Path(scratch) / "checks.json"
         for file in _program_files(form_of(folder)):
             shutil.copyfile(file, Path(scratch) / file.name)
-        alias = Path(scratch) / "export"  # transformers 4.56 imports no code from a folder with a dot in its name
+        alias = Path(scratch) / "export"  # transformers 4.56 cannot import code from a folder with a dot in its name
         alias.symlink_to(folder.resolve(), target_is_directory=True)
         environment |= {
             "HF_MODULES_CACHE": f"{scratch}/modules",

@@ -1,8 +1,8 @@
-"""A student as a GGUF file of llama.cpp's Falcon-H1: `write` stores its `FalconH1ForCausalLM` in llama.cpp's terms.
+"""Export of a student as a GGUF file: its `FalconH1ForCausalLM` with llama.cpp's tensor names and shapes.
 
-llama.cpp reads fewer tensors than transformers: no bias of ``in_proj`` (those of x, B, C and the step have other
-places, the gate's has none), none of the output projections, no RoPE but the plain one. `obstacles` names what a
-student has of these. Every layer has as many attention heads as the fullest one, as in falcon_h1.py.
+llama.cpp supports less than transformers: no ``in_proj`` bias (the biases of x, B, C and the step are stored elsewhere,
+the gate's nowhere), no biases of output projections, and only default RoPE. `obstacles` lists which of these a student
+needs. Every layer has as many attention heads as the fullest one, as in falcon_h1.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOP = {
 }
 _LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
-    "pre_ff_layernorm.weight": "ffn_norm",  # this one and those of A and D have no ending
+    "pre_ff_layernorm.weight": "ffn_norm",  # like A and D below, without a suffix
     "mamba.dt_bias": "ssm_dt.bias",
     "mamba.A_log": "ssm_a",
     "mamba.D": "ssm_d",
@@ -59,15 +59,15 @@ _PRE_TOKENIZERS = {
     ("Digits", "ByteLevel"): "smollm",
     (_CONTRACTIONS + r"|\p{N}{1,3}" + _REST,): "llama-bpe",
     (_CONTRACTIONS + r"|\p{N}" + _REST,): "qwen2",
-    # The embedded teacher's, which llama.cpp lacks. No token crosses its cuts, so coarser ones give the same tokens;
-    # those of bloom never cut a word, as others do at contractions.
+    # The embedded teacher's pattern, which llama.cpp lacks. No token crosses its splits, so a coarser pattern gives the
+    # same tokens; bloom's never splits a word, while others split at contractions.
     (r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]",): "bloom",
 }
-"""llama.cpp's names of pre-tokenizers, by their steps: a pattern, or the type of another step."""
+"""llama.cpp's pre-tokenizer names, by steps: the pattern of a split, or the type of another step."""
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reasons why llama.cpp's Falcon-H1 cannot be this student."""
+    """List the reasons why llama.cpp's Falcon-H1 cannot express a student."""
     found = falcon_h1.obstacles(student)
     ssm = [mixer.ssm for mixer in student.mixers() if mixer.ssm is not None]
     if any(heads.z_proj.bias is not None and heads.z_proj.bias.any() for heads in ssm):
@@ -80,9 +80,9 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write ``model.gguf``; matrices keep the student's dtype, all else is fp32, as in llama.cpp's own files.
+    """Write ``model.gguf``: matrices in the student's dtype, all else in float32, as in llama.cpp's own files.
 
-    Raises ValueError for a tokenizer that llama.cpp lacks.
+    Raises ValueError for a tokenizer that llama.cpp does not support.
     """
     import gguf
 
@@ -106,7 +106,7 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder
 
 
 def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
-    """Rename a Falcon-H1's tensors and bring those of Mamba-2 into llama.cpp's shapes: A itself, columns, taps."""
+    """Rename a Falcon-H1's tensors; store A instead of log A, A and D as columns, conv weights as a matrix."""
     found = {}
     for name, tensor in stock.state.items():
         if name in _TOP:
@@ -145,7 +145,7 @@ def _add_sizes(writer: GGUFWriter, config: Record) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
-    """Add the vocabulary, filled up to the embedding's rows, merges, special tokens and the chat template."""
+    """Add the vocabulary (padded to the embedding's rows), merges, special tokens and the chat template."""
     from gguf import TokenType
 
     rows = {token: name for name, token in tokenizer.get_vocab().items()}
@@ -175,13 +175,13 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_t
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase | None) -> Record:
-    """Read the tokenizer.json of a fast tokenizer."""
+    """Return the tokenizer.json of a fast tokenizer, or a placeholder that `_pre_tokenizer` rejects."""
     backend: Any = tokenizer.backend_tokenizer if tokenizer is not None and tokenizer.is_fast else None
     return {"model": {"type": "missing or slow"}} if backend is None else json.loads(backend.to_str())
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Find llama.cpp's name of the pre-tokenizer. Raises ValueError for one that it lacks."""
+    """Return llama.cpp's name for the pre-tokenizer. Raises ValueError if it has none."""
     parts = _parts(tokenizer)
     step = parts.get("pre_tokenizer") or {}
     steps = [

@@ -1,4 +1,4 @@
-"""A student for mlx-lm: its own weights and configuration, and the model file that mlx-lm imports to run them."""
+"""Export of a student for mlx-lm: its weights and configuration, and the model file that mlx-lm imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROPE = {"default", "linear", "llama3"}
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reasons why the shipped MLX model is not this student."""
+    """List the reasons why the shipped MLX model cannot express a student."""
     found = backbone_obstacles(student)
     if student.config.recurrence == "gdn":
         found.append("its recurrent heads are gdn")
@@ -31,7 +31,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder for ``mlx_lm.load(folder, ...)`` and its programs, with ``trust_remote_code``."""
+    """Write a folder for ``mlx_lm.load`` and mlx-lm's commands, with ``trust_remote_code``."""
     config = json.loads(student.config.to_json_string())
     for name in ("_name_or_path", "auto_map"):
         config.pop(name, None)

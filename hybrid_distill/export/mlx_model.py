@@ -1,7 +1,7 @@
-"""A hybrid student for MLX: mlx-lm loads this file from the folder of an export (`model_file` in config.json).
+"""Hybrid student for MLX: mlx-lm loads this file from an export's folder (`model_file` in config.json).
 
-Names of modules are those of the export's tensors. Imports mlx and mlx_lm alone. Without ``from __future__ import
-annotations``: mlx-lm does not enter the file in ``sys.modules``, where a dataclass would look its annotations up.
+Module names match the export's tensors. Imports only mlx and mlx_lm. Does not use ``from __future__ import
+annotations``: mlx-lm does not add this file to ``sys.modules``, where a dataclass would look up its annotations.
 
 Shapes: B batch, L length, H recurrent heads, P head dim, N state size, Q tokens of a chunk.
 """
@@ -17,14 +17,14 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from mlx_lm.models.llama import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-CHUNK = 64  # tokens that are mixed by matrix products at a time
+CHUNK = 64  # tokens per chunk, mixed by matrix products
 MIN_LOG_DECAY = -30.0
 Mask = mx.array | str | None
 
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """The fields of config.json that the model reads; ``backbone`` is the teacher's configuration."""
+    """Fields of config.json that the model reads; ``backbone`` is the teacher's configuration."""
 
     model_type: str
     backbone: dict
@@ -42,7 +42,7 @@ class ModelArgs(BaseModelArgs):
 
 
 class Attention(nn.Module):
-    """Kept heads of a layer, without output projection; each KV head that they read is stored once."""
+    """Kept heads of a layer, without the output projection; each KV head they read is stored once."""
 
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Recurrent heads of a layer; their cache is what the convolution and the recurrence carry on."""
+    """Recurrent heads of a layer; their cache holds the convolution's last inputs and the recurrent state."""
 
     def __init__(self, args: ModelArgs, n_heads: int) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class Recurrent(nn.Module):
         return y.astype(u.dtype) * nn.silu(self.z_proj(u)).reshape(heads)
 
     def _convolved(self, xbc: mx.array, mask: mx.array | None, cache: ArraysCache | None) -> mx.array:
-        """Convolve causally after what the cache holds; keep the last inputs of each row there."""
+        """Convolve causally, continuing from the cached inputs; cache the last inputs of each row."""
         length, n_past = xbc.shape[1], self.conv_weight.shape[1] - 1
         if mask is not None:
             xbc = mx.where(mask[..., None], xbc, 0)
         past = None if cache is None else cache[0]
         past = mx.zeros((xbc.shape[0], n_past, xbc.shape[2]), xbc.dtype) if past is None else past
         row = mx.concatenate([past, xbc], axis=1)
-        if cache is not None and cache.lengths is not None:  # padding behind the tokens of a row
+        if cache is not None and cache.lengths is not None:  # rows padded on the right
             ends = mx.clip(cache.lengths, 0, length)[:, None] + mx.arange(n_past)
             cache[0] = mx.take_along_axis(row, ends[..., None], axis=1)
         elif cache is not None:
@@ -144,7 +144,7 @@ def scan(x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, held: mx.array 
 
 
 class Mixer(nn.Module):
-    """A layer's heads of both kinds in the teacher's head order, and the output projection over all of them."""
+    """Both kinds of heads of a layer, in the teacher's head order, and the output projection over all of them."""
 
     def __init__(self, args: ModelArgs, kept: list[int]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """A student as mlx-lm loads and runs it: logits, a cache, the layers, and weights by the names of its modules."""
+    """Student with the interface that mlx-lm expects: logits, cache, layers, and weights by module name."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -211,14 +211,14 @@ class Model(nn.Module):
         return self.model.embed_tokens.as_linear(h) if self.args.tie_word_embeddings else self.lm_head(h)
 
     def make_cache(self) -> list[CacheList]:
-        """Make a cache of keys and values where heads were kept, and of states where some are recurrent."""
+        """Make a KV cache for layers with kept heads, and a state cache for layers with recurrent heads."""
         return [
             CacheList(*([KVCache()] if kept else []), *([ArraysCache(2)] if len(kept) < self.args.n_heads else []))
             for kept in self.args.kept
         ]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Take biases that are added later out of their projections, which may be quantized."""
+        """Rename biases that the model adds outside their projections, which may be quantized."""
         late = re.compile(rf"ssm\.([{'a' if self.args.recurrence == 'discrete' else 'axbc'}])_proj\.bias$")
         return {late.sub(r"ssm.\1_bias", name): tensor for name, tensor in weights.items()}
 

@@ -1,12 +1,12 @@
-"""A student as an ONNX graph, which ONNX Runtime runs on a CPU without any Python of ours.
+"""Export of a student as an ONNX graph, which ONNX Runtime runs on a CPU without this package.
 
-One graph reads a prompt and, from the states that it returns, one token after another. Operators are standard (opset
-24) but for three of ONNX Runtime's own: ``LinearAttention``, whose gated rule with q = C, k = B, v = x and g = log a is
-the discrete head, ``CausalConvWithState``, and ``LinearAttentionGate``, which makes log a. Opset 27 has the first two,
-but ONNX Runtime 1.32 has no kernels for those and runs them as loops over the tokens. Each layer stores what its own
-heads need. `obstacles` names what cannot be written.
+The same graph reads a prompt and then, from the states it returned, one token after another. Operators are standard
+(opset 24) except three of ONNX Runtime's own: ``LinearAttention``, whose gated rule with q = C, k = B, v = x and g =
+log a is the discrete head; ``CausalConvWithState``; and ``LinearAttentionGate``, which computes log a. Opset 27 has the
+first two, but ONNX Runtime 1.32 has no kernels for them and runs them as loops over the tokens. Each layer stores only
+what its own heads need. `obstacles` lists what cannot be exported.
 
-Shapes: B batch, L length, S tokens before and in the input, R recurrent heads, P head dim, N state size, C conv
+Shapes: B batch, L length, S tokens so far (past and input), R recurrent heads, P head dim, N state size, C conv
 channels, K conv width, G stored KV heads.
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL, DATA, RUNNER = "model.onnx", "model.onnx.data", "generate.py"
 OPSET, RUNTIME_DOMAIN = 24, "com.microsoft"
-LARGEST_FILE = 2**31 - 2**24  # bytes of weights in model.onnx itself: protobuf ends at 2 GiB, and the graph needs some
-_END = 2**62  # of a slice that goes on to the last token
-_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # other frequencies for longer texts
+LARGEST_FILE = 2**31 - 2**24  # bytes of weights in model.onnx itself: protobuf allows 2 GiB, including the graph
+_END = 2**62  # end of a slice up to the last token
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # frequencies depend on the length of the text
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
@@ -48,7 +48,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 @torch.no_grad()
 def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write model.onnx in float32, with its weights in model.onnx.data where one file cannot hold them; generate.py."""
+    """Write generate.py and a float32 model.onnx, with its weights in model.onnx.data if one file cannot hold them."""
     import onnx_ir
 
     model = _Writer(student).model()
@@ -61,7 +61,7 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None,
 
 
 class _Writer:
-    """Graph of one student, written node by node in the order of its forward pass."""
+    """Builder of a student's graph, node by node in the order of its forward pass."""
 
     def __init__(self, student: HybridForCausalLM) -> None:
         import onnx_ir as ir
@@ -75,7 +75,7 @@ class _Writer:
         self.states: list[tuple[Value, str]] = []
 
     def model(self) -> Model:
-        """Return the model: token ids, mask and states in; logits and states out."""
+        """Build the model: token ids, mask and states in; logits and states out."""
         op, integer = self.op, self.ir.DataType.INT64
         ids_BL = self.builder.input("input_ids", integer, ["batch", "length"])
         mask_BS = self.builder.input("attention_mask", integer, ["batch", "total_length"])
@@ -91,7 +91,7 @@ class _Writer:
             normed = self._norm("mlp_norm", hidden, layer.post_attention_layernorm)
             hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
-        hidden = op.Slice(hidden, op.Neg(keep), [_END], [1])  # all of them for 0, as in transformers
+        hidden = op.Slice(hidden, op.Neg(keep), [_END], [1])  # 0 keeps all, as in transformers
         hidden = self._norm("norm", hidden, decoder.norm)
         if self.student.lm_head.weight is decoder.embed_tokens.weight:
             logits = op.MatMul(hidden, op.Transpose(embedding, perm=[1, 0]))
@@ -103,9 +103,9 @@ class _Writer:
         return self.ir.Model(self.graph, ir_version=11, producer_name="hybrid-distill")
 
     def _positions(self, ids_BL: Value, mask_BS: Value) -> None:
-        """Make what all layers share: the tokens' mask, their angles, and what each of them sees.
+        """Build what all layers share: the token mask, RoPE's angles and the attention mask.
 
-        Padding sees itself, because a softmax over nothing is NaN and would spread.
+        Padding attends to itself, because a softmax over nothing is NaN, which would spread.
         """
         op, ir = self.op, self.ir
         length, total = op.Shape(ids_BL, start=1), op.Shape(mask_BS, start=1)
@@ -125,12 +125,12 @@ class _Writer:
         self.seen_B1LS = op.Unsqueeze(op.Or(earlier_BLS, op.Equal(place_1S, place_L1)), [1])
 
     def _mixer(self, hidden: Value, mixer: HybridMixer) -> Value:
-        """Write a layer's heads and their output projection, whose columns are put into the order of the heads here.
+        """Write a layer's heads and their output projection, its columns reordered to match the heads.
 
-        Each KV head serves the same number of query heads: where kept heads share unevenly, some are zeros, and unread.
+        Each KV head serves the same number of query heads: uneven groups are padded with zeros, which are never read.
         """
         ssm, attention, head_dim = mixer.ssm, mixer.attention, self.head_dim
-        parts: dict[str, tuple[Tensor, Tensor | None]] = {}  # of one product: weight and bias
+        parts: dict[str, tuple[Tensor, Tensor | None]] = {}  # weight and bias of each part of one product
         if ssm is not None:
             shifted = [ssm.x_proj, ssm.b_proj, ssm.c_proj]
             bias = None if ssm.form.has_silu else torch.cat([projection.bias for projection in shifted])
@@ -155,7 +155,7 @@ class _Writer:
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 
     def _recurrent(self, heads: SSMHeads, layer: int, made: dict[str, Value]) -> Value:
-        """Write `SSMHeads.forward`: a convolution, the recurrence, skip and gate."""
+        """Write `SSMHeads.forward`: convolution, recurrence, skip and gate."""
         op, n_heads, d_state, head_dim = self.op, heads.n_heads, heads.d_state, heads.head_dim
         n_channels, width = heads.conv_weight.shape
         bias = heads.conv_bias
@@ -173,7 +173,7 @@ class _Writer:
         )
         x, b, c = op.Split(xbc, heads.sizes, axis=-1, _outputs=3)
         if bias is not None:
-            x = op.Mul(x, self.token_BL1)  # padding is no longer zero
+            x = op.Mul(x, self.token_BL1)  # the bias made padding nonzero
         log_a = self.own.LinearAttentionGate(
             made["a"], self._weight("a_proj.bias", heads.a_proj.bias), self._weight("minus_one", -torch.ones(n_heads))
         )
@@ -216,7 +216,7 @@ class _Writer:
         return self.op.RMSNormalization(hidden, self._weight(name, norm.weight), epsilon=norm.variance_epsilon)
 
     def _split(self, name: str, hidden: Value, parts: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, Value]:
-        """Write several projections as one product."""
+        """Write several projections as one matrix product, and split the result."""
         weights = [weight for weight, _ in parts.values()]
         biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts.values()]
         product = self._affine(name, hidden, torch.cat(weights), torch.cat(biases))

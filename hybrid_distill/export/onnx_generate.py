@@ -1,4 +1,4 @@
-"""Greedy generation with a student in ONNX; needs onnxruntime and numpy, and for text the package tokenizers.
+"""Greedy generation with a student in ONNX; needs onnxruntime and numpy, and tokenizers for text prompts.
 
 python generate.py "The capital of France is" --max-new-tokens 32
 """
@@ -17,12 +17,12 @@ States = dict[str, ort.OrtValue]
 
 
 class Session:
-    """The graph in a folder. ``threads`` is how many cores it may use; 0 is all of them."""
+    """Graph loaded from a folder. ``threads`` is the number of cores to use; 0 means all."""
 
     def __init__(self, folder: str | Path, threads: int = 0) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 3  # or it warns of logits_to_keep, an input that may be left out
+        options.log_severity_level = 3  # no warning about logits_to_keep, an optional input
         file = Path(folder) / "model.onnx"
         self.graph = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         self.shapes: dict[str, list[int | str]] = {
@@ -31,7 +31,7 @@ class Session:
         self.ends = json.loads(self.graph.get_modelmeta().custom_metadata_map["eos_token_id"])
 
     def first_states(self, batch: int) -> States:
-        """Return the states before the first token: no keys, and zeros."""
+        """Return the states before the first token: no keys and values, zeros elsewhere."""
         sizes = {"batch": batch, "past_length": 0}
         zeros = {
             name: np.zeros([size if isinstance(size, int) else sizes[size] for size in shape], np.float32)
@@ -42,8 +42,8 @@ class Session:
     def run(self, ids: np.ndarray, mask: np.ndarray, states: States, keep: int = 0) -> tuple[np.ndarray, States]:
         """Return logits [B, L, V] of the last ``keep`` tokens of ``ids`` [B, L] (0: all), and the states after them.
 
-        ``mask`` [B, S] is 0 at padding, which may only stand left of a row's first token, and covers the tokens that
-        are in ``states`` too.
+        ``mask`` [B, S] is 0 at padding, which must be on the left of a row, and also covers the tokens that are already
+        in ``states``.
         """
         given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": np.array([keep])}
         feeds = {name: ort.OrtValue.ortvalue_from_numpy(value.astype(np.int64)) for name, value in given.items()}
@@ -53,7 +53,7 @@ class Session:
 
 
 def generate(session: Session, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> list[list[int]]:
-    """Continue prompts greedily, all in one batch; each result ends with its end token, or after ``max_new_tokens``."""
+    """Continue prompts greedily, all in one batch; each result stops at an end token or ``max_new_tokens``."""
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens; pass at least one prompt, each with at least one token.")
     longest = max(map(len, prompts))

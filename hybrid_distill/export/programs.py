@@ -1,7 +1,7 @@
-"""Programs that run exports, as the gate and benchmarks/serving.py ask them: token ids in, logits and tokens out.
+"""Adapters to programs that run exports, for the gate and benchmarks/serving.py: token ids in, logits and tokens out.
 
-Everything is computed in float32. The file lies beside check.py in an export for one of these programs, so it imports
-numpy and the program that is asked, and nothing else.
+Everything is computed in float32. An export for one of these programs contains this file next to check.py, so it
+imports only numpy and the program that it runs.
 
 Shapes: L length, V vocabulary.
 """
@@ -22,10 +22,10 @@ Logits = Sequence[np.ndarray] | np.ndarray
 
 
 class Program:
-    """A folder loaded by a program that runs up to ``batch`` sequences of ``context`` tokens together.
+    """Export loaded by a program, which runs up to ``batch`` sequences of ``context`` tokens together.
 
-    ``begin`` reads prompts and ``step`` one more token of each. Both return, for each prompt, logits [L, V] of its last
-    token, or ``begin`` of every token. ``threads`` is how many cores may be used, where one can say so; 0 is all.
+    ``begin`` reads prompts, ``step`` one more token of each. Both return logits [L, V] for each prompt: of its last
+    token, or with ``every`` of all. ``threads`` is the number of cores, if the program lets us set it; 0 means all.
     """
 
     batch = 8
@@ -37,15 +37,15 @@ class Program:
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Count the bytes that are allocated for the states of the first prompt."""
+        """Count the bytes allocated for the states of the first prompt."""
         raise NotImplementedError
 
     def logits(self, prompt: Sequence[int]) -> np.ndarray | None:
-        """Compute logits [L, V] of a prompt; None where the program does not show them."""
+        """Compute logits [L, V] of a prompt; None if the program does not expose them."""
         return self.begin([prompt], every=True)[0]
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
-        """Continue each prompt greedily, ``batch`` of them at a time."""
+        """Continue prompts greedily, in batches of ``batch``."""
         batches = (prompts[at : at + self.batch] for at in range(0, len(prompts), self.batch))
         return list(chain.from_iterable(self._continued(batch, new_tokens) for batch in batches))
 
@@ -56,7 +56,7 @@ class Program:
         return map(list, zip(*steps))
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
-        """Count the bytes that one sequence takes after ``prompt``."""
+        """Count the cache bytes of one sequence after ``prompt``."""
         self.begin([prompt])
         return self.nbytes()
 
@@ -66,7 +66,7 @@ def best(logits: Logits) -> list[int]:
 
 
 def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Put prompts of different lengths into one batch: token ids and their mask."""
+    """Left-pad prompts into one batch; return token ids and mask."""
     longest = max(map(len, prompts))
     ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -74,7 +74,7 @@ def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 class OnnxRuntime(Program):
-    """ONNX Runtime, by the Session of the folder's own generate.py."""
+    """ONNX Runtime, through the Session in the export's generate.py."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
         self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads)
@@ -98,7 +98,7 @@ class OnnxRuntime(Program):
 
 
 class LlamaCpp(Program):
-    """llama.cpp, by its C functions, which can keep keys and values in float32; by itself it rounds to 16 bit."""
+    """llama.cpp, through its C API, which can keep keys and values in float32 instead of the default 16 bits."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
         import llama_cpp
@@ -148,12 +148,12 @@ class LlamaCpp(Program):
         return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, place), (self.n_vocab,))
 
     def nbytes(self) -> int:
-        """Count what llama.cpp writes to save the sequence, its own few numbers included."""
+        """Count the bytes llama.cpp writes to save the sequence, including its few metadata values."""
         return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
 class MlxLm(Program):
-    """mlx-lm, one prompt at a time. It reads all tokens but the last without logits, as mlx-lm itself does."""
+    """mlx-lm, one prompt at a time. Reads all tokens except the last without logits, as mlx-lm itself does."""
 
     batch = 1
 
@@ -163,7 +163,7 @@ class MlxLm(Program):
         from mlx_lm.utils import load_model
 
         self.mx, self.make_cache = mx, make_prompt_cache
-        self.model, _ = load_model(folder, trust_remote_code=True)  # its model file is our own (verify_export)
+        self.model, _ = load_model(folder, trust_remote_code=True)  # the model file is ours: verify_export checks it
         self.model.set_dtype(mx.float32)
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
@@ -184,7 +184,7 @@ class MlxLm(Program):
 
 
 class Vllm(Program):
-    """vLLM in this process, by its own scheduler, which shows neither logits nor states."""
+    """vLLM in this process, through its scheduler, which exposes neither logits nor states."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -200,7 +200,7 @@ class Vllm(Program):
             enforce_eager=True,
             enable_prefix_caching=False,  # on CPUs it fails for prompts of more than 128 tokens
             skip_tokenizer_init=True,
-            kv_cache_memory_bytes=2**28,  # by itself it asks for nearly all memory of the machine
+            kv_cache_memory_bytes=2**28,  # the default is nearly all of the machine's memory
         )
 
     def logits(self, prompt: Sequence[int]) -> None:
@@ -212,7 +212,7 @@ class Vllm(Program):
         return [list(answer.outputs[0].token_ids) for answer in self.engine.generate(given, asked, use_tqdm=False)]
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
-        """Count the pages of all layers that a sequence of full length takes."""
+        """Count the bytes of pages, over all layers, that a sequence of full length takes."""
         core = self.engine.llm_engine
         groups = core.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         return sum(len(one.layer_names) * one.kv_cache_spec.max_memory_usage_bytes(core.vllm_config) for one in groups)

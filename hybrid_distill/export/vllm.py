@@ -1,9 +1,9 @@
-"""A student as the Falcon-H1 that vLLM runs: `write` makes its attention heads as large as vLLM's kernels want them.
+"""Export of a student as the Falcon-H1 that vLLM runs, with attention heads enlarged to a size its kernels support.
 
-vLLM's class has no biases in attention and in MLPs, and leaves those of a checkpoint out without a word. Its attention
-on CPUs takes certain head sizes, that of Triton 32 or more. A smaller head is spread over a larger one: RoPE turns row
-j of a head by base^(-2j / size), which is the angle of row s j of a head s times as large. So zeros stand between the
-rows, and ``key_multiplier`` makes up for the softmax, which divides by the square root of the larger size.
+vLLM's class has no biases in attention and MLPs, and silently drops those of a checkpoint. Its CPU attention supports
+certain head sizes, its Triton attention 32 or more. A smaller head is spread over a larger one: RoPE rotates row j of a
+head by base^(-2j / size), which is the angle of row s j of a head s times as large. So zeros go between the rows, and
+``key_multiplier`` compensates for the softmax, which divides by the square root of the larger size.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .checkpoint import tied_weights, write_weights
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SPREADABLE = {"default", "linear", "llama3"}
-"""Kinds of RoPE whose angles depend on nothing but base^(-2j / size)."""
+"""RoPE types whose angles depend only on base^(-2j / size)."""
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reasons why vLLM's Falcon-H1 cannot be this student."""
+    """List the reasons why vLLM's Falcon-H1 cannot express a student."""
     found = falcon_h1.obstacles(student)
     parts = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
     biases = {
@@ -43,7 +43,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def spacing(head_dim: int) -> int | None:
-    """Find how often the size of a head fits into the smallest one that vLLM takes and that it divides."""
+    """Return how many times a head fits into the smallest vLLM head size that it divides; None if it divides none."""
     return next((size // head_dim for size in HEAD_DIMS if size % head_dim == 0), None)
 
 
@@ -60,7 +60,7 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase | None,
 
 
 def _spread(weight: Tensor, times: int, dim: int) -> Tensor:
-    """Put zeros behind every row, or every column, so that there are ``times`` as many."""
+    """Insert zeros after every row (column if ``dim`` is 1), so that there are ``times`` as many."""
     rows = weight.transpose(0, dim)
     spread = rows.new_zeros(len(rows) * times, *rows.shape[1:])
     spread[::times] = rows

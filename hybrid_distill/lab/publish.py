@@ -1,4 +1,4 @@
-"""Publish an export, and nothing else, on the Hugging Face hub."""
+"""Upload of an export, and nothing else, to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PUBLISHED = (
     "evaluation.json", "training.json",
     "gate/*.py", "gate/reference.json", "gate/reference.safetensors", "gate/report.json",
 )  # fmt: skip
-"""Files of an export; another file in its folder is a reason to stop."""
+"""Files of an export; any other file in its folder stops the upload."""
 BINARY = (".gguf", ".onnx", ".data")
-"""Endings of weights that no person wrote; what they hold of the tokenizer lies beside them as text."""
+"""Suffixes of weight files that are not searched; their tokenizer data is also in text files, which are."""
 SECRETS = {
     "an access token": re.compile(
         rb"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,}|sk-[\w-]{32,}|AKIA[0-9A-Z]{16}|glpat-[\w-]{20,})"
@@ -39,17 +39,17 @@ HOMES = re.compile(rb"(/home/|/Users/|/root/|[A-Za-z]:\\+Users\\+)[^\s\"']*")
 
 
 def publish(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False) -> str:
-    """Upload an export to ``repo``, which is made if it does not exist, private unless ``public``.
+    """Upload an export to ``repo``, which is created if it does not exist, private unless ``public``.
 
-    Returns a list of what was uploaded; with ``dry_run`` what would be, and the model card, without a network. Raises
-    ValueError for a folder that `check_checkpoint` refuses or that did not pass its gate, a file that is not part of an
-    export, and a token or a home path in one; ExportError when the folder is not what was exported.
+    Returns a list of the files; with ``dry_run``, uploads nothing, needs no network and adds the model card. Raises
+    ValueError for a folder that `check_checkpoint` rejects or that did not pass its gate, a file that is not part of an
+    export, and an access token, private key or home path in a file; ExportError if the export has changed.
     """
     if "/" not in repo:
         raise ValueError(f"the repository is {repo!r}; pass it with its owner, OWNER/NAME.")
     validate_repo_id(repo)
-    if form_of(folder) not in PACKAGES:  # of these, verify_export compares every file
-        check_checkpoint(folder, numbers=False)  # verify_export looks at them
+    if form_of(folder) not in PACKAGES:  # otherwise verify_export compares every file
+        check_checkpoint(folder, numbers=False)  # verify_export checks them
     files = publishable(folder)
     listing = _listing(folder, files)
     verify_export(folder).require(folder)
@@ -64,7 +64,7 @@ def publish(folder: Path, repo: str, *, public: bool = False, dry_run: bool = Fa
 
 
 def publishable(folder: Path) -> list[Path]:
-    """List the files of an export after a look into each. Raises ValueError as `publish` does."""
+    """List the files of an export after searching each for secrets. Raises ValueError as `publish` does."""
     report = folder / "gate" / "report.json"
     if not report.is_file() or read_json(report).get("ok") is not True:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The shape that experiments share: load a model, measure variants of it on tasks, write a table and a figure."""
+"""Common structure of experiments: load a model, measure variants of it on tasks, write a table and a figure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_TEXT_TOKENS = 512
 
 
 class Column(NamedTuple):
-    """A measure and its unit ("" for none). ``chance`` is what guessing gives."""
+    """Measure and its unit ("" for none). ``chance`` is the accuracy of guessing."""
 
     name: str
     unit: str = "%"
@@ -55,9 +55,9 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One variant: a number for each column, and standard deviations where it is a mean of several draws.
+    """One variant: a number per column, with standard deviations if it is a mean over several draws.
 
-    ``group`` and ``x`` are its line in a figure, and its place there.
+    ``group`` and ``x`` are its line in a figure and its position there.
     """
 
     label: str
@@ -77,7 +77,7 @@ class Table(NamedTuple):
     compared: bool = True
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
+        """Return cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
         cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
         numbers = cells.copy()
         for index, column in enumerate(self.columns):
@@ -103,7 +103,7 @@ class Experiment(ABC):
     NAME: ClassVar[str]
 
     out: Path = Path("runs/analysis")
-    """Folder of the tables and figures, which replace those of an earlier call."""
+    """Folder for the tables and figures; replaces those of an earlier call."""
 
     @abstractmethod
     def run(self) -> str:
@@ -114,7 +114,7 @@ class Experiment(ABC):
     ) -> str:
         """Write OUT/NAME.md, .csv and .png; return the table as text.
 
-        With ``most``, text and figure have so many rows, and those of a group.
+        ``most`` limits text and figure to that many rows, plus those that belong to a group.
         """
         path, (cells, numbers) = self.out / f"{self.NAME}{suffix}", table.frames()
         self.out.mkdir(parents=True, exist_ok=True)
@@ -136,9 +136,9 @@ class Subject:
     model: str = TINY
     """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Number format; by default bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
-    """Accept weights that are a pickle (``*.bin``)."""
+    """Allow pickled weights (``*.bin``)."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load model and tokenizer; errors name ``flag``."""
@@ -146,7 +146,7 @@ class Subject:
 
 
 class Task(NamedTuple):
-    """A column, and the function that finds its number: a percentage, or a perplexity."""
+    """Column, and the function that measures its number: a percentage or a perplexity."""
 
     column: Column
     measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
@@ -158,19 +158,19 @@ class Questions:
 
     tasks: str = "kv,knowledge,text"
     """kv, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
-    (perplexity), and tasks of lm-eval, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
+    (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
     pairs: int = 16
     """Dictionary size of kv and two_hop."""
     facts: Path | None = None
-    """JSON lines of questions for knowledge and letters; by default the embedded facts."""
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
     data_dir: Path | None = None
-    """Folder of the questions of lm-eval's tasks, instead of the hub (docs/evaluation.md)."""
+    """Folder with the questions of lm-eval tasks, instead of the hub (docs/evaluation.md)."""
     examples: int = 128
-    """Questions of each probe and task of lm-eval (of each part of mmlu, bbh and niah), and documents of the text."""
+    """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the text."""
     seed: int = 1
-    """Seed of the questions; take another one than for scoring heads."""
+    """Seed of the questions; use a different one from that for scoring heads."""
     batch_size: int = 32
 
     @property
@@ -208,7 +208,7 @@ class Questions:
 
 
 def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
-    """Make a column of questions answered right, by generation if so named; ``chance``, by choice, is 0 to 1."""
+    """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to 1."""
 
     def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         if name.endswith(GENERATED):
@@ -224,7 +224,7 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
 
 
 def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a column of a task of lm-eval. Raises ValueError for a suite, and for a task that cannot be asked."""
+    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot run."""
     task, *more = tasks_of(job.suite)
     if more:
         raise ValueError(f"{LM_EVAL}{job.suite} is {1 + len(more)} tasks; pass one of them, as {LM_EVAL}{task.name}.")
@@ -242,7 +242,7 @@ def lm_eval_task(job: SuiteJob) -> Task:
 
 
 def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
-    """Make a column of the perplexity of plain texts, each cut to MAX_TEXT_TOKENS."""
+    """Make a task that measures perplexity on plain texts, each cut to MAX_TEXT_TOKENS."""
 
     def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         batches = text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size)
@@ -265,7 +265,7 @@ class ModelExperiment(Experiment):
 
 
 class Variant(NamedTuple):
-    """A label, and the context in which the model is that variant; ``group`` and ``x`` as in a `Row`."""
+    """Label, and the context manager that turns the model into that variant; ``group`` and ``x`` as in a `Row`."""
 
     label: str
     changed: AbstractContextManager[object]
@@ -274,7 +274,7 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """A model, and the tasks that it and its variants are measured on; with ``steps``, a stopped call continues."""
+    """Model, and the tasks to measure its variants on; with ``steps``, a stopped call resumes."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -282,7 +282,7 @@ class Bench(NamedTuple):
     steps: Steps | None = None
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
-        """Make a table with a row for each variant; variants of one label are draws, shown as their mean."""
+        """Make a table with a row per variant; variants with the same label are draws, shown as their mean."""
         drawn: dict[str, list[tuple[float, ...]]] = {}
         steps = self.steps or Steps(None, {})
         for variant in track(variants, label):

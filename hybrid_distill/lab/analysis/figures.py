@@ -21,7 +21,7 @@ MOST_COLUMNS, MOST_TOKENS = 6, 128  # of a figure
 
 
 def draw_lines(table: Table, path: Path) -> None:
-    """Draw a line for each group of rows, perplexity in logarithms; dashed is the first row, dotted is guessing."""
+    """Draw a line per group of rows, perplexity on a log scale; the first row is dashed, guessing is dotted."""
     from matplotlib.ticker import LogFormatter
 
     groups = {row.group: [r for r in table.rows if r.group == row.group] for row in table.rows if row.group}
@@ -47,7 +47,7 @@ def draw_lines(table: Table, path: Path) -> None:
 
 
 def draw_bars(table: Table, path: Path) -> None:
-    """Draw a bar for each row, recurrent heads' in orange; in compared rows dashed is the first, dotted is guessing."""
+    """Draw a bar per row, orange for recurrent heads; in compared tables the first is dashed, guessing is dotted."""
     rows = table.rows
     colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
     colors[0] = PALE if table.compared else colors[0]
@@ -82,15 +82,15 @@ def _note(grid: np.ndarray, text: str) -> None:
 
 
 def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
-    """Draw matrices, rows in shares, under their titles, with the tokens beside them: the latest of a long prompt.
+    """Draw titled matrices, rows as shares, labeled with tokens: only the last ones of a long prompt.
 
-    Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: what an
-    aggregate head looks at, filled for the answer.
+    Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: where an
+    aggregate head looks, filled for the answer.
     """
     n_columns = min(n_columns, len(panels), MOST_COLUMNS)
     n_rows = math.ceil(len(panels) / n_columns)
     n_shown = min(len(prompt.ids), MOST_TOKENS)
-    labels = [label.replace("$", r"\$") for label in prompt.labels[-n_shown:]]  # two of them would be a formula
+    labels = [label.replace("$", r"\$") for label in prompt.labels[-n_shown:]]  # a pair of them would be a formula
     side = min(max(2.6, 0.115 * n_shown), 7.0)
     size = min(7.0, 62 * side / n_shown)
     with figure(path, n_rows, n_columns, size=((side + 0.7) * n_columns, (side + 0.9) * n_rows + 0.3)) as grid:

@@ -1,8 +1,8 @@
-"""Which part of a hybrid carries retrieval: attention put back into a student, and heads of both kinds in one ranking.
+"""Experiments on which part of a hybrid carries retrieval.
 
-`ReplaceLayer`: a mixer steps aside for the teacher's attention, on the student's own inputs (arXiv 2504.18574).
-`HybridHeadRanking`: heads are ablated one by one, as `hybrid-distill score` does, then the first of each kind and of
-both together.
+`ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv 2504.18574).
+`HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of each kind and of
+both kinds together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .experiment import (
 )
 from .figures import draw_bars, draw_lines
 
-SHOWN = 24  # rows of replace-layer, where there are more
+SHOWN = 24  # rows that replace-layer shows, at most
 COLUMNS = (
     Column("accuracy lost", "points"),
     Column("log-probability lost", "nats", digits=3),
@@ -52,16 +52,16 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceLayer(Experiment):
-    """Put the teacher's attention back into an aligned student, one layer at a time: which one restores retrieval?"""
+    """Put the teacher's attention back into an aligned student, one layer at a time: which layer restores retrieval?"""
 
     NAME = "replace-layer"
 
     student: Path
-    """Folder of a run with its alignment (of a demo: OUT/aligned), or a student's checkpoint."""
+    """Folder of a run with its alignment (for a demo: OUT/aligned), or a student's checkpoint."""
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
     by: Literal["layer", "head"] = "layer"
-    """One ``layer`` at a time, or one ``head``."""
+    """Unit to put back at a time: a ``layer`` or a ``head``."""
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
@@ -70,7 +70,7 @@ class ReplaceLayer(Experiment):
         return self.save(table, draw_bars, most=SHOWN)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load student, teacher and tokenizer. Raises ValueError unless they fit each other."""
+        """Load student, teacher and tokenizer. Raises ValueError unless they match."""
         if is_run(self.student / "config.json"):
             if self.teacher is not None:
                 raise ValueError(f"{self.student} is a run, which knows its teacher; leave out --teacher.")
@@ -92,7 +92,7 @@ class ReplaceLayer(Experiment):
         return student.eval(), teacher, tokenizer
 
     def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
-        """Make a row for the student, each layer or head put back alone (heads: best first), the teacher."""
+        """Make rows for the student, for each layer or head put back alone (heads: best first), and for the teacher."""
         student, of_heads = bench.model, self.by == "head"
         assert isinstance(student, HybridForCausalLM)
         n_parts = {site.layer: site.n_heads if of_heads else 1 for site in head_sites(student)}
@@ -122,21 +122,21 @@ def _shape(model: PreTrainedModel) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridHeadRanking(ModelExperiment):
-    """Rank attention and recurrent heads together: which of them carry retrieval, and what goes without them?"""
+    """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost without them?"""
 
     NAME = "carriers"
 
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
     probe: str = "kv"
-    """Probe that heads are ranked by, in questions of another seed: kv, letters, needle, copy or two_hop."""
+    """Probe to rank heads by, with questions of another seed: kv, letters, needle, copy or two_hop."""
     k: int = 20
-    """Heads to show; racing is about the first k."""
+    """Heads to show; racing applies to the top k."""
     counts: tuple[int, ...] = (1, 3, 10)
-    """Numbers of first heads of each kind, and of both, that are removed together."""
+    """Numbers of top heads of each kind, and of both, to remove together."""
     min_accuracy: float | None = None
-    """Least accuracy of the model on the probe; by default half way from guessing to always right."""
+    """Lowest accuracy of the model on the probe; by default halfway between guessing and always right."""
     n_control_texts: int = 16
-    """Plain texts that show heads which matter for everything."""
+    """Number of plain texts, which reveal heads that matter for any text."""
 
     def run(self) -> str:
         check_counts(k=self.k, **{f"counts[{place}]": count for place, count in enumerate(self.counts)})
@@ -163,7 +163,7 @@ class HybridHeadRanking(ModelExperiment):
         return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
 
     def without_first(self, bench: Bench, ranking: Sequence[RankedHead]) -> Table:
-        """Make a row without heads removed, then for each kind and for all the first heads of the ranking, by count.
+        """Make a row with no heads removed, then rows without the top heads of each kind and of both, by count.
 
         A kind with fewer heads than a count loses all of them, once.
         """
@@ -177,7 +177,7 @@ class HybridHeadRanking(ModelExperiment):
 
 
 class RankedHead(NamedTuple):
-    """One head, and its losses in the order of ``COLUMNS``."""
+    """Head, and its losses in the order of ``COLUMNS``."""
 
     head: HeadId
     kind: HeadKind
@@ -187,7 +187,7 @@ class RankedHead(NamedTuple):
 def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> list[RankedHead]:
     """Rank all heads, best first: by accuracy lost, then log-probability lost, then position.
 
-    ``scores`` are by kind; those of a student's heads, of both kinds together, are "hybrid".
+    ``scores`` are by kind; "hybrid" are those of a student's heads, both kinds together.
     """
     ranked = []
     for kind, found in scores.items():

@@ -1,7 +1,7 @@
-"""Heads that look like gather or aggregate on a prompt, and heads left with only that pattern (arXiv 2504.18574).
+"""Gather and aggregate patterns of heads on a prompt, and heads reduced to only that pattern (arXiv 2504.18574).
 
-`Maps` draws attention maps and mixing matrices side by side. `Mask` multiplies matrices by a mask made for each prompt:
-is the pattern what the heads do? Beside it: the head removed, and the head without the pattern.
+`Maps` draws attention maps and mixing matrices side by side. `Mask` multiplies matrices by a mask made for each prompt,
+to test whether the pattern is what the heads do. For comparison it removes the head, or the pattern from the head.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
 from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
 
 COLUMNS_OF_ONE_MODEL = 3
-SEARCHED = 8  # questions that mask searches heads on
+SEARCHED = 8  # questions on which mask searches for heads
 VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "removed": torch.zeros_like,
     "pattern alone": lambda pattern_TS: pattern_TS,
     "pattern taken out": lambda pattern_TS: ~pattern_TS,
 }
 Marked = Sequence[tuple[EncodedExample, MarkedPrompt]]
-"""Questions as tokens, and with their marks."""
+"""Questions as tokens, each with its marked prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +48,17 @@ class Maps(Experiment):
 
     subject: Subject = field(default_factory=Subject)
     beside: tuple[str, ...] = ()
-    """More models, for the same heads on the same prompt: a student beside its teacher."""
+    """More models to show, for the same heads and prompt: a student next to its teacher."""
     heads: tuple[str, ...] = ()
     """Heads to show, such as ``L2H6 L5H5``; by default those that gather and aggregate most."""
     ssm_heads: tuple[str, ...] = ()
-    """Recurrent heads to show of a model that has attention too (Zamba2, Falcon-H1)."""
+    """Recurrent heads to show, for a model that also has attention (Zamba2, Falcon-H1)."""
     kind: HeadKind | None = None
     """Kind of the heads: only attention heads, or only ``ssm`` heads."""
     prompt: str | None = None
-    """A text of your own, its lines being segments; by default a question of the probe."""
+    """Your own text, whose lines are the segments; by default a question of the probe."""
     probe: str = "kv"
-    """Probe to search gather and aggregate heads on, and to take the prompt from: kv, letters, needle or two_hop."""
+    """Probe for finding gather and aggregate heads and for the prompt: kv, letters, needle or two_hop."""
     pairs: int = 8
     """Dictionary size of kv and two_hop."""
     examples: int = 16
@@ -67,7 +67,7 @@ class Maps(Experiment):
     k: int = 3
     """Heads of each pattern to show."""
     scores: Path | None = None
-    """A scores.json: its place by ablation is shown for each head."""
+    """Path to a scores.json, to show each head's rank by ablation."""
     max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
@@ -114,7 +114,7 @@ class Maps(Experiment):
 
 
 def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Table:
-    """Make a row for each head; shares in percent."""
+    """Make a table with a row per head; shares in percent."""
     columns = [Column("entropy", "bits", digits=2), *map(Column, Sharpness._fields[1:])]
     rows = [Row(label, (found.entropy, *(100 * share for share in found[1:]))) for label, found in measured]
     return Table(title, "head", columns, rows, compared=False)
@@ -122,24 +122,24 @@ def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Ta
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(ModelExperiment):
-    """Leave of some heads only their gather or aggregate pattern; compare with the heads intact and removed.
+    """Keep only the gather or aggregate pattern of some heads; compare with the heads intact and removed.
 
-    Tasks are those whose answer is in one line of the prompt: kv, letters, needle, two_hop.
+    The tasks must have their answer in one line of the prompt: kv, letters, needle, two_hop.
     """
 
     NAME = "mask"
 
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64))
     gather: tuple[str, ...] = ()
-    """Gather heads, such as ``L2H6``. Where no heads are named they are searched by pattern."""
+    """Gather heads, such as ``L2H6``. If no heads are named, they are searched by pattern."""
     aggregate: tuple[str, ...] = ()
     """Aggregate heads, such as ``L5H5``."""
     k: int = 1
-    """Heads of each pattern to take, where none are named."""
+    """Heads of each pattern to use, if none are named."""
     scores: Path | None = None
-    """A scores.json: heads are searched among the first of its ranking only."""
+    """Path to a scores.json; only the top heads of its ranking are searched."""
     first: int = 10
-    """Length of that ranking."""
+    """Number of those top heads."""
     kind: HeadKind | None = None
     """Only attention heads, or only ``ssm`` heads."""
     max_gb: float = MAX_GB
@@ -196,7 +196,7 @@ class Mask(ModelExperiment):
 def _masks(
     prompt: MarkedPrompt, roles: Mapping[str, Sequence[HeadId]], variant: Callable[[Tensor], Tensor], ids: Tokens
 ) -> dict[HeadId, Tensor]:
-    """Make the masks of a prompt that ``ids`` go on; a head may have both roles."""
+    """Make the masks for ``ids``, which continue a prompt; a head may have both roles."""
     patterns: dict[HeadId, Tensor] = {}
     for role, heads in roles.items():
         pattern_TS = PATTERNS[role](replace(prompt, ids=ids))
@@ -211,9 +211,9 @@ def masked_logprobs(
     *,
     kind: HeadKind | None = None,
 ) -> list[float]:
-    """Return the log-probability of each choice, as `answer_choices` finds it, with masks made for each row of tokens.
+    """Return the log-probability of each choice, as `answer_choices` does, with masks made for each row of tokens.
 
-    Reads every beginning of a choice in a separate forward: masks do not fit a cache.
+    Runs a separate forward for every prefix of a choice, because masks do not work with a cache.
     """
     after: dict[Tokens, Tensor] = {}
     for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:

@@ -1,12 +1,12 @@
-"""How a head mixes the tokens of one prompt, as a matrix: attention maps and materialized SSMs.
+"""Matrices with which heads mix the tokens of one prompt: attention maps and materialized SSMs.
 
-For each kind of head, ``matrix x values`` is what the head computes, in the model's own numbers:
+Every kind of head computes ``matrix x values``, in the model's own numbers:
 
     attention   softmax(q k^T)                                      values of its KV group
     ssm         C_i . B_j dt_j prod_{j < s <= i} a_s, D on the diagonal    x after the convolution (Mamba-2, students)
     channel     sum_n C_in B_jn dt_j prod_{j < s <= i} a_sn, same          one channel of x (Mamba-1)
 
-and the output projection reads that times ``scale``, the gate and the norm behind an SSM (docs/heads.md).
+The output projection reads that times ``scale``: the gate and the norm after an SSM (docs/heads.md).
 
 Shapes: T target token, S source token, L length, H head, P head dim, N state size, C channel.
 """
@@ -29,7 +29,7 @@ from ...probes.answering import forward
 from ...teacher import HeadKind, HeadSite, check_exists, eager_attention, eval_mode, head_sites, longest_context
 
 Mixer = Any
-"""A mixer of some family, with that family's attributes, and what it returns."""
+"""Mixer of any family, with that family's attributes; also a mixer's output."""
 Scan = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 """A layer's recurrence: (matrix_TS, values_SP, scale_TP) of a head."""
 Found = TypeVar("Found")
@@ -39,7 +39,7 @@ BYTES_PER_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, 
 
 
 class Call(NamedTuple):
-    """Latest call of a module: the hidden states that it got, and what it returned."""
+    """Latest call of a module: its input hidden states and its output."""
 
     given: Mixer
     output: Mixer
@@ -52,8 +52,8 @@ Calls = dict[nn.Module, Call]
 class HeadMix:
     """One head on one prompt: the output projection reads ``scale_TP * (matrix_TS @ values_SP)``.
 
-    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm behind it, if any. Float32
-    (float64 in a model of that).
+    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm after it, if any. Tensors are
+    float32 (float64 in a float64 model).
     """
 
     head: HeadId
@@ -77,9 +77,9 @@ def mix_heads(
     kind: HeadKind | None = None,
     max_gb: float = MAX_GB,
 ) -> list[Found]:
-    """Return what ``read`` takes of each head on one prompt, by default its `HeadMix`, from one forward.
+    """Return ``read`` of each head's `HeadMix` on one prompt (by default the `HeadMix` itself), from one forward.
 
-    Matrices are made one after the other. ``kind`` as in `head_sites`. Raises ValueError for a head or kind that the
+    Matrices are made one at a time. ``kind`` as in `head_sites`. Raises ValueError for a head or kind that the
     model does not have, and as `check_prompt` does.
     """
     check_prompt(model, ids, heads, kind, max_gb)
@@ -95,17 +95,17 @@ def mix_heads(
 
 
 Action = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
-"""Follow-up of a mixer's forward, given the matrices of its heads."""
+"""Callback after a mixer's forward, given the matrices of its heads."""
 
 
 @contextmanager
 def mask_heads(
     model: PreTrainedModel, masks: Mapping[HeadId, Tensor], *, kind: HeadKind | None = None
 ) -> Iterator[None]:
-    """Let each named head mix by ``matrix * mask``, masks being booleans [T, S]. ``kind`` as in `head_sites`.
+    """Make each named head mix by ``matrix * mask``, with boolean masks [T, S]. ``kind`` as in `head_sites`.
 
-    Rows are not normalized anew; a row whose mask keeps everything stays the same to the last bit. The gate and the
-    norm behind an SSM stay those of the whole head. Attention runs eagerly: no other returns its maps. Raises
+    Rows are not renormalized; a row whose mask keeps everything stays identical to the last bit. An SSM's gate and norm
+    stay those of the whole head. Attention runs eagerly, because no other implementation returns its maps. Raises
     ValueError for a head that does not exist, and for forwards of anything but one prompt of T tokens without a cache.
     """
 
@@ -136,7 +136,7 @@ def _behind_mixers(
     kind: HeadKind | None,
     act: Action,
 ) -> Iterator[None]:
-    """Call ``act`` behind each mixer that has some of the heads; what it returns replaces the mixer's output."""
+    """Call ``act`` after each mixer that has some of the heads; its result, if any, replaces the mixer's output."""
     with ExitStack() as hooks:
         if any(site.kind_of(head) == "attention" for (_, head), site in find_heads(model, kind).items()):
             hooks.enter_context(eager_attention(model))
@@ -158,7 +158,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
             inner.enter_context(module.register_forward_hook(record, with_kwargs=True, prepend=True))
 
     def behind(*_: object) -> object:
-        return act(site, _mixes(site, heads, calls), calls) if calls else None  # else it runs for another layer
+        return act(site, _mixes(site, heads, calls), calls) if calls else None  # no calls: it runs for another layer
 
     def leave(*_: object) -> None:
         inner.close()
@@ -201,9 +201,9 @@ def check_prompt(
     if not ids or (context is not None and len(ids) > context):
         limit = "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
-    making = 0  # beside the matrices that are kept
+    making = 0  # in addition to the matrices that are kept
     for site in sites_of(model, heads, kind):
-        mixer: Mixer = site.module  # every state of a Mamba-1 channel has a matrix of its own
+        mixer: Mixer = site.module  # every state of a Mamba-1 channel has its own matrix
         mixed = BYTES_PER_ENTRY * (mixer.A_log.shape[-1] if site.kind == "channel" else 1)
         making = max(making, mixed, 8 * site.n_heads if site.kind in ("attention", "hybrid") else 0)
     if (needed := len(ids) ** 2 * (4 * len(heads) + making) / 2**30) > max_gb:
@@ -214,7 +214,7 @@ def check_prompt(
 
 
 def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[HeadMix]:
-    """Make the matrices of the named heads of one layer, one after the other."""
+    """Yield the matrices of the named heads of one layer, one at a time."""
     mixer: Mixer = site.module
     scan: Scan | None = None
     for named in heads:
@@ -227,7 +227,7 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[He
 
 
 def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Tensor]:
-    """Return a query head's attention map, and its values from the output of the linear that makes them."""
+    """Return a query head's attention map, and its values from the output of the value projection."""
     attention, layout = site.module, site.layout
     own, groups = range(site.n_heads), range(site.n_kv_heads)
     if site.kind == "hybrid":
@@ -253,7 +253,7 @@ def _scan(
     scale_LHP: Tensor,
     matrix: Callable[..., Tensor] = mixing_matrix,
 ) -> Scan:
-    """Return a function of a head's index; ``matrix`` makes its mixing matrix of its gates, B and C."""
+    """Return a function of a head's index; ``matrix`` makes its mixing matrix from its gates, B and C."""
 
     def head(h: int) -> tuple[Tensor, Tensor, Tensor]:
         matrix_LS = matrix(*(part[None, :, h : h + 1] for part in (gates_LH, b_LHN, c_LHN)))[0, 0]
@@ -271,7 +271,7 @@ def _of_student(mixer: Mixer, calls: Calls) -> Scan:
 def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     """Read Mamba-2, Zamba2 or Falcon-H1, which scales the output of ``in_proj`` first.
 
-    Behind the scan come silu(z) and, where there is a norm, its weight over the RMS of the groups.
+    After the scan come silu(z) and, if there is a norm, its weight divided by the groups' RMS.
     """
     n_heads, n_groups = mixer.num_heads, mixer.n_groups
     width, state = mixer.intermediate_size, n_groups * mixer.ssm_state_size

@@ -1,11 +1,11 @@
-"""Gather and aggregate, as patterns in a matrix (arXiv 2504.18574), and how sharp a head's look is.
+"""Gather and aggregate as patterns in a matrix (arXiv 2504.18574), and measures of how sharply a head follows them.
 
-A prompt that holds what is asked for has *segments*: lines, one of which has the answer. Their last tokens are their
-*summaries*. A gather head carries a segment's content to its summary; an aggregate head reads the summaries where the
-answer is predicted, best of all the right one.
+A prompt that contains its answer has *segments*: lines, one of which has the answer. A segment's last tokens are its
+*summary*. A gather head moves a segment's content to its summary; an aggregate head reads the summaries where the
+answer is predicted, ideally the right one.
 
-An SSM's matrix has signs and rows of any size: a row is read as shares of its absolute sum, which an attention map's
-rows are already.
+An SSM's matrix has signed entries, and its rows are not normalized. So each row is converted to shares of its absolute
+sum, which an attention map's rows already are.
 
 Shapes: T target token, S source token, H head, M measure.
 """
@@ -32,7 +32,7 @@ from .mixing import HeadMix, find_heads, mix_heads
 
 
 class Segment(NamedTuple):
-    """Positions of one line: its content, and the tokens at its end that may sum it up, a line break included."""
+    """Positions of one line: its content, and the tokens at its end that may summarize it, including the line break."""
 
     content: tuple[int, ...]
     summary: tuple[int, ...]
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 class MarkedPrompt:
     """A prompt as tokens, with its marks. The answer is predicted from the last token.
 
-    ``answer`` is the index of the segment that holds the answer, None where that is not known.
+    ``answer`` is the index of the segment that holds the answer, None if unknown.
     """
 
     ids: Tokens
@@ -58,7 +58,7 @@ class MarkedPrompt:
 
 
 def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str] = ()) -> MarkedPrompt:
-    """Mark the lines before the last one as segments; with ``choices``, those that hold one as a word or number.
+    """Mark the lines before the last one as segments; with ``choices``, only those with one as a word or number.
 
     The summary of a line is the choice it ends with, or else its last token. Raises ValueError for a slow tokenizer.
     """
@@ -86,7 +86,7 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
 
 
 def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
-    """Mark a probe's question, up to where its answer is predicted (behind the space before a number, if a token).
+    """Mark a probe's question, up to where its answer is predicted (after the space before a number, if a token).
 
     Raises ValueError for a question whose answer is in none of its lines, or in several.
     """
@@ -122,7 +122,7 @@ def gather_mask(prompt: MarkedPrompt) -> Tensor:
 
 
 def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
-    """Return mask_TS of an aggregate head: from the tokens behind the last segment to all summaries."""
+    """Return mask_TS of an aggregate head: from the tokens after the last segment to all summaries."""
     mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
     return mask_TS
@@ -133,7 +133,7 @@ PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {"gather": gather_mask, 
 
 
 class Sharpness(NamedTuple):
-    """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN where there is no such place.
+    """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN if the prompt has no such position.
 
     The last row predicts the answer: ``entropy`` is its spread, ``answer``, ``separators`` and ``aggregate`` its shares
     on the answer's summary, on punctuation and line breaks, and on any summary. ``gather`` is the share of a segment's
@@ -163,7 +163,7 @@ def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
 
 
 def row_shares(matrix_TS: Tensor) -> Tensor:
-    """Return absolute values, each row divided by its sum (in float64); a row of zeros stays one."""
+    """Return absolute values, each row divided by its sum (in float64); a row of zeros stays zero."""
     size_TS = matrix_TS.double().abs()
     return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)
 
@@ -177,7 +177,7 @@ def find_patterns(
 ) -> dict[HeadId, Sharpness]:
     """Average every head's sharpness over some questions: one forward each, and one matrix at a time.
 
-    Raises ValueError for Mamba-1, whose channels are too many to look through.
+    Raises ValueError for Mamba-1, which has too many channels to search.
     """
     every = find_heads(model, kind)
     site = next(iter(every.values()))

@@ -1,4 +1,4 @@
-"""Do two rankings of the same model's heads agree? Published rankings are read too."""
+"""Agreement of two rankings of the same model's heads; published rankings can be read too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankingComparison(NamedTuple):
     """Agreement of two rankings.
 
     ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` that of two random rankings of
-    as many heads as the longer one. ``spearman`` and ``kendall`` correlate the places of the ``n_common`` heads that
+    as many heads as the longer one. ``spearman`` and ``kendall`` correlate the positions of the ``n_common`` heads that
     both rank (-1 to 1; NaN for fewer than two).
     """
 
@@ -38,8 +38,8 @@ class RankingComparison(NamedTuple):
 def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
     """Compare two rankings, which may be scores or lists of heads, best first.
 
-    The overlap compares both rankings as they are, for each k that both are long enough for; correlations look only
-    at heads that both rank. Raises ValueError for scores of models of different shapes.
+    The overlap compares the full rankings, for each k that both are long enough for; correlations use only the heads
+    that both rank. Raises ValueError for scores of models of different shapes.
     """
     from scipy import stats  # slow to import
 
@@ -63,7 +63,7 @@ def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
 
 
 def compare_files(a: Path, b: Path) -> str:
-    """Return a table of how two files of head scores agree; one may be a published ranking (`load_ranking`).
+    """Return a table of the agreement of two files of head scores; one may be a published ranking (`load_ranking`).
 
     Raises ValueError for a file that does not exist, and unless one of them holds head scores.
     """
@@ -87,10 +87,10 @@ def compare_files(a: Path, b: Path) -> str:
 
 
 def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
-    """List heads, most important first, of a model of this shape (a config, model, plan or scores).
+    """Load a ranking, most important head first, for a model of this shape (a config, model, plan or scores).
 
-    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name: then the one that
-    fits the shape is meant. Raises ValueError for anything else.
+    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name; in that case, the
+    one that fits the shape is used. Raises ValueError for anything else.
     """
     shape = HeadPlan.none(shape_of)
     with refused(f"{path} does not hold a ranking of these heads", "pass [layer, head] lists or scores.json"):
@@ -100,7 +100,7 @@ def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
         if len(fitting) != 1:
             raise ValueError(f"{len(fitting)} of its rankings are of a model of this shape")
         ranking = [HeadId(layer, head) for layer, head in fitting[0]["ranking"]]
-        HeadPlan.from_pairs(shape, ranking)  # every head exists, none comes twice
+        HeadPlan.from_pairs(shape, ranking)  # checks that every head exists, and only once
         return ranking
 
 

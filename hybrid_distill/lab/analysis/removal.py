@@ -1,6 +1,6 @@
-"""Measure what is left of each task without some heads or layers (arXiv 2504.18574).
+"""Experiments that measure tasks without some heads or layers (arXiv 2504.18574).
 
-`remove-heads`, `formats`, `prune-layers` and `keep-heads`: curves over what a model is left without.
+They are `remove-heads`, `formats`, `prune-layers` and `keep-heads`.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRemoval(Experiment):
-    """Remove the first heads of a ranking, and as many random ones."""
+    """Remove the top heads of a ranking, and as many random ones."""
 
     subject: Subject = field(default_factory=Subject)
     scores: Path | None
-    """A scores.json of this model, as ``hybrid-distill score`` writes it: its first heads are removed."""
+    """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are removed."""
     counts: tuple[int, ...] = (10, 20, 30)
     """Numbers of heads to remove."""
     by: str = "retrieval"
     """Order of the ranking: retrieval, retrieval_minus_control or ratio."""
     random_draws: int
-    """Random choices of as many heads; their mean is shown."""
+    """Number of random selections of as many heads; the table shows their mean."""
     kind: HeadKind | None = None
-    """``ssm`` for the recurrent heads of a model that has attention too."""
+    """``ssm`` for the recurrent heads of a model that also has attention."""
 
     def remove(self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]) -> Table:
         """Load the model and measure it with and without heads. A stopped call leaves OUT/NAME.partial.json."""
@@ -77,9 +77,9 @@ class HeadRemoval(Experiment):
         return self.table(bench._replace(steps=steps), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
-        """Make a row for each count of first heads, and one for as many random heads: the mean of several choices.
+        """Make a row per count of top heads, and one for as many random heads: the mean of several draws.
 
-        Random heads are drawn from all heads, those of the ranking included. Raises ValueError for a count or a head
+        Random heads are drawn from all heads, including those of the ranking. Raises ValueError for a count or a head
         that the ranking or the model does not have.
         """
         model, n_draws = bench.model, self.random_draws
@@ -106,7 +106,7 @@ class HeadRemoval(Experiment):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveHeads(HeadRemoval):
-    """Remove the first heads of a ranking, and as many random ones: which tasks mind?"""
+    """Remove the top heads of a ranking, and as many random ones: which tasks suffer?"""
 
     NAME = "remove-heads"
 
@@ -120,7 +120,7 @@ class RemoveHeads(HeadRemoval):
 
 @dataclass(frozen=True, kw_only=True)
 class Formats(HeadRemoval):
-    """Ask the same questions in several formats, with all heads and without the first ones of a ranking.
+    """Ask the same questions in several formats, with all heads and without the top ones of a ranking.
 
     Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for its ``letter``, or
     for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe has it, ``reworded``, a ``dialogue`` in
@@ -135,15 +135,15 @@ class Formats(HeadRemoval):
     """Questions: facts with options, or dictionaries of keys and values."""
     formats: str | None = None
     """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By default all, ``chat``
-    where the tokenizer has a chat template."""
+    only if the tokenizer has a chat template."""
     facts: Path | None = None
-    """JSON lines of questions; by default the embedded facts."""
+    """JSON Lines file of questions; by default the embedded facts."""
     options: int = 4
-    """Options of a fact."""
+    """Options per fact."""
     pairs: int = 8
     """Dictionary size of kv."""
     examples: int = 128
-    """Questions, the same in every format."""
+    """Number of questions, the same in every format."""
     seed: int = 1
     batch_size: int = 32
 
@@ -159,7 +159,7 @@ class Formats(HeadRemoval):
         return self.save(table, draw_lines)
 
     def _tasks(self, names: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """Make a column for each format. Raises ValueError for unreadable questions."""
+        """Make a task per format. Raises ValueError for unreadable questions."""
         tasks = []
         for name in names:
             if name == CHAT and self.formats is None and not tokenizer.chat_template:
@@ -179,14 +179,14 @@ class Formats(HeadRemoval):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneLayers(ModelExperiment):
-    """Drop layers from the end, and leave out each layer by itself: which tasks mind?"""
+    """Drop layers from the end, and leave out each layer alone: which tasks suffer?"""
 
     NAME = "prune-layers"
 
     how: Literal["gradual", "individual", "both"] = "both"
-    """``gradual`` drops more and more layers from the end, ``individual`` one at a time and puts it back."""
+    """``gradual`` drops more and more layers from the end, ``individual`` drops each layer alone."""
     last_layer: int | None = None
-    """Individual pruning without the layers above this one; by default all are there."""
+    """Last layer during individual pruning; the layers above it are left out. By default all stay."""
 
     def run(self) -> str:
         bench, parts = self.load(), {"gradual": self.from_the_end, "individual": self.one_by_one}
@@ -203,7 +203,7 @@ class PruneLayers(ModelExperiment):
         return bench.table("layers dropped from the end", "layers left", variants)
 
     def one_by_one(self, bench: Bench) -> Table:
-        """Make a row for each layer that is left out, all others being there; those above the last one never are."""
+        """Make a row for each layer that is left out alone; layers above ``last_layer`` are always left out."""
         model, above = bench.model, layers_above(bench.model, self.last_layer)
         variants = [Variant("none", without_layers(model, above))]
         for layer in range(len(decoder_blocks(model)) - len(above)):
@@ -214,17 +214,17 @@ class PruneLayers(ModelExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepHeads(ModelExperiment):
-    """Keep only some heads of a layer, or of several: which tasks mind?"""
+    """Keep only some heads of one or more layers: which tasks suffer?"""
 
     NAME = "keep-heads"
 
     keep: tuple[str, ...]
-    """One row each: the heads that stay, by layer, such as ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``. Layers that
-    are not named keep all."""
+    """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``. Layers that are not
+    named keep all heads."""
     last_layer: int | None = None
-    """Leave out the layers above this one, in every row but the first."""
+    """Last layer to use; the layers above it are left out in every row except the first."""
     kind: HeadKind | None = None
-    """``ssm`` for the recurrent heads of a model that has attention too."""
+    """``ssm`` for the recurrent heads of a model that also has attention."""
 
     def run(self) -> str:
         kept = {text: parse_kept(text) for text in self.keep}
@@ -233,8 +233,8 @@ class KeepHeads(ModelExperiment):
     def table(self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]) -> Table:
         """Make a row for the whole model, then one for each choice of kept heads by layer; other layers keep all.
 
-        With a ``last_layer`` the layers above it are left out, in a second row without any head removed and in those
-        of the variants. Raises ValueError for a layer or head that does not exist.
+        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a second row with no head
+        removed. Raises ValueError for a layer or head that does not exist.
         """
         model, above = bench.model, layers_above(bench.model, self.last_layer)
         sites = head_sites(model, self.kind)
@@ -270,7 +270,7 @@ def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
 
 
 def layers_above(model: nn.Module, last_layer: int | None) -> range:
-    """Return the layers above the last one that stays. Raises ValueError where that does not exist."""
+    """Return the layers above the last one that stays. Raises ValueError if that does not exist."""
     n_layers = len(decoder_blocks(model))
     if last_layer is not None and not 0 <= last_layer < n_layers:
         raise ValueError(f"layer {last_layer} does not exist: this model has layers 0..{n_layers - 1}.")
@@ -279,7 +279,7 @@ def layers_above(model: nn.Module, last_layer: int | None) -> range:
 
 @contextmanager
 def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
-    """Let the named decoder layers hand on the hidden states that they get; nothing of the model is changed."""
+    """Make the named decoder layers pass their input through; the model itself is not modified."""
     blocks = decoder_blocks(model)
     with ExitStack() as hooks:
         for layer in layers:

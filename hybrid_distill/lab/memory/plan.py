@@ -1,9 +1,9 @@
 """Bytes that one process needs to train a stage, from shapes alone: no tensor is allocated.
 
-`StageShape` reads off models on the meta device what a stage trains and keeps. `memory_plan` adds up, for one way to
-share the work among processes, what is in memory when it is fullest: about the end of a forward pass, of a micro-batch
-that is not the first of its step, so that gradients are there already. Not counted: the CUDA context (about 0.5 GB),
-NCCL, and fragmentation. benchmarks/memory_plan.py compares every part with measurements.
+`StageShape` reads from models on the meta device what a stage trains and keeps. `memory_plan` adds up the peak memory
+for one strategy of splitting the work among processes. The peak is near the end of a forward pass, in a micro-batch
+after the first of its step, when gradients already exist. Not counted: the CUDA context (about 0.5 GB), NCCL, and
+fragmentation. benchmarks/memory_plan.py compares every part with measurements.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ...train.stages import make_stage
 
 GB = 1e9
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-"""Ways to share a stage among processes, by what they send: DDP and ZeRO-1 once a step, ZeRO-2 the gradients of every
-micro-batch, ZeRO-3 and FSDP2 the parameters of every pass as well."""
+"""Strategies for splitting a stage among processes. They differ in what they send: DDP and ZeRO-1 once per step, ZeRO-2
+the gradients of every micro-batch, ZeRO-3 and FSDP2 also the parameters of every pass."""
 
 FP32, BF16 = 4, 2
 NEVER = 2**62  # longer than any row
-REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default; the launch files leave it
-LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps as many elements gathered that it will soon use again: its default
+REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's default, which the launch files keep
+LIVE_PARAMETERS = 1_000_000_000  # elements that ZeRO-3 keeps gathered for reuse; its default
 KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
-DELTA_CHUNK = 64  # flash-linear-attention's: it keeps the queries, keys, values and a row of each chunk's system
-KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # of a chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
-CACHED_LOGITS = 2**18  # that plain torch compares at a time: hybrid_kernels.loss_torch.CACHED_LOGITS
-LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, of what plain torch compares at a time
+DELTA_CHUNK = 64  # flash-linear-attention's; it stores queries, keys, values and a row of each chunk's system
+KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # per chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
+CACHED_LOGITS = 2**18  # that plain torch compares at once: hybrid_kernels.loss_torch.CACHED_LOGITS
+LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, per logit that plain torch compares at once
 
 
 class StageShape:
-    """Everything that a stage's memory depends on, besides batch and processes. Counts are elements unless in bytes.
+    """Everything that a stage's memory depends on, except batch and processes. Counts are elements unless in bytes.
 
-    Models on the meta device will do, and serve one stage each: making the stage freezes and shares parameters. Raises
-    ValueError as `make_stage` does.
+    Models may be on the meta device. Use them for one stage only: making the stage freezes and shares parameters.
+    Raises ValueError as `make_stage` does.
     """
 
     def __init__(self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
@@ -54,16 +54,16 @@ class StageShape:
         train = getattr(config, "train", "ssm")
         self.trains_all, self.trains_attention = train == "all", train != "ssm"
         self.kind: str = getattr(config, "kind", "forward_kl")
-        # Tokens that recurrent heads run over at a time; the backward computes them again.
+        # Tokens per segment of the recurrent heads; the backward recomputes each segment.
         self.segment_len: int = getattr(config, "segment_len", NEVER)
         self.bf16, self.gradient_checkpointing = config.precision == "bf16", config.gradient_checkpointing
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable
 
-        backbone = text_config(student.model)  # a stage of its own may have a larger teacher
+        backbone = text_config(student.model)  # not the teacher: a stage may have its own, larger one
         blocks = student.model.layers
         mixers = student.mixers()
-        # The loss holds the logits of a chunk of tokens only (under ZeRO-3 it never does).
+        # Fused: the loss holds the logits of only a chunk of tokens (never under ZeRO-3).
         self.fused = getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher))))
         self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
         # Parameters shared with the teacher are the teacher's.
@@ -71,7 +71,7 @@ class StageShape:
         self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
         self.teacher_layer_bytes = max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher))
         self.layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers))
-        # Under bf16, autocast copies trained matrices once in a forward, and float32 frozen ones at every use.
+        # Under bf16, autocast copies trained matrices once per forward, and float32 frozen ones at every use.
         computed = blocks if self.end_to_end or self.target == "layer" else nn.ModuleList(mixers)
         matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
         self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
@@ -89,7 +89,7 @@ class StageShape:
         self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
         self.delta_rule = student.config.recurrence == "gdn"
         self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())  # over a layer's whole width
-        self.eager = backbone._attn_implementation == "eager"  # attention that holds its maps
+        self.eager = backbone._attn_implementation == "eager"  # attention that stores its maps
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
         self.hidden_itemsize: int = embedding.weight.element_size()  # of hidden states between the student's layers
@@ -104,7 +104,7 @@ def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 MemoryPlan = dict[str, int]
-"""Bytes of one process at its fullest, by part. Parts that are never there together share a line."""
+"""Peak bytes of one process, by part. Parts that never coexist share a line."""
 
 
 def memory_plan(
@@ -120,17 +120,17 @@ def memory_plan(
     device: str = "cuda",
     teacher_sharding: str = "replicated",
 ) -> MemoryPlan:
-    """Plan the memory of one of ``world`` processes, each with ``micro_batch`` rows of ``seq_len`` tokens at a time.
+    """Plan the memory of one of ``world`` processes for micro-batches of ``micro_batch`` rows of ``seq_len`` tokens.
 
-    ``gradient_checkpointing`` overrides the stage's own. ``micro_batches`` is how many make a step, in one process, and
-    ``reduce_bucket`` the elements of DeepSpeed's. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`, or
-    ``cpu``, with plain torch.
+    ``gradient_checkpointing`` overrides the stage's own. ``micro_batches`` is their number per step and process, and
+    ``reduce_bucket`` the elements of DeepSpeed's bucket. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`,
+    or ``cpu``, with plain torch.
     """
     recompute = shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
     tokens, kernels, fused = micro_batch * seq_len, device == "cuda", shape.fused and strategy != "zero3"
     layers = [_layer(shape, *heads, seq_len, kernels) for heads in shape.layers]
     activations = _inputs_of_layers(shape, seq_len) if recompute else sum(layers)
-    if shape.end_to_end:  # around the last norm, and what an output embedding reads
+    if shape.end_to_end:  # around the last norm, and the output embedding's input
         trained = FP32 + (0 if fused else shape.itemsize) if shape.trains_all else 0
         activations += shape.width * (FP32 + trained)
     copied = shape.trained_matrices + (0 if recompute else shape.frozen_matrices)
@@ -147,15 +147,15 @@ def memory_plan(
         "activations": int(tokens * activations),  # kept for the backward
         "bf16 copies": BF16 * copied if shape.bf16 else 0,  # of float32 weights, by autocast
         "loss chunk": loss,  # logits of a chunk of tokens, and the gradients that are computed with the loss
-        "layer workspace": max(0, work - loss),  # of one layer, beyond the loss chunk in whose place it comes
+        "layer workspace": max(0, work - loss),  # of one layer, beyond the loss chunk whose memory it reuses
     }
 
 
 def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int) -> tuple[int, ...]:
     """Return a process's bytes of trained and frozen parameters, gradients, optimizer and communication.
 
-    As in DeepSpeed 0.19, whose optimizer works on a copy of the float32 weights of its own share. Communication is
-    buckets, and parameters gathered for use.
+    As in DeepSpeed 0.19, whose optimizer works on a copy of its shard of the float32 weights. Communication consists
+    of buckets and of parameters gathered for use.
     """
     whole, frozen = shape.trained * FP32, shape.frozen_bytes
     held, share = whole + frozen, -(-whole // world)
@@ -170,18 +170,18 @@ def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bu
         return 2 * share, frozen, share, 2 * share, bucket + int(held * min(1.0, LIVE_PARAMETERS / elements))
     if not shape.end_to_end:  # nothing flows back into a layer's input, so FSDP2 reshards when the backward ends
         return share, frozen, share, 2 * share, held + whole
-    # What is in no layer stays gathered; besides a layer, the next one, and one layer's gradients.
+    # Parameters outside layers stay gathered; so do a layer, the next one, and one layer's gradients.
     outside = max(0, held - len(shape.layers) * shape.layer_bytes)
     return share, frozen, share, 2 * share, min(2 * held, outside + 3 * shape.layer_bytes)
 
 
-# From here to the loss: bytes of a token.
+# From here to the loss: bytes per token.
 
 
 def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: bool) -> float:
-    """Kept for the backward by a layer with so many heads of each kind."""
+    """Count what a layer with these numbers of heads keeps for the backward."""
     item = shape.itemsize
-    if shape.matrix:  # for every pair of tokens the scores, the decays and the error; the system of the writes
+    if shape.matrix:  # per pair of tokens: scores, decays and error; also the system of the writes
         of_pair = 9 if shape.delta_rule else 3
         channels = recurrent * (shape.head_dim + 2 * shape.d_state)
         convolution = channels * item * (1 if kernels else shape.conv_width)
@@ -189,7 +189,7 @@ def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: 
     in_segments = shape.segment_len < seq_len
     n_linears = (3 if kept and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
     total: float = _inputs(shape, n_linears)
-    if recurrent and in_segments:  # hidden states that segments begin from, and the states between
+    if recurrent and in_segments:  # hidden states that segments start from, and the states between
         is_kept = shape.trains_attention and shape.hidden_itemsize == item
         total += 0 if is_kept else shape.width * shape.hidden_itemsize
         total += recurrent * shape.head_dim * shape.d_state * FP32 / shape.segment_len
@@ -215,22 +215,22 @@ def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: 
 
 
 def _inputs(shape: StageShape, n_linears: int) -> int:
-    """Input of trained linear layers that read the same hidden states: the same tensor, or a cast one each."""
+    """Count the input of trained linear layers that read the same hidden states: one tensor, or a cast copy each."""
     is_same = shape.hidden_itemsize == shape.itemsize
     return shape.width * shape.itemsize * (min(1, n_linears) if is_same else n_linears)
 
 
 def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
-    """Convolution, scan, skip and gate of the recurrent heads."""
+    """Count convolution, scan, skip and gate of the recurrent heads."""
     item = shape.itemsize
     x, bc, state = (recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state))
     channels = x + 2 * bc
     if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
-        # Into and out of the convolution, both factors of the gate, the raw decay, and the state before every chunk.
+        # Input and output of the convolution, both factors of the gate, raw decay, and the state before every chunk.
         own = (channels + recurrent * DELTA_CHUNK) * item if shape.delta_rule else state * item / KERNEL_CHUNK[item]
         return 2 * channels * item + 2 * x * item + recurrent * FP32 + own
     chunk = min(CHUNK_SIZE, seq_len)
-    filled = -(-seq_len // chunk) * chunk / seq_len  # to whole chunks
+    filled = -(-seq_len // chunk) * chunk / seq_len  # padded to whole chunks
     scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
     if shape.delta_rule:  # the writes: their systems, solved for both terms, and the states that these read
         scan += FP32 * (2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk)
@@ -238,7 +238,7 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
 
 
 def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
-    """Kept where every layer is recomputed: its input, and in alignment what it is compared with."""
+    """Count what gradient checkpointing keeps: every layer's input and, in alignment, its target."""
     n_layers = len(shape.layers)
     total = seq_len + 2 * shape.head_dim * shape.hidden_itemsize  # the packing mask, cosines and sines
     total += n_layers * shape.width * shape.hidden_itemsize
@@ -251,23 +251,23 @@ def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
 
 
 def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float) -> float:
-    """Workspace of one layer: the teacher's beside the student's activations, or the student's in the backward."""
+    """Count the workspace of one layer: the teacher's, alongside the student's activations, or the backward's."""
     residuals = 2 * shape.width * FP32
     mlp = 3 * shape.mlp_width * shape.itemsize if shape.end_to_end or shape.target == "layer" else 0
     most = max(recurrent for _, recurrent in shape.layers)
     backward = residuals + mlp + recomputed + (3 * most * seq_len * FP32 if shape.matrix else 0)
-    if shape.segment_len < seq_len:  # a segment is computed again
+    if shape.segment_len < seq_len:  # a segment is recomputed
         again = _inputs(shape, 5) + _recurrence(shape, most, seq_len, kernels)
         backward += again * shape.segment_len / seq_len
     teacher = residuals + 3 * shape.mlp_width * shape.itemsize
-    if not shape.end_to_end:  # the hooks hold every layer's heads until the teacher is through
+    if not shape.end_to_end:  # hooks hold every layer's heads until the teacher's forward ends
         teacher += shape.n_layers * shape.n_heads * shape.head_dim * shape.itemsize
         teacher += shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize) if shape.eager else 0
     return max(teacher, backward)
 
 
 def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
-    """Bytes of the loss over the vocabulary."""
+    """Count the bytes of the loss over the vocabulary."""
     item = shape.itemsize
     if not fused:  # logits of all tokens, the student's with their gradient once there are several chunks
         logits = tokens * shape.vocabulary
@@ -276,7 +276,7 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     head = shape.vocabulary * shape.width
     largest = (KERNEL_LOGITS if kernels else TORCH_LOGITS) // shape.vocabulary
     chunk = min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
-    own = item if item < FP32 else 2 * item  # of the buffers' logits, which the chunk's own stand for
+    own = item if item < FP32 else 2 * item  # part of the buffers that the chunk's own logits cover
     buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * (LOGIT_BUFFERS[shape.kind] * FP32 - own)
     copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
     gradients = (head * FP32 if shape.trains_all else 0) + tokens * shape.width * shape.hidden_itemsize

@@ -1,4 +1,4 @@
-"""How long the stages of a run will take, from a measured second of training on random weights and tokens."""
+"""Training time of a run's stages, estimated from one second of training on random weights and tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ...train.stage import Stage
 from ...train.stages import make_stage
 
 LARGEST = 1e9
-"""Parameters of the largest teacher that a dry run makes."""
+"""Parameters of the largest teacher that a dry run builds."""
 
 
 def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
-    """Train each stage for a part of a second, here and now, and return a line for each.
+    """Train each stage for part of a second on this machine; return the estimated times, one line per stage.
 
     Empty for runs on several GPUs, for students that keep all heads, and for teachers too large for a dry run.
     """
@@ -41,7 +41,7 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
 
 
 def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -> Iterator[tuple[str, int, float]]:
-    """Yield (stage, steps, seconds of a step)."""
+    """Yield (stage, steps, seconds per step)."""
     shape = load_config(config.teacher.path, config.teacher.revision)
     attention = {"attn_implementation": own} if (own := config.teacher.attn_implementation) else {}
     with torch.random.fork_rng():
@@ -52,7 +52,7 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
             form = config.student
             student, _ = build_student(
                 teacher,
-                replace(plan, teacher=""),  # made for the weights that these random ones stand for
+                replace(plan, teacher=""),  # random weights do not match the teacher that the plan names
                 d_state=form.d_state,
                 conv_width=form.conv_width,
                 recurrence=form.recurrence,
@@ -67,16 +67,16 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
 
 
 def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
-    """Average a row's forward and backward, after one to warm up.
+    """Return the mean seconds of a row's forward and backward, after one pass to warm up.
 
-    Each has a seed of its own: by it, the student of the on-policy stage writes the row first, or does not.
+    Each pass has its own seed, which decides if the student of the on-policy stage generates the row first.
     """
 
     def train(seed: int) -> None:
         for part in stage.micro_batches(row, 1, [seed]):
             loss = stage(part, stage.totals(part)).total
             loss.backward()
-            loss.item()  # waits for a GPU
+            loss.item()  # waits for the GPU
 
     train(0)
     began, n = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""Tables from data frames, and reports as sections, rendered by the templates beside this file."""
+"""Tables from data frames, and reports as sections, rendered by the templates next to this file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_FIGURES = "the figures: matplotlib is not installed (`pip install matplotlib`
 
 @dataclass(frozen=True)
 class Figure:
-    """An image file in the report's folder, its caption, and the same as SVG, whose points have titles, for HTML."""
+    """Image file in the report's folder, its caption, and the same figure as SVG with point titles, for HTML."""
 
     file: str
     caption: str
@@ -35,16 +35,16 @@ Block = str | Sequence[str] | pd.DataFrame | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """A title (empty for what stands above all sections) and blocks: paragraphs, lists, tables, figures."""
+    """Title (empty for the part above all sections) and blocks: paragraphs, lists, tables, figures."""
 
     title: str
     blocks: Sequence[Block]
     text_columns: int = 1
-    """Columns of its tables that hold words, from the left."""
+    """Number of text columns in its tables, from the left."""
 
 
 class Column(NamedTuple):
-    """A measured figure by its name in a frame, and how a table shows it."""
+    """Measured figure, by its name in a frame, and its format in tables."""
 
     name: str
     header: str
@@ -56,7 +56,7 @@ class Column(NamedTuple):
 def value_table(
     names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, errors: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return a row a model: its ``names`` and its figures, as far as they were measured, grouped."""
+    """Return one row per model: its ``names`` and those of its figures that were measured, grouped."""
     table, errors = names.copy(), errors.reindex(index=values.index, columns=values.columns)
     for column in columns:
         if column.name in values and values[column.name].notna().any():
@@ -66,7 +66,7 @@ def value_table(
 
 
 def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.DataFrame) -> pd.DataFrame:
-    """Return a row a model: its ``names`` and its figures relative to the teacher's, as changes."""
+    """Return one row per model: its ``names`` and the changes of its figures relative to the teacher's."""
     table = names.copy()
     for column in (column for column in columns if column.name in ratios):
         group = f"{column.group}, change" if column.group else ""
@@ -77,7 +77,7 @@ def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.Data
 def render(title: str, sections: Sequence[Section], form: Literal["md", "html"] = "md") -> str:
     """Render a report; sections without blocks are left out.
 
-    Paragraphs may hold `code` and **bold** and nothing else of Markdown. HTML embeds the figures and needs no network.
+    The only Markdown in paragraphs is `code` and **bold**. HTML embeds the figures and needs no network.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or "", "."), autoescape=form == "html", trim_blocks=True,
@@ -97,7 +97,7 @@ def render(title: str, sections: Sequence[Section], form: Literal["md", "html"] 
 
 
 def write_report_files(folder: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write report.md and report.html; returns the path of report.md."""
+    """Write report.md and report.html; return the path of report.md."""
     for form in ("html", "md"):
         write_text(folder / f"report.{form}", render(title, sections, form))
     return folder / "report.md"
@@ -119,7 +119,7 @@ def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
 
 
 def html_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
-    """Render a frame without its index, a line a row; groups of columns span what they head."""
+    """Render a frame without its index, one line per row; headers of column groups span their columns."""
     shown = pd.DataFrame(_cells(frame), columns=frame.columns)
     html = shown.to_html(index=False, border=0, classes=f"text-{text_columns}")
     return re.sub(r"\n *", "", html).replace("<tr", "\n<tr")
@@ -147,7 +147,7 @@ def with_error(value: float | None, error: float | None = None, digits: int = 1,
 
 
 def signed(value: float, digits: int = 1) -> str:
-    """Format with a sign: +1.2, −1.2, and +0.0 for what rounds to zero."""
+    """Format with a sign: +1.2, −1.2, and +0.0 for values that round to zero."""
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", MINUS)
 
 
@@ -169,10 +169,10 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
 
 
 def zeroed_section(names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame) -> Section:
-    """Show what remains of the models' figures, rows of ``names``, with all recurrent heads zeroed.
+    """Compare the models' figures, with ``names`` as row labels, with and without zeroing all recurrent heads.
 
     Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few examples; ``recurrence_unused`` is 1 for a student
-    whose figures do not change. Empty where that was not measured.
+    whose figures do not change. Empty if that was not measured.
     """
     if "recurrence_unused" not in values:
         return Section("", [])

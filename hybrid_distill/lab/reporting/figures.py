@@ -1,7 +1,7 @@
-"""The style of all figures; matplotlib is imported only when one is drawn.
+"""Style of all figures; matplotlib is imported only when one is drawn.
 
-Colors are those of Okabe and Ito (readable with every common color blindness) and belong to a way of choosing heads, so
-that a student looks the same in every figure; markers and dashes repeat the distinction for print without color.
+Colors are Okabe and Ito's (readable with every common color blindness). Each stands for a way of choosing heads, so a
+student looks the same in every figure; markers and dashes repeat the distinction for printing without color.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILION, PURPLE = "#D55E00", "#CC79A7"
 SVG = "http://www.w3.org/2000/svg"
 TITLE = "; title: "
-"""Mark before each title of a point in the id of its artist, by which matplotlib lets an artist be found in SVG."""
+"""Separator before each point's title in an artist's id, which matplotlib writes to the SVG."""
 DODGE = 0.04
-"""Distance between the error bars of lines, in ticks."""
+"""Horizontal offset between the error bars of lines, in ticks."""
 DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
 
 STYLE: dict[Any, Any] = {
@@ -65,7 +65,7 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 5.5,
     "lines.solid_capstyle": "round",
     "font.sans-serif": ["DejaVu Sans"],
-    "svg.hashsalt": "hybrid-distill",  # the same figure is the same file
+    "svg.hashsalt": "hybrid-distill",  # the same figure gives the same file
 }
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ LOOKS = (
     Look(SKY, "P", DASHED),
     Look(GREY, "X", DOTTED),
 )
-"""Looks of lines that stand for no way of choosing heads, in order."""
+"""Looks, in order, of lines that do not stand for a way of choosing heads."""
 _LOOK_OF = {
     "teacher": Look(BLACK, "s"),
     "all": Look(GREY, "s"),
@@ -116,7 +116,7 @@ def has_matplotlib() -> bool:
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is installed; log a line where it is not."""
+    """Return whether matplotlib is installed; log a line if it is not."""
     if not has_matplotlib():
         log.info("no figures: matplotlib is not installed (pip install 'hybrid-distill[plot]')")
     return has_matplotlib()
@@ -144,12 +144,12 @@ def figure(
 
 
 def name_points(artist: Artist, titles: Iterable[str]) -> None:
-    """Give each point of a line or a cloud a title, which browsers show where the pointer is."""
+    """Give each point of a line or scatter plot a title, which browsers show on hover."""
     artist.set_gid("".join(TITLE + title for title in titles))
 
 
 def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
-    """Return a saved figure for a report, as SVG too: on one line, and with the titles of its points."""
+    """Return a saved figure for a report, with an SVG on one line that includes the titles of its points."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
@@ -167,9 +167,9 @@ def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of panels: points with columns ``panel``, ``line``, ``x``, ``y`` and perhaps ``error``.
+    """Row of panels: points with columns ``panel``, ``line``, ``x``, ``y`` and optionally ``error``.
 
-    ``percent`` lets the height run from 0 to 100 %. ``levels`` are horizontal lines.
+    ``percent`` sets the y axis to 0 to 100 %. ``levels`` are horizontal lines.
     """
 
     points: pd.DataFrame
@@ -188,17 +188,17 @@ def draw_lines(
     even: bool = True,
     log: bool = False,
 ) -> list[Figure]:
-    """Draw panels of lines that are named by ``looks``, with error bars.
+    """Draw panels of the lines named in ``looks``, with error bars.
 
-    ``even`` puts the places of x side by side, lines a little apart; ``log`` makes the height logarithmic. Returns the
-    figure, nothing without points or without matplotlib.
+    ``even`` spaces the x values evenly and offsets the lines slightly; ``log`` makes the y axis logarithmic. Returns
+    the figure, or nothing without points or without matplotlib.
     """
     rows = [row for row in rows if len(row.points)]
     if not rows or not has_matplotlib():
         return []
     panels = [list(row.points.panel.unique()) for row in rows]
     n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
-    limits = {"xlim": (-0.5, 0.5)} if even and len(ticks) == 1 else {}  # else a line apart from the first is far away
+    limits = {"xlim": (-0.5, 0.5)} if even and len(ticks) == 1 else {}  # else offset lines would be far apart
     size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
     with figure(path, len(rows), n, size=size, sharex=True, sharey="row") as grid:
         for row, names, axes_row in zip(rows, panels, grid):
@@ -235,7 +235,7 @@ def draw_lines(
 
 
 def legend(grid: np.ndarray) -> None:
-    """Name the lines of all panels, each once, above them."""
+    """Draw one legend above all panels, with each line once."""
     found = [axes.get_legend_handles_labels() for axes in grid.flat]
     entries = {label: handle for handles, labels in found for handle, label in zip(handles, labels)}
     ncols = max(1, min(len(entries), 7, 110 // (6 + max(map(len, entries)))))
@@ -243,6 +243,6 @@ def legend(grid: np.ndarray) -> None:
 
 
 def percent_axis(axes: Axes) -> None:
-    """Let the height run from 0 to 100 %."""
+    """Set the y axis to 0 to 100 %."""
     axes.set_ylim(-3, 108)
     axes.set_yticks(range(0, 101, 25), [f"{value} %" for value in range(0, 101, 25)])

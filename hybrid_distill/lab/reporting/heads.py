@@ -16,7 +16,7 @@ from .figures import BLUE, GREEN, GREY, SKY, VERMILION, as_block, figure, has_ma
 
 
 class Measure(NamedTuple):
-    """A number of every head: its prefix in `HeadScores`, and how it is shown."""
+    """Measure of every head: its prefix in `HeadScores`, and its format."""
 
     name: str
     title: str
@@ -55,9 +55,9 @@ def score_table(scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] =
 def score_map(
     scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = (), label: str = "kept heads"
 ) -> list[Figure]:
-    """Draw heat maps, layer down and head across: retrieval, and the control on plain text. ``kept`` is outlined.
+    """Draw heat maps of layers (rows) by heads (columns): retrieval, and the plain-text control. Outlines ``kept``.
 
-    Returns the figure, nothing without matplotlib.
+    Returns the figure, or nothing without matplotlib.
     """
     if not has_matplotlib():
         return []

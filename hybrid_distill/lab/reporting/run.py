@@ -1,12 +1,12 @@
-"""Write report.md, report.html and figures for a run or a comparison of runs, from the files on disk alone.
+"""Reports (report.md, report.html and figures) on a run or a comparison of runs, from the files on disk alone.
 
 A run directory holds evaluation.json, plan.json, scores.json, stages/*/metrics.jsonl and teacher/evaluation.json. A
-comparison holds compare.json besides, which names a run directory for each student, and perhaps a run ``aligned``
+comparison also holds compare.json, which names a run directory for each student, and optionally a run ``aligned``
 whose stages the students share::
 
     {"students": [{"label", "dir", "selection", "k", "data"}, ...], "n_pairs": 8}
 
-``selection`` is "none", "random" or what ranked the heads; ``data`` names a control data set, if any.
+``selection`` is "none", "random" or the ranking of the heads; ``data`` names a control data set, if any.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RunRecord:
 def write_report(directory: str | Path) -> Path:
     """Write ``report.md`` with its PNG files, and ``report.html``, into a run or compare directory.
 
-    Returns the path of report.md. The report lists what the directory lacks. Raises what `RunRecord` raises.
+    Returns the path of report.md. The report lists what is missing. Raises as `RunRecord` does.
     """
     directory = Path(directory)
     record = RunRecord(directory)
@@ -123,7 +123,7 @@ def write_report(directory: str | Path) -> Path:
 
 
 def _comparison(directory: Path) -> Record:
-    """Return what compare.json says; a run is a comparison of one student with the teacher."""
+    """Read compare.json; a run counts as a comparison of one student with the teacher."""
     path = directory / "compare.json"
     if path.is_file():
         comparison = read_json(path)
@@ -140,7 +140,7 @@ def _comparison(directory: Path) -> Record:
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
-    """Return an evaluation's figures, and what remains of them without the recurrent heads (`zeroed_section`)."""
+    """Return an evaluation's figures, with and without the recurrent heads (`zeroed_section`)."""
     figures = result.figures()
     if left := result.recurrent_heads_zeroed:
         for name, measured in left["figures"].items():
@@ -150,7 +150,7 @@ def all_figures(result: EvalResult) -> dict[str, float]:
 
 
 def standard_errors(result: EvalResult) -> dict[str, float]:
-    """Return binomial standard errors, those of (k + 1/2) / (n + 1), which are not zero at 0 % and 100 %."""
+    """Return binomial standard errors at (k + 1/2) / (n + 1), which are never zero, not even at 0 % and 100 %."""
     asked = {f"{name}_{n}": result.n_examples for name in ("kv_choice", "kv_generation") for n in result.kv_choice}
     asked["knowledge"] = result.n_knowledge
     figures = result.figures()
@@ -159,7 +159,7 @@ def standard_errors(result: EvalResult) -> dict[str, float]:
 
 
 def metrics(path: Path) -> list[Record]:
-    """Read the whole lines of a metrics.jsonl; a kill may have torn one."""
+    """Read the complete lines of a metrics.jsonl; a killed process may have left a partial one."""
     found = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):
@@ -168,9 +168,9 @@ def metrics(path: Path) -> list[Record]:
 
 
 def _losses(folder: Path, label: str) -> pd.DataFrame:
-    """Read the losses of a run's stages, and of every layer, as running means: a row a point.
+    """Read the losses of a run's stages, and of every layer, as running means, one row per point.
 
-    Without skipped steps; a step repeated after a resume counts once.
+    Leaves out skipped steps; a step repeated after a resume counts once.
     """
     points = []
     for path in sorted((folder / "stages").glob("*/metrics.jsonl")):
@@ -188,7 +188,7 @@ def _losses(folder: Path, label: str) -> pd.DataFrame:
 
 
 def with_means(models: pd.DataFrame, errors: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return models and errors; random draws of one size are followed by their mean and its error over the draws."""
+    """Return models and errors; after the random draws of one size, add their mean and its standard error."""
     models = models.reindex(columns=models.columns.union(["k", "n_heads"], sort=False))
     figures = models.columns.difference(["label", "selection", "data", "k", "n_heads"])
     for _, draws in models[models.selection == "random"].groupby(["k", "data"]):
@@ -204,7 +204,7 @@ def with_means(models: pd.DataFrame, errors: pd.DataFrame) -> tuple[pd.DataFrame
 
 
 def _sections(record: RunRecord, directory: Path) -> list[Section]:
-    """Return the report's sections; draws their figures into the directory."""
+    """Return the report's sections; draw their figures into the directory."""
     models, errors, n_pairs = record.models, record.errors, record.n_pairs
     columns = [
         Column("knowledge", "knowledge, %"),
@@ -255,7 +255,7 @@ def _sections(record: RunRecord, directory: Path) -> list[Section]:
 
 
 def _head_blocks(record: RunRecord, directory: Path) -> list[Block]:
-    """Show the first ten heads of the ranking, or all that were kept up to twenty."""
+    """Show the top ten heads of the ranking, or more if more were kept, up to twenty."""
     if record.scores is None:
         return []
     kept = record.plan.kept if record.plan else ()
@@ -268,7 +268,7 @@ def _head_blocks(record: RunRecord, directory: Path) -> list[Block]:
 
 
 def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) -> list[Block]:
-    """Draw the losses: of alignment by layer, three models a row, and of distillation."""
+    """Draw the losses of alignment by layer, three models per row, and the losses of distillation."""
     layers = losses[losses.stage.str.contains("align") & (losses.line != "loss")]
     names = sorted(layers.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
     panels = layers.panel.unique()
@@ -288,7 +288,7 @@ def _training(losses: pd.DataFrame, directory: Path, looks: Mapping[str, Look]) 
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
-    """Return what was measured at several sizes as points, none where nothing was."""
+    """Return a figure measured at several sizes as points; empty if it was not measured."""
     columns = {f"{name}_{size}": size for size in sizes(record.models, name)}
     if not columns:
         return pd.DataFrame()

@@ -1,4 +1,4 @@
-"""Options of `hybrid-distill evaluate-suite`, and the tasks and suites that it knows."""
+"""Options of `hybrid-distill evaluate-suite`, and its tasks and suites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...teacher import TINY
 
 @dataclass(frozen=True)
 class SuiteJob:
-    """A model to evaluate on tasks of lm-eval. Raises ValueError for a number out of range."""
+    """Model to evaluate on lm-eval tasks. Raises ValueError for a number out of range."""
 
     model: str | None = None
     """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
@@ -27,40 +27,40 @@ class SuiteJob:
     """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or tasks by name, such
     as ``arc_easy,kv,kv_generate``; docs/evaluation.md lists them."""
     teacher: str | None = None
-    """Teacher, for coverage: a model like ``--model``, or the results.json of one that was measured before."""
+    """Teacher, to compute coverage: a model as in ``--model``, or the results.json of an earlier evaluation."""
     data_dir: Path | None = None
-    """Folder of the tasks' questions, instead of the hub; write-task-files writes one."""
+    """Folder with the tasks' questions, instead of the hub; write-task-files creates one."""
     fewshot: CountOrZero | None = None
-    """Examples in each prompt, instead of each task's own number."""
+    """Few-shot examples per prompt, instead of each task's own number."""
     limit: Count | None = None
-    """Questions of each task, of each part of mmlu, bbh and niah, and of each length: only the first so many."""
+    """Number of questions, from the first, per task, per part of mmlu, bbh and niah, and per length."""
     seed: CountOrZero = 1
     """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
     pairs: str = "16"
-    """Dictionary sizes of kv, in turn for several (``10,25,50``); two_hop takes one."""
+    """Dictionary sizes of kv; several alternate (``10,25,50``). two_hop takes one."""
     lengths: str = "100,200,400,800"
     """Words of filler text in needle."""
     ruler_lengths: Annotated[str, tyro.conf.arg(aliases=("--niah-lengths",))] = "4096"
-    """Tokens of the prompts of ruler and niah, in turn for several (``256,512``)."""
+    """Prompt lengths of ruler and niah, in tokens; several are measured separately (``256,512``)."""
     facts: Path | None = None
-    """JSON lines of questions for knowledge and letters; by default the embedded facts."""
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
-    """Plain text, ``tiny`` or a file, for text."""
+    """Plain text for the task text: ``tiny`` or a file."""
     max_length: Annotated[int, Limits(2, whole=True)] | None = None
-    """Context in tokens, instead of the one in the model's config."""
+    """Context length in tokens, instead of the model config's."""
     truncate: bool = False
-    """Cut prompts beyond the context on the left, and count them. By default their task has no figure."""
+    """Truncate prompts that exceed the context, on the left, and count them. By default their task gets no figure."""
     batch_size: Count = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Number format; by default bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Our own exports do not need it."""
     allow_bin: bool = False
-    """Accept weights that are a pickle (``*.bin``)."""
+    """Allow pickled weights (``*.bin``)."""
     again: bool = False
     """Measure again and replace earlier results."""
     out: Path | None = None
-    """Folder of results.json and results.md; by default one in runs/evaluation, named after the model."""
+    """Folder for results.json and results.md; by default one in runs/evaluation, named after the model."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -71,26 +71,26 @@ class SuiteJob:
         return self.out or Path("runs/evaluation") / re.sub(r"[^\w.-]+", "-", str(self.model)).strip("-.")
 
     def numbers(self, name: Literal["pairs", "lengths", "ruler_lengths"]) -> list[int]:
-        """Parse one of the options that hold several numbers."""
+        """Parse an option that holds several numbers."""
         return numbers(name.replace("_", "-"), getattr(self, name), least=1)
 
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """A task of a suite: a task of lm-eval, a group of them, or a probe of this package."""
+    """Task of a suite: an lm-eval task, a group of them, or a probe of this package."""
 
     name: str
     group: Literal["knowledge", "retrieval", "text"]
     reading: Literal["likelihood", "generation"]
     metric: str
-    """lm-eval's key of the figure that counts: a metric and a filter."""
+    """lm-eval's key of the reported figure: a metric and a filter."""
     folder: str = ""
-    """Folder below lm_eval/tasks that defines the task; empty for questions of our own generators."""
+    """Folder below lm_eval/tasks that defines the task; empty for questions from our own generators."""
     fields: str = "prompt answer choices gold"
-    """Fields that a row of its questions has."""
+    """Fields in each row of its questions."""
     probe: str = ""
     ruler: tuple[str, ...] = ()
-    """RULER's tasks that it consists of."""
+    """RULER tasks that it consists of."""
 
 
 def _probe(name: str, group: Literal["knowledge", "retrieval"]) -> list[SuiteTask]:

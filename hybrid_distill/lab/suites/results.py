@@ -22,9 +22,9 @@ FILE = "results.json"
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task of the suite, over all its parts. Shares are 0 to 1.
+    """Score of a task of the suite, over all its parts. Shares are 0 to 1.
 
-    ``n_cut`` prompts were cut to fit into the context; ``prompts_sha256`` shows if two models were asked the same.
+    ``n_cut`` prompts were truncated to fit the context; ``prompts_sha256`` shows if two models got the same prompts.
     """
 
     group: str
@@ -41,11 +41,11 @@ class TaskScore:
 
     @property
     def asked(self) -> tuple[object, ...]:
-        """Everything that must agree before two models are compared."""
+        """Everything that must match before two models are compared."""
         return self.prompts_sha256, self.n_examples, self.n_shots, self.version, self.metric
 
     def cell(self) -> str:
-        """Format a share in percent with its standard error, anything else as it is."""
+        """Format a share in percent with its standard error, any other figure as it is."""
         if not self.higher_is_better:
             return with_error(self.value, digits=3)
         return with_error(self.value, self.stderr or None, scale=100)
@@ -53,9 +53,9 @@ class TaskScore:
 
 @dataclass
 class SuiteResult:
-    """Everything measured so far of one model: lm-eval's tasks (``parts``) and the suite's, when all parts are there.
+    """Everything measured so far for one model: lm-eval tasks (``parts``), and suite tasks whose parts are complete.
 
-    Figures depend on ``settings``: a result is resumed only with the same. ``failed`` gives a part's reason.
+    Figures depend on ``settings``: a result resumes only with the same ones. ``failed`` maps parts to reasons.
     """
 
     model: Record
@@ -66,7 +66,7 @@ class SuiteResult:
     comparison: Record | None = None
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         write_json(path, {"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
@@ -82,10 +82,10 @@ class SuiteResult:
 
 
 def compare(result: SuiteResult, teacher: SuiteResult) -> Record:
-    """Return how much of its teacher's scores a model reaches, as JSON.
+    """Return a model's scores relative to its teacher's, as JSON.
 
-    ``tasks`` are ratios, none where less is better or the teacher scores 0; ``groups`` are coverage, their means.
-    ``asked_differently`` are tasks that both have, with other prompts, numbers of examples or versions.
+    ``tasks`` are ratios, without tasks where lower is better or the teacher scores 0; ``groups`` are their means, the
+    coverage. ``asked_differently`` lists shared tasks with different prompts, examples, shots, versions or metrics.
     """
     pairs = {name: (score, teacher.tasks[name]) for name, score in result.tasks.items() if name in teacher.tasks}
     other = [name for name, (ours, theirs) in pairs.items() if ours.asked != theirs.asked]
@@ -135,7 +135,7 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
 
 
 def _by_length(result: SuiteResult) -> list[Record]:
-    """Tabulate RULER's parts: a row a task, a column a length, the shortest first."""
+    """Tabulate RULER's parts: one row per task, one column per length, shortest first."""
     rows: dict[str, Record] = {}
     for part in sorted((part for part in result.parts.values() if "length" in part), key=itemgetter("length")):
         row = rows.setdefault(part["ruler"], {"by length": part["ruler"]})

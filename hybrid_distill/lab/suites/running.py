@@ -1,4 +1,4 @@
-"""A model on tasks of lm-eval; each finished one is on disk before the next begins."""
+"""Evaluation of a model on lm-eval tasks; each result is saved before the next task starts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .results import FILE, SuiteResult, TaskScore
 from .tasks import Part, check_job, load_part, parts_of, write_part
 
 Untyped = Any
-"""An object of lm-eval, whose annotations do not fit its classes."""
+"""lm-eval object, whose annotations do not match its classes."""
 DEFAULT_CONTEXT = 2048
 
 log = logging.getLogger(__name__)
 
 
 def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
-    """Write the questions of a suite into a folder; return (files written, tasks without and why)."""
+    """Write the questions of a suite into a folder; return (files written, tasks without files and the reasons)."""
     check_job(job)
     tokenizer = None if job.model is None else read_teacher(job.model, flag="--model")[1]
     written: list[str] = []
@@ -40,15 +40,15 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
         try:
             for part in parts_of(task, job):
                 written += write_part(folder, part, job, tokenizer)
-        except Exception as error:  # the hub and its libraries raise many kinds
-            # Without a network there is one reason for all data sets; names it in quotes.
+        except Exception as error:  # the hub and its libraries raise many kinds of errors
+            # Grouped by reason: without a network, all data sets fail for the same one.
             failed.setdefault(_reason(error), []).append(task.name)
     reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
     return "\n".join(written) or f"{folder}: nothing new", reasons
 
 
 def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:
-    """Wrap a model for lm-eval; launched processes share its requests."""
+    """Wrap a model for lm-eval; launched processes split its requests."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
     accelerator = make_accelerator()
@@ -56,19 +56,19 @@ def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_si
 
     wrap: Untyped = HFLM
     lm = wrap(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
-    if accelerator.num_processes > 1:  # HFLM leaves this to the caller who passes a model
+    if accelerator.num_processes > 1:  # HFLM leaves this to callers that pass a model
         lm.accelerator = accelerator
         lm._rank, lm._world_size = accelerator.process_index, accelerator.num_processes
     return lm
 
 
 def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, out: Path) -> SuiteResult:
-    """Measure a model; ``OUT/results.json`` is written after each task, and what it holds is not measured again.
+    """Measure a model; write ``OUT/results.json`` after each task, and skip what it already holds.
 
-    A task that fails is recorded with its reason, and the next begins; the same call tries it once more. Of several
-    processes the main one returns the whole result. Raises ValueError for a file of another model or other settings.
+    A failed task is recorded with its reason, and the next one starts; the same call retries it. Of several
+    processes, only the main one returns the whole result. Raises ValueError for a file of another model or settings.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every prompt that is cut
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every truncated prompt
     max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
     result = SuiteResult(describe_run(model), json.loads(json.dumps(_settings(job, max_length))))
     if not job.again and (out / FILE).exists():
@@ -89,7 +89,7 @@ def run_suite(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: S
 
 
 def _settings(job: SuiteJob, max_length: int) -> Record:
-    """Everything that the figures depend on."""
+    """Return everything that the figures depend on."""
     return {
         "limit": job.limit, "fewshot": job.fewshot, "seed": job.seed, "max_length": max_length,
         "truncate": job.truncate, "pairs": job.numbers("pairs"), "lengths": job.numbers("lengths"),
@@ -99,7 +99,7 @@ def _settings(job: SuiteJob, max_length: int) -> Record:
 
 
 def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
-    """Return what an earlier run left, without its failures. Raises ValueError where it measured something else."""
+    """Load an earlier run's results without its failures. Raises ValueError for another model or other settings."""
     found = SuiteResult.load(path)
     here, there = (
         {"model": of.model["fingerprint"], "dtype": of.model["dtype"], **of.settings} for of in (fresh, found)
@@ -114,7 +114,7 @@ def _resumed(fresh: SuiteResult, path: Path) -> SuiteResult:
 
 
 def _run_part(result: SuiteResult, part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> None:
-    """Add a part to the result, or to its failures. One of several processes that fails alone ends them all."""
+    """Measure a part into the result, or into its failures. If one of several processes fails alone, all end."""
     try:
         if measured := measure_part(part, lm, tokenizer, job):
             result.parts[part.name] = measured
@@ -135,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 
 def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Record | None:
-    """Measure one of lm-eval's tasks; None in processes that are not the main one."""
+    """Measure one lm-eval task; return None in all processes except the main one."""
     import lm_eval
 
     began = time.monotonic()
@@ -150,7 +150,7 @@ def measure_part(part: Part, lm: Untyped, tokenizer: PreTrainedTokenizerBase, jo
             f"needs {max(lengths)}. Make them shorter (--fewshot, --pairs, --lengths, --ruler-lengths), or pass "
             "--truncate to cut them on the left, as lm-eval does."
         )
-    # Not simple_evaluate: it describes the machine after every task, for 10 seconds.
+    # Not simple_evaluate: it spends 10 seconds after every task describing the machine.
     set_seed(job.seed)
     task.set_fewshot_seed(job.seed)
     evaluate: Untyped = lm_eval.evaluate
@@ -187,7 +187,7 @@ def _prompt_lengths(task: Untyped, lm: Untyped, limit: int | None) -> list[int]:
         if request.request_type == "generate_until":
             prompt, options = request.args
             return len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks)
-        is_whole = request.request_type == "loglikelihood"  # its last token is predicted and not read
+        is_whole = request.request_type == "loglikelihood"  # its last token is predicted, not read
         return len(lm.tok_encode("".join(request.args))) - 1 if is_whole else 0
 
     return [length(request) for request in task.instances]
@@ -214,7 +214,7 @@ def _score(task: SuiteTask, parts: Sequence[Record]) -> TaskScore:
         reading=task.reading,
         metric=task.metric,
         higher_is_better="perplexity" not in task.metric,
-        # RULER counts its tasks alike; mmlu and bbh count questions.
+        # RULER weights its tasks equally; mmlu and bbh weight them by questions.
         value=aggregate_subtask_metrics([part["value"] for part in parts], sizes, weight_by_size=not task.ruler),
         stderr=errors[0] if len(parts) == 1 else pooled,
         n_examples=sum(sizes),

@@ -1,4 +1,4 @@
-"""Tasks of a suite as lm-eval's tasks, with questions from local files, from our generators, or from the hub."""
+"""Tasks of a suite as lm-eval tasks, with questions from local files, from our generators, or from the hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROBE_EXAMPLES, RULER_EXAMPLES, VERSION = 1000, 500, 1
 
 
 class Part(NamedTuple):
-    """One of lm-eval's tasks: the splits it needs of DIR/``folder``, questions first, and its few-shot examples."""
+    """One lm-eval task: the splits it needs from DIR/``folder`` (questions first), and its number of shots."""
 
     task: SuiteTask
     name: str
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 @cache
 def task_manager(folder: str) -> TaskManager:
-    """Index one folder of lm-eval's tasks; all of them are 10,000 files."""
+    """Index only one folder of lm-eval's tasks; all of them together are 10,000 files."""
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
@@ -54,13 +54,13 @@ def task_manager(folder: str) -> TaskManager:
 
 
 def parts_of(task: SuiteTask, job: SuiteJob) -> list[Part]:
-    """List lm-eval's tasks that make up a task of a suite: 57 for mmlu, one for most."""
+    """List the lm-eval tasks that make up a task of a suite: 57 for mmlu, one for most."""
     if task.probe:
         return [Part(task, task.name, task.probe, (TEST,), 0)]
     if task.ruler:
         asked = [(name, length) for name in task.ruler for length in job.numbers("ruler_lengths")]
         return [Part(task, f"{n}_{length}", f"ruler/{n}_{length}", (TEST,), 0, (n, length)) for n, length in asked]
-    found = task_manager(task.folder).all_subtasks  # of a group all in the folder belong to it
+    found = task_manager(task.folder).all_subtasks  # for a group, all tasks in its folder
     return [_part(task, name, job.fewshot) for name in ([task.name] if task.name in found else found)]
 
 
@@ -79,7 +79,7 @@ def _part(task: SuiteTask, name: str, fewshot: int | None) -> Part:
 
 
 def check_job(job: SuiteJob) -> None:
-    """Raise ValueError for unknown tasks, lists that are not numbers, missing files, and where lm-eval is missing."""
+    """Raise ValueError for unknown tasks, lists that are not numbers, missing files, and if lm-eval is missing."""
     tasks = tasks_of(job.suite)
     for name in ("pairs", "lengths", "ruler_lengths"):
         job.numbers(name)
@@ -99,7 +99,7 @@ def check_job(job: SuiteJob) -> None:
 
 
 def find_split(data_dir: Path | None, part: Part, split: str) -> Path | None:
-    """Return the file of a split if it is there."""
+    """Return the file of a split if it exists."""
     path = None if data_dir is None else data_dir / part.folder / f"{split}.jsonl"
     return path if path and path.is_file() else None
 
@@ -116,7 +116,7 @@ def read_rows(path: Path, fields: str) -> list[Record]:
 def questions_of(
     part: Part, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | None, data_dir: Path | None
 ) -> tuple[dict[str, list[Record]], str]:
-    """Return (rows by split, their source: files, generator or hub). The hub's rows are left to lm-eval."""
+    """Return (rows by split, their source: files, generator or hub). lm-eval itself loads the hub's rows."""
     if found := {split: path for split in part.splits if (path := find_split(data_dir, part, split))}:
         return {split: read_rows(path, part.task.fields) for split, path in found.items()}, "files"
     if part.ruler:
@@ -145,7 +145,7 @@ def _probe_rows(probe: str, job: SuiteJob, tokenizer: PreTrainedTokenizerBase | 
 
 
 def load_part(part: Part, job: SuiteJob, tokenizer: PreTrainedTokenizerBase) -> tuple[Task, str]:
-    """Return (lm-eval's task, the source of its questions). Raises ValueError for bad files and unknown words."""
+    """Return (lm-eval task, the source of its questions). Raises ValueError for bad files and unknown words."""
     from lm_eval.api.task import ConfigurableTask
 
     rows, source = questions_of(part, job, tokenizer, job.data_dir)
@@ -162,7 +162,7 @@ def _dataset(rows: dict[str, list[Record]]) -> DatasetDict:
 
 
 def _local(part: Part, dataset: DatasetDict) -> Record:
-    """Return the settings that give one of lm-eval's tasks these rows instead of the hub's."""
+    """Return the settings that make an lm-eval task use these rows instead of the hub's."""
     config = task_manager(part.task.folder).task_index[part.name].cfg or {}
     if "class" in config:
         from lm_eval.tasks.swde.task import SWDE
@@ -178,7 +178,7 @@ def _local(part: Part, dataset: DatasetDict) -> Record:
 
 
 def _own_config(part: Part, rows: dict[str, list[Record]]) -> Record:
-    """Define a probe as a task: by choice its own accuracy, by generation our reading of the generated text."""
+    """Define a probe as an lm-eval task: its own accuracy by choice, our reading of the text by generation."""
     dataset = _dataset(rows)
     config: Record = {"task": part.name, "test_split": TEST, "metadata": {"version": VERSION}}
     config["custom_dataset"] = lambda **_: dataset
@@ -193,7 +193,7 @@ def _own_config(part: Part, rows: dict[str, list[Record]]) -> Record:
         return config | {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold"}
     if part.ruler:
         longest = tokens_to_generate(*part.ruler)
-    else:  # one token more than an answer can have shows that a number has ended
+    else:  # one token more than any answer, to see that a number has ended
         longest = 1 + max(len(row["answer"].encode()) for row in rows[TEST])
     return config | {
         "output_type": "generate_until",
@@ -204,7 +204,7 @@ def _own_config(part: Part, rows: dict[str, list[Record]]) -> Record:
 
 
 def _share_right(doc: Record, text: str) -> float:
-    """Return 1 for text that begins with the answer; with RULER, the share of its answers that are anywhere in it."""
+    """Return 1 for text that begins with the answer; for RULER, the share of its answers found anywhere in it."""
     if "answers" not in doc:
         return float(begins_with(text, doc["answer"]))
     return sum(answer.lower() in text.lower() for answer in doc["answers"]) / len(doc["answers"])

@@ -12,7 +12,7 @@ from .folder import Sweep
 
 
 def main(out: str, task: str) -> None:
-    """Carry out a task; how it ended is in the sweep's folder."""
+    """Run a task; its outcome is written to the sweep's folder."""
     logging.basicConfig(level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)

@@ -1,9 +1,9 @@
-"""One task of a sweep, carried out in this process: a cell as an ordinary run, or what cells share.
+"""Execution of one sweep task in this process: a cell as an ordinary run, or work that cells share.
 
-One alignment of a student without any kept head serves every plan. Its target is each head's own output with the
-teacher's own inputs (``align.target`` "head"), so what a head becomes does not depend on which other heads are kept:
-a cell takes over the heads that it needs. Only clipping by the norm of all gradients ties heads together;
-benchmarks/sweep_sharing.py measures how much that matters.
+One alignment of a student with no kept heads serves every plan. Its target is each head's own output on the teacher's
+own inputs (``align.target`` "head"), so a trained head does not depend on which other heads are kept, and a cell copies
+the heads that it needs. Only gradient clipping by the global norm couples heads; benchmarks/sweep_sharing.py measures
+how much that matters.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .grid import Cell
 from .jobs import PATIENCE
 
 GRACE = 10.0
-"""Seconds in which the main process, if it fails too, writes why before another process ends the launch."""
+"""Seconds that another process waits before it ends the launch, so that the main one can record its own error."""
 
 
 def perform(sweep: Sweep, task: Task) -> None:
-    """Carry a task out and write how it ended; an error becomes its failure.
+    """Run a task and write its outcome; an error marks it as failed.
 
-    Raises only what stops a sweep, KeyboardInterrupt and Interrupted after saving; and, in one of several processes,
-    the error: their launcher then ends the others, which may wait for this one.
+    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving. One of several processes also
+    raises the error: their launcher then ends the others, which may be waiting for this one.
     """
     begun = time.monotonic()
     try:
@@ -68,7 +68,7 @@ def _work(sweep: Sweep, task: Task) -> None:
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
-    """Return the config of a cell's run, once the tasks before it are done."""
+    """Return the config of a cell's run; the tasks that it needs must be done."""
     base = variant_config(_seeded(sweep, cell.seed), cell.name, sweep.out / "cells" / cell.name, _plan(sweep, cell))
     if cell.d_state is None:
         return base
@@ -86,13 +86,13 @@ def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) ->
 
 
 def restored_plan(aligned: Run, k: int) -> PlanConfig:
-    """Choose heads by what they restore to the aligned student without attention, once."""
+    """Choose heads by what they restore to the aligned student without attention; computed only once."""
     aligned.restoration_plan(k)
     return PlanConfig("file", k=k, file=aligned.restoration_path(k))
 
 
 def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
-    """Return the run below which ``aligned`` is trained, and plans by restoration are made."""
+    """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
     config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
     student = replace(config.student, d_state=d_state)
     config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
@@ -100,7 +100,7 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
-    """Return the recipe with another seed: of draws in training, of prompts and of the order of the data."""
+    """Return the recipe with another seed, for draws in training, prompts and the order of the data."""
     base = sweep.base
     data, post = (replace(data, seed=data.seed + seed - base.seed) for data in (base.data, base.post.data))
     base = replace(base, seed=seed, data=data, post=replace(base.post, data=post), group=sweep.out.name, export=False)
@@ -113,7 +113,7 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
         run = _alignment_run(sweep, cell.seed, cell.d_state)
-        with alone_in(run.out, patience=math.inf):  # cells that begin together would write its files at once
+        with alone_in(run.out, patience=math.inf):  # cells that start together would write its files at the same time
             run.aligned  # noqa: B018  opens it
         return restored_plan(run, cell.heads)
     return PlanConfig(cell.selection, k=cell.heads, seed=cell.seed if cell.selection == "random" else 0)

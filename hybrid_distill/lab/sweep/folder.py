@@ -1,6 +1,6 @@
-"""The folder of a sweep: sweep.json says what it is for, a file for each task how it ended.
+"""Folder of a sweep: sweep.json defines the sweep, and one file per task records its outcome.
 
-Tasks may run in other processes and on other machines. A task that has not ended runs while its folder is locked.
+Tasks may run in other processes and on other machines. A task without an outcome is running if its folder is locked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDS_SCORES = ("top", "layers")
 
 
 class Outcome(NamedTuple):
-    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; how long its last start took."""
+    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; and seconds of its last try."""
 
     state: str
     error: str = ""
@@ -36,33 +36,33 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work for one process: a cell, or what several cells share."""
+    """Piece of work for one process: a cell, or work that several cells share."""
 
     name: str
     seed: int
     folder: Path
     """Run directory that it fills."""
     leaves: Sequence[Path]
-    """Files that are there when it is done."""
+    """Files that exist when it is done."""
     d_state: int | None = None
     cell: Cell | None = None
     after: Sequence[str] = ()
-    """Names of the tasks that must be done before."""
+    """Names of the tasks that must be done first."""
     steps: int = 0
     """Training steps."""
 
     @property
     def log_path(self) -> Path:
-        """File for what it prints, if it has a process of its own, and for its traceback, if it fails."""
+        """File for its output, if it runs in a separate process, and for its traceback, if it fails."""
         return self.outcome_path.with_suffix(".log")
 
     @property
     def outcome_path(self) -> Path:
-        """File that says how it ended; without one it may begin again."""
+        """File with its outcome; without one, it may start again."""
         return self.folder.parents[1] / "tasks" / f"{self.name}.json"
 
     def outcome(self) -> Outcome:
-        """Return its state; one whose results were deleted is waiting again."""
+        """Return its state; a task whose results were deleted is waiting again."""
         if self.outcome_path.exists():
             found = Outcome(**read_json(self.outcome_path))
             if found.state == "failed" or all(path.exists() for path in self.leaves):
@@ -70,13 +70,13 @@ class Task:
         return Outcome("running" if is_locked(self.folder) else "stopped" if has_result(self.folder) else "waiting")
 
     def end(self, error: str = "", seconds: float = 0.0) -> None:
-        """Write that it is done, or why it failed."""
+        """Record that it is done, or why it failed."""
         outcome = Outcome("failed" if error else "done", error, round(seconds, 3))
         write_json(self.outcome_path, outcome._asdict())
 
 
 class Sweep:
-    """A sweep's folder. Raises ValueError for a folder without one."""
+    """Folder of a sweep. Raises ValueError for a folder without one."""
 
     def __init__(self, out: Path) -> None:
         self.out, path = out, out / FILE
@@ -93,9 +93,9 @@ class Sweep:
 
     @classmethod
     def open(cls, base: RunConfig, grid: Grid, cells: Sequence[Cell], *, share: bool, command: str = "") -> Sweep:
-        """Begin the sweep in ``base.out``, or continue it; a sweep may grow, but not change.
+        """Start or resume the sweep in ``base.out``; a sweep may grow, but not change.
 
-        Raises ValueError naming what differs from the sweep that the folder holds.
+        Raises ValueError naming the differences from the sweep that the folder holds.
         """
         if share and not any(stage.is_per_plan for stage in base.stage_configs):
             raise ValueError(
@@ -118,7 +118,7 @@ class Sweep:
         return cls(base.out)
 
     def _check_grows(self, base: RunConfig, now: Record) -> None:
-        """Raise ValueError unless ``now`` asks for all that is there, in the same way, or nothing is there yet."""
+        """Raise ValueError unless ``now`` has all existing cells and the same settings, or nothing has run yet."""
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
         there, here = ({"share": old["share_alignment"], **old["config"]} for old in (self.record, now))
@@ -133,7 +133,7 @@ class Sweep:
 
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Teacher and tokenizer, loaded once by a process that carries out several tasks."""
+        """Teacher and tokenizer, loaded once by a process that runs several tasks."""
         return Run(self.base).teacher_and_tokenizer
 
     @property

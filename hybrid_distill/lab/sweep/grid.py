@@ -17,8 +17,8 @@ SELECTIONS: tuple[Selection, ...] = ("top", "random", "layers", "restoration")
 
 @dataclass(frozen=True)
 class Cell:
-    """One student. ``selection`` is "none" without kept heads and "all" with all of them, however they were asked for;
-    with all of them there is no state, and ``d_state`` is None."""
+    """One student. ``selection`` is "none" if it keeps no heads and "all" if it keeps all, however they were requested;
+    with all heads there is no state, and ``d_state`` is None."""
 
     selection: Selection
     heads: int
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Values that are combined with one another."""
+    """Values of each axis; their combinations are the cells."""
 
     heads: tuple[int | Literal["all"], ...]
     d_state: tuple[int, ...]
@@ -43,9 +43,9 @@ class Grid:
 
     @classmethod
     def parse(cls, *, heads: str, d_state: str, selection: str, seeds: int, first_seed: int = 0) -> Grid:
-        """Read the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
+        """Parse the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
 
-        Raises ValueError for an axis that is empty or not understood.
+        Raises ValueError for an empty or invalid axis.
         """
         COUNT.check("--seeds", seeds)
         asked = words(selection)
@@ -60,10 +60,10 @@ class Grid:
         )
 
     def cells(self, shape: HeadPlan) -> list[Cell]:
-        """Return the students for a teacher of this shape, each once, one seed after the other.
+        """Return the students for a teacher of this shape, each once, seed by seed.
 
-        ``layers`` are only placed for numbers of heads that fill whole layers. Raises ValueError for more heads than
-        the teacher has, and when no cell is left.
+        ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for more heads than the
+        teacher has, and if no cell is left.
         """
         every = shape.n_layers * shape.n_heads
         counts = [every if heads == ALL else heads for heads in self.heads]

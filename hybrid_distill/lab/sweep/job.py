@@ -26,51 +26,51 @@ from .jobs import Here, Jobs, executor, run_tasks
 from .results import progress, status, write_results
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
-"""The grid where neither the command nor the recipe says otherwise."""
+"""Default grid, where neither the command nor the recipe sets an axis."""
 
 
 class SweepFailed(Exception):
-    """Some cells failed, perhaps all."""
+    """Failure of some or all cells."""
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Students to make, how, and where; a sweep that was stopped continues with the same command."""
+    """Students to make, how, and where; the same command resumes a stopped sweep."""
 
     recipe: Path = Path("recipes/hybrid_tiny.py")
-    """Recipe of all cells; the grid replaces its plan, state size and seed. A function grid() there is the default."""
+    """Recipe of all cells; the grid replaces its plan, state size and seed. Its grid(), if any, sets the defaults."""
     heads: str | None = None
-    """Heads kept, over all layers: ``0,2,4,8,all``."""
+    """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
     """State sizes of the recurrent heads: ``4,8,16,64``."""
     seeds: int | None = None
-    """Number of seeds; they begin with the recipe's."""
+    """Number of seeds, counted up from the recipe's."""
     selection: str | None = None
     """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores), ``restoration``."""
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
     jobs: int = 1
-    """Cells at a time. 1 runs in this process; more are jobs of submitit, each with its share of threads and GPUs."""
+    """Cells to run in parallel. 1 runs in this process; more are submitit jobs that share threads and GPUs."""
     cluster: Literal["slurm", "local"] | None = None
     """Where jobs run (submitit); by default on this machine (``local``)."""
     options: tuple[str, ...] = ()
-    """Options of the jobs, in submitit's words: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
+    """Options of the jobs, as submitit names them: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
     launcher: str = ""
     """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
     share: bool = True
-    """One alignment for all cells of a state size and seed, head by head; without it each cell aligns as in the
+    """Share one head-by-head alignment between all cells of a state size and seed; otherwise each cell aligns as in the
     recipe."""
     trackers: tuple[str, ...] = ()
-    """``tensorboard``, ``trackio``, ``wandb``: one run for each cell, the sweep as their group. By default the
+    """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
     recipe's."""
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     """Run a job's sweep, or resume it, and print its state.
 
-    ``recipe`` is the module of ``job.recipe``. Raises ValueError for what cannot be asked for, before anything runs;
-    SweepFailed when cells have failed, at the end; Interrupted when stopped.
+    ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before anything runs;
+    SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
@@ -110,7 +110,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
 
 
 def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
-    """Return the recipe's config, with the fields that the command changes."""
+    """Return the recipe's config with the command's changes."""
     flags = []
     for name, value in _pairs("set", job.set, "distill.steps=100"):
         section, dot, field = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""Carry out the tasks of a sweep: in this process, or as jobs of submitit, on this machine or on SLURM.
+"""Execution of a sweep's tasks: in this process, or as submitit jobs on this machine or on SLURM.
 
-Imports nothing heavy: each job of submitit loads a `Command` from here and starts a process.
+Imports nothing heavy: each submitit job loads a `Command` from here and starts a process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 NO_LIMIT = 60 * 24 * 365
 """Minutes that a job on this machine may take; submitit's default is 5."""
 POLL = 0.2
-"""Seconds between looks at what runs elsewhere."""
+"""Seconds between polls of running jobs."""
 PATIENCE = 120.0
-"""Seconds to wait for a process that still saves a task, left over by a sweep that was stopped."""
+"""Seconds to wait for a process of a stopped sweep that is still saving a task."""
 
 
 @dataclass
 class Here:
-    """This process, which loads the teacher once. It is its own job, done when it has started."""
+    """Worker in this process, which loads the teacher once. It is its own job, done as soon as it has started."""
 
     perform: Callable[[Sweep, Task], None]
     slots: int = 1
@@ -52,7 +52,7 @@ class Here:
 
 @dataclass
 class Jobs:
-    """Jobs of submitit, one process each; those on this machine share its threads and GPUs.
+    """Submitit jobs, one process each; jobs on this machine share its threads and GPUs.
 
     ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
     """
@@ -70,7 +70,7 @@ class Jobs:
 
 @dataclass
 class Command:
-    """A program and where its output goes. A job that is preempted or out of time is queued again and continues."""
+    """Program and its log file. A job that is preempted or out of time is requeued and resumes."""
 
     argv: Sequence[str]
     log: Path
@@ -78,7 +78,7 @@ class Command:
 
     def __call__(self) -> int:
         environment = {**os.environ, **self.environment}
-        with self.log.open("a") as log:  # in a new session: Ctrl-C must not reach it too
+        with self.log.open("a") as log:  # a new session, so that Ctrl-C does not reach it
             process = subprocess.Popen(
                 self.argv, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -93,16 +93,16 @@ class Command:
         return process.wait()
 
     def checkpoint(self) -> DelayedSubmission:
-        """Queue the same command again; submitit asks for it."""
+        """Requeue the same command; submitit calls this."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[str, str | int]) -> AutoExecutor:
-    """Open submitit's executor; ``options`` are its own: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` ...
+    """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` ...
 
-    Raises ValueError for an unknown option, without submitit, and where there is no such cluster.
+    Raises ValueError for an unknown option, if submitit is not installed, and if there is no such cluster.
     """
     try:
         import submitit
@@ -120,7 +120,7 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
 
 
 def share_of_machine(slot: int, slots: int) -> dict[str, str]:
-    """Return the environment of one of several jobs: its threads and its GPUs, which submitit would hide."""
+    """Return the environment of one of several jobs: its threads, and its GPUs, which submitit would hide."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
@@ -133,9 +133,9 @@ def share_of_machine(slot: int, slots: int) -> dict[str, str]:
 
 
 def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
-    """Carry out every task that is not done, failed ones too; call ``changed`` after each.
+    """Run every task that is not done, including failed ones; call ``changed`` after each.
 
-    Raises KeyboardInterrupt when asked to stop, after everything that runs has saved.
+    Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most ``PATIENCE`` seconds later).
     """
     pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
     running: dict[str, tuple[Here | Job[int], int]] = {}
@@ -146,7 +146,7 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
             ended = [sweep.tasks[name] for name, (job, _) in running.items() if job.done()]
             for task in ended:
                 job, _ = running.pop(task.name)
-                if task.outcome().state not in ("done", "failed"):  # also where somebody else has stopped it
+                if task.outcome().state not in ("done", "failed"):  # also if somebody else has stopped it
                     task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
                 changed(task)
             task = next((task for task in pending.values() if not {*pending, *running}.intersection(task.after)), None)
@@ -163,7 +163,7 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
     except KeyboardInterrupt:
         for job, _ in running.values():
             job.cancel()
-        limit = time.monotonic() + PATIENCE  # a job of submitit ends before the process that it started
+        limit = time.monotonic() + PATIENCE  # a submitit job ends before the process that it started
         saving = [(job, sweep.tasks[name].folder) for name, (job, _) in running.items()]
         while any(not job.done() or is_locked(place) for job, place in saving) and time.monotonic() < limit:
             time.sleep(POLL)

@@ -1,6 +1,6 @@
-"""results.csv of a sweep as data frames (docs/sweeps.md has its columns), as settings.
+"""Data frames of a sweep's results.csv (docs/sweeps.md lists its columns), by setting.
 
-A setting is a way to make a student: a selection, a number of heads and a state size. Its cells differ in the seed.
+A setting is a selection, a number of heads and a state size. Its cells differ only in the seed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .results import FILE, TEACHER
 
 CONTEXT = 4096
 FEW_QUESTIONS = 64
-"""Questions assumed where no file tells how many were asked."""
+"""Number of questions assumed if no file records it."""
 SETTING = ["selection", "heads", "d_state"]
 NO_SHARES = ["perplexity", "kl_to_teacher"]
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 Estimate = tuple[pd.DataFrame, pd.DataFrame]
-"""Means over seeds, and halves of their 95 % intervals: a row a setting, a column a figure."""
+"""Means over seeds, and half-widths of their 95 % intervals: one row per setting, one column per figure."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SweepResults:
     def read(cls, out: str | Path, context: int = CONTEXT) -> SweepResults:
         """Read a sweep's folder.
 
-        Raises ValueError for one without results.csv or with another kind of table, and for a context at which memory
-        cannot be told from the measured sizes.
+        Raises ValueError for one without results.csv or with another kind of table, and for a context whose memory
+        cannot be computed from the measured sizes.
         """
         table, record = Path(out) / FILE, Path(out) / SWEEP
         if not table.is_file():
@@ -74,7 +74,7 @@ class SweepResults:
 
     @cached_property
     def settings(self) -> pd.DataFrame:
-        """Teacher and finished settings: finished seeds and all of them, most bytes of a seed, a label."""
+        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes over seeds, label."""
         grouped = self.rows.groupby(SETTING, sort=False)
         table = grouped.agg(n_done=("state", lambda states: (states == "done").sum()), n=("seed", "size"))
         table = table.assign(bytes=grouped["bytes"].max(), label=[_label(*setting) for setting in table.index])
@@ -86,7 +86,7 @@ class SweepResults:
         return _estimate(self.done, [name for name in self.done.select_dtypes("number") if name not in SETTING])
 
     def against_teacher(self, columns: Sequence[str]) -> Estimate:
-        """Compare students with the teacher of their seed: the ratio of every figure, and as ``all`` their mean."""
+        """Compare students with the teacher of their seed: the ratio of every figure, and their mean as ``all``."""
         students, columns = self.students, list(columns)
         teachers = self.done[self.done.selection == TEACHER].set_index("seed")[columns].replace(0, math.nan)
         ratio = students[columns] / teachers.reindex(students.seed).set_axis(students.index)
@@ -106,14 +106,14 @@ class SweepResults:
         return pairs_of(self.rows, stated)
 
     def questions(self, column: str) -> float:
-        """Return how many questions of one seed stand behind a figure (tokens, of those on plain text), else NaN."""
+        """Return the number of questions per seed behind a figure (tokens for plain text), NaN if unknown."""
         if column.startswith("kv_"):
             asked = self.record.get("config", {}).get("evaluation", {}).get("n_examples", math.nan)
             return asked if math.isnan(found := self._behind("n_examples")) else found
         return self._behind("n_knowledge" if column == "knowledge" else "n_text_tokens")
 
     def chance(self, column: str) -> float:
-        """Return what guessing gives: of a dictionary, one of its values; NaN where that is not known."""
+        """Return the accuracy of guessing (for a dictionary, one of its values); NaN if unknown."""
         if column.startswith("kv_"):
             return 1 / int(column.rpartition("_")[2])
         return self._behind("knowledge_chance") if column == "knowledge" else math.nan
@@ -122,7 +122,7 @@ class SweepResults:
         return self.done[name].max() if name in self.done else math.nan
 
     def quality(self, name: str) -> Column | None:
-        """Return what students are compared by: retrieval, knowledge or perplexity; None where no cell has it."""
+        """Return the column to compare students by: retrieval, knowledge or perplexity; None if no cell has it."""
         n = self.n_pairs
         found = {
             "retrieval": Column(f"kv_generation_{n}", f"KV retrieval by generation, {n} pairs, %"),
@@ -132,8 +132,8 @@ class SweepResults:
         return found if found.name in self.rows and self.students[found.name].notna().any() else None
 
     def compared(self, quality: Column) -> pd.DataFrame:
-        """Return the settings with ``mean``, ``margin`` and whether they exceed guessing, where that is known: by the
-        interval over their seeds and by that of as many questions."""
+        """Return the settings with ``mean``, ``margin`` and ``exceeds``: above guessing, by the interval over seeds and
+        by the binomial interval of the questions. If the accuracy of guessing is unknown, all exceed it."""
         mean, margin = (frame[quality.name] for frame in self.figures)
         found = self.settings.assign(mean=mean, margin=margin).dropna(subset=["mean"])
         chance, asked = self.chance(quality.name), self.questions(quality.name)
@@ -144,8 +144,8 @@ class SweepResults:
         return found.assign(exceeds=(low > chance) & (found["mean"] - found.margin.fillna(0) > chance))
 
     def front(self, quality: Column) -> pd.DataFrame:
-        """Return settings that no other one beats in quality or bytes without being worse in the other, the smallest
-        first. The teacher is among them unless a student is the same."""
+        """Return the Pareto front of settings, by quality and bytes, smallest first. The teacher takes part unless a
+        student keeps all heads."""
         found = self.compared(quality)
         found = without(found, TEACHER) if ALL in found.index else found
         better = -found["mean"] if quality.name in NO_SHARES else found["mean"]
@@ -153,7 +153,7 @@ class SweepResults:
         return found.loc[found.better > found.better.cummax().shift(fill_value=-math.inf)]
 
     def front_table(self, quality: Column, found: pd.DataFrame) -> pd.DataFrame:
-        """Show settings of a front."""
+        """Format the settings of a front as a table."""
         shown = [with_error(x, m, quality.digits, scale=quality.scale) for x, m in zip(found["mean"], found.margin)]
         table = {
             "student": found.label,
@@ -167,9 +167,9 @@ class SweepResults:
 
 
 def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
-    """Return means, and half of the 95 % interval by Student's t, NaN with one seed, by setting.
+    """Return means and half-widths of the 95 % intervals by Student's t (NaN with one seed), by setting.
 
-    The margin of a share never reaches beyond 0 and 1: what two or three seeds leave open may be all.
+    The margin of a share is limited to the range from 0 to 1, all of which two or three seeds may leave open.
     """
     grouped = rows.groupby(SETTING, sort=False)[columns]
     mean, n = pd.DataFrame(grouped.mean()), pd.DataFrame(grouped.count())
@@ -193,7 +193,7 @@ def _label(selection: str, heads: int, d_state: int) -> str:
 
 
 def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
-    """Return what one sequence holds after ``length`` tokens: the line through the measured sizes, and convolutions."""
+    """Return bytes of a sequence after ``length`` tokens: a line through the measured sizes, plus convolutions."""
     found = {n: rows[f"cache_bytes_{n}"] for n in sizes(rows, "cache_bytes")}
     conv = rows.get("conv_state_bytes", 0.0)
     if length in found:

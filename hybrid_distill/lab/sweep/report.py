@@ -42,7 +42,7 @@ from .measured import CONTEXT, NO_SHARES, SETTING, SweepResults, size_text, with
 from .results import FILE, TEACHER
 
 NEEDED = 0.90
-"""Share of the teacher's retrieval by which selections are compared."""
+"""Share of the teacher's retrieval to keep, when selections are compared."""
 NAMES = {"top": "top, by score", "restoration": "restoration", "layers": "whole layers", "random": "random"}
 KNOWLEDGE, RETRIEVAL, TEXT = "knowledge-focused", "retrieval-heavy", "plain text"
 BARS = "bars: 95 % intervals of the mean over seeds"
@@ -63,7 +63,7 @@ CHANGE = (
 def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Path | None = None) -> Path:
     """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the sweep's folder).
 
-    Returns the path of report.md. Raises what `SweepResults.read` raises.
+    Returns the path of report.md. Raises as `SweepResults.read` does.
     """
     results, folder = SweepResults.read(out, context), Path(to or out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
 
 
 def _sections(results: SweepResults, folder: Path) -> list[Section]:
-    """Return the report's sections; draws their figures into the folder."""
+    """Return the report's sections; draw their figures into the folder."""
     students, rows = results.students, results.rows
     n_settings, n_seeds = len(students[SETTING].drop_duplicates()), students.seed.nunique()
     extent = f"{len(students)} of {(rows.selection != TEACHER).sum()} cells are finished, in {n_settings} settings, "
@@ -122,7 +122,7 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
 
 
 def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) -> pd.DataFrame:
-    """Return the means over seeds, below the number of questions and what guessing gives."""
+    """Return the means over seeds, below the number of questions and the accuracy of guessing."""
     table = value_table(names, columns, *results.figures)
     table["", f"MB at {results.context:,}"] = [f"{size / 1e6:.3f}" for size in results.settings.bytes]
     head = pd.DataFrame("", [0, 1], table.columns)
@@ -166,7 +166,7 @@ def _needed(results: SweepResults) -> list[Block]:
 
 
 def _memory(results: SweepResults) -> list[Block]:
-    """Show the settings that no other one beats."""
+    """Show the settings on the Pareto front."""
     quality = results.quality("retrieval")
     if quality is None:
         return []
@@ -191,7 +191,7 @@ def _made(results: SweepResults) -> list[Block]:
 
 
 def _draw(results: SweepResults, folder: Path) -> dict[str, list[Figure]]:
-    """Draw what the results have numbers for; return the figures by name."""
+    """Draw the figures for which there are results; return them by name."""
     qualities = [quality for name in ("retrieval", "perplexity") if (quality := results.quality(name))]
     rows = [_row(results, quality) for quality in qualities]
     retrieval = [row for row in rows if row.percent]
@@ -233,7 +233,7 @@ def _draw(results: SweepResults, folder: Path) -> dict[str, list[Figure]]:
 
 
 def _row(results: SweepResults, quality: Column) -> Row:
-    """Return a row of panels that shows a figure, beside what the teacher has and guessing gives."""
+    """Return a row of panels for one measure, with levels for the teacher and for guessing."""
     mean, margin = results.figures
     levels = {"guessing": quality.scale * results.chance(quality.name)}
     if TEACHER in mean.index:
@@ -255,7 +255,7 @@ def _points(mean: pd.DataFrame, margin: pd.DataFrame, name: str, scale: float) -
 
 
 def _panels(path: Path, caption: str, rows: list[Row], panel: str, line: str, x: str) -> list[Figure]:
-    """Draw a row of panels for each figure: a panel and a line for each value of a column."""
+    """Draw rows of panels: one panel per value of ``panel``, one line per value of ``line``."""
     words = {"heads": "{} heads", "d_state": "state {}"}
     labels = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
     styles = {text: look(selection) for selection, text in NAMES.items()}
@@ -271,7 +271,7 @@ def _panels(path: Path, caption: str, rows: list[Row], panel: str, line: str, x:
 
 
 def _pareto(results: SweepResults, qualities: list[Column], path: Path, caption: str) -> list[Figure]:
-    """Draw quality against bytes: the settings, and the line that none of them beats."""
+    """Draw quality against bytes: the settings, and their Pareto front."""
     if not qualities or not has_matplotlib():
         return []
     with figure(path, 1, len(qualities), size=(4.9 * len(qualities) + 0.6, 4.5)) as grid:
@@ -295,7 +295,7 @@ def _pareto(results: SweepResults, qualities: list[Column], path: Path, caption:
                 percent_axis(axes)
             last = 0.0
             for (selection, heads, d_state), size, y in zip(best.index, best.bytes, best.y):
-                if size > 1.4 * last:  # else it would stand on the one before
+                if size > 1.4 * last:  # else it would overlap the previous label
                     text = "all" if selection in (ALL, TEACHER) else f"{heads} / {d_state}"
                     axes.annotate(text, (size, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right")
                     last = size

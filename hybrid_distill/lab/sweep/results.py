@@ -1,4 +1,4 @@
-"""results.csv, one row a cell with all that was measured (docs/sweeps.md has the columns), and the state of a sweep."""
+"""results.csv, one row per cell with all its figures (docs/sweeps.md lists the columns), and the state of a sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_results(sweep: Sweep) -> Path:
     rows.sort(key=lambda row: row["selection"] != TEACHER)
     figures = dict.fromkeys(name for row in rows for name in row if name not in FIRST + LAST)
     with replacing(sweep.out / FILE) as temporary:
-        # As objects: a column of whole numbers stays one where a cell has none.
+        # As objects: whole numbers stay whole even if a cell of their column is empty.
         pd.DataFrame(rows, columns=[*FIRST, *figures, *LAST], dtype=object).to_csv(temporary, index=False)
     return sweep.out / FILE
 
@@ -55,14 +55,14 @@ def _row(cell: Cell, folder: Path, outcome: Outcome) -> Record:
 
 
 def _figures(path: Path) -> Record:
-    """Read an evaluation and what stands behind it: questions, tokens, and what guessing gives."""
+    """Read an evaluation, its numbers of questions and tokens, and the accuracy of guessing."""
     result = EvalResult.load(path)
     behind = {name: getattr(result, name) for name in BEHIND}
     return {**all_figures(result), **{name: value for name, value in behind.items() if value is not None}}
 
 
 def _tasks(sweep: Sweep) -> pd.DataFrame:
-    """Return a row for each task: how far it is, and what student it makes."""
+    """Return a row per task: its progress, and the student that it makes."""
     rows = []
     for name, task in sweep.tasks.items():
         outcome, steps = task.outcome(), task.steps
@@ -78,7 +78,7 @@ def _tasks(sweep: Sweep) -> pd.DataFrame:
 
 
 def status(out: Path) -> str:
-    """Describe a sweep that runs, was stopped or is over. Raises ValueError where there is none."""
+    """Describe a sweep that is running, stopped or finished. Raises ValueError if there is none."""
     sweep = Sweep(out)
     tasks = _tasks(sweep)
     cells = tasks[tasks.student != ""]
@@ -98,9 +98,9 @@ def status(out: Path) -> str:
 
 
 def progress(sweep: Sweep, tasks: pd.DataFrame | None = None, *, at_once: int | None = None) -> str:
-    """Describe cells and steps done, and the time left, from what the tasks that are done took.
+    """Describe cells and steps done, and the time left, estimated from the finished tasks.
 
-    ``at_once`` tasks run at a time, by default as many as run now.
+    ``at_once`` tasks run in parallel, by default as many as are running now.
     """
     tasks = _tasks(sweep) if tasks is None else tasks
     states = tasks[tasks.student != ""].state
