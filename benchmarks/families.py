@@ -72,9 +72,9 @@ CHECKS = {
 NO_TEACHER = "no teacher"
 HEAD = """# Model families
 
-Made by `python benchmarks/families.py` and `python benchmarks/versions.py`; edit those. Every one of the {n_types}
-model types that transformers {transformers} has as a causal language model, at tiny random weights, with torch {torch}
-on {device}:
+Made by `python benchmarks/families.py` and `python benchmarks/versions.py`; edit the scripts, not this page.
+Every one of the {n_types} model types that transformers {transformers} has as a causal language model, at tiny
+random weights, with torch {torch} on {device}:
 
 - **supported**: a student with all heads kept computes the teacher's logits bit for bit, and one with some heads kept
   passes every check below, in float32, relative to the largest logit;
@@ -84,7 +84,7 @@ on {device}:
 
 "Scored by" names the heads that `score` and `analyze` find ([heads.md](heads.md)). An export of a supported type runs
 under the version named or newer, and refuses an older one. Tried were {tried}.
-A type for which no other version was tried has the one here.
+If no other version was tried for a type, its row has this page's version.
 """
 
 # Sizes by the names that configs have for them. A config gets those of its fields, at every depth.

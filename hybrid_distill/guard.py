@@ -126,11 +126,11 @@ def _check_student_files(folder: Path) -> None:
     recorded = read_json(folder / MARK).get("code") if (folder / MARK).exists() else None
     for name in foreign_code(folder):
         if not (MODEL_CODE / name).is_file():
-            raise ValueError(f"{folder / name} is not a file that a student has; read it, then remove it.")
+            raise ValueError(f"{folder / name} is not part of an export; inspect it, then remove it.")
         if isinstance(recorded, dict) and recorded.get(name) != file_hash(folder / name):
             raise ValueError(f"{folder / name} is not the file that was exported; export the student again.")
     if "tokenizer_config" in records and not any((folder / name).is_file() for name in VOCABULARIES):
-        raise ValueError(f"{folder} has no tokenizer.json beside tokenizer_config.json; copy the whole folder again.")
+        raise ValueError(f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder again.")
     for name in ("config", "tokenizer_config"):
         _check_references(paths[name], records.get(name, {}))
 
@@ -142,7 +142,7 @@ def _check_references(path: Path, record: Record) -> None:
     for entry in [entry for value in values for entry in (value if isinstance(value, list) else [value])]:
         file = re.fullmatch(r"(\w+)\.\w+", str(entry))
         if file is None or not path.with_name(f"{file[1]}.py").is_file():
-            raise ValueError(f"{path} has the auto_map entry {entry!r}; it must be FILE.CLASS of a file beside it.")
+            raise ValueError(f"{path} has the auto_map entry {entry!r}; it must be FILE.CLASS of a file in its folder.")
     for name, value in record.items():
         if name.endswith("_file") and value is not None and not re.fullmatch(FILE_NAME, str(value)):
             raise ValueError(f"{path} has {name} {value!r}; it must be a plain file name in the same folder.")
@@ -163,7 +163,7 @@ def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]
     there = {path.name for path in folder.glob("*.safetensors")}
     files = set(map(str, listed.values())) or {"model.safetensors"}
     if absent := sorted(files - there):
-        raise ValueError(f"{folder} has no {absent[0]}, a safetensors file that its weights are in; copy it again.")
+        raise ValueError(f"{folder} has no {absent[0]}, which its weights need; copy it again.")
     if strict and (unknown := sorted(there - files)):
         raise ValueError(f"{folder / unknown[0]} does not belong to the weights ({INDEX} names them); remove it.")
     tensors: dict[str, Entry] = {}
@@ -229,7 +229,7 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
         shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
         kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
         if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != shape or kept != config.kept:
-            raise ValueError(f"{path} and {where} keep other heads; copy both again, from one export.")
+            raise ValueError(f"{path} and {where} disagree on the kept heads; copy both again from the same export.")
 
 
 def _reason(error: Exception) -> str:

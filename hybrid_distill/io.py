@@ -93,7 +93,7 @@ def parse_json(text: bytes, where: str) -> Record:
 
 def _once(pairs: list[tuple[str, object]]) -> Record:
     if len(record := dict(pairs)) < len(pairs):
-        raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+        raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is duplicated")
     return record
 
 

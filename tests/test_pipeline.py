@@ -131,7 +131,7 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(t
     (out / "scores.json").write_text("{}")
     (out / "plan.json").write_text("{}")
     reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
-    with pytest.raises(ValueError, match=r"scores\.json is to be read, and is of the run that --resume never removes"):
+    with pytest.raises(ValueError, match=r"scores\.json is an input of this run, but --resume never would delete it"):
         Run(reading).prepare()
     assert names(out) == {"config.json", "plan.json", "scores.json"}
     (out / "config.json").write_text('{"model_type": "llama"}')

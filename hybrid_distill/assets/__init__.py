@@ -38,6 +38,6 @@ def corpus_path(split: Split) -> Path:
 def corpus_documents(split: Split) -> list[str]:
     """Read the documents of a split."""
     if split not in ("train", "held_out"):
-        raise ValueError(f"the embedded corpus has no split {split!r}; pass train, held_out or probe_like.")
+        raise ValueError(f"the embedded corpus has no split {split!r}; pass train or held_out.")
     with gzip.open(corpus_path(split), "rt", encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]

@@ -149,7 +149,7 @@ def _loading() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Exit the process: an exception raised during an import could be swallowed or printed by a library."""
-    os.write(2, b"stopped; nothing was begun.\n")
+    os.write(2, b"stopped; nothing was started.\n")
     os._exit(128 + number)
 
 

@@ -47,7 +47,7 @@ def export_student(job: ExportJob) -> GateReport:
         assert report is not None, "exports are one process's work"
         return report
     if job.out.resolve() == job.model.resolve():
-        raise ValueError(f"--out is {job.out}, which is --model too; pass another folder.")
+        raise ValueError(f"--out and --model are both {job.out}; pass another folder with --out.")
     check_not_quantized(job.model)
     student, tokenizer = load_student(job.model)
     check_unchanged(job.model)

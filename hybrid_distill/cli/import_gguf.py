@@ -34,7 +34,7 @@ def command(
         dtype: Dtype of the weights to write.
     """
     if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
-        raise ValueError(f"{out} is there already; pass a new folder.")
+        raise ValueError(f"{out} already exists; pass a new folder.")
     if find_spec("gguf") is None:
         raise ValueError("GGUF files are read by the package gguf, which is not installed; pip install gguf.")
     if not file.is_file():

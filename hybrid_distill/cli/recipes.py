@@ -82,7 +82,7 @@ def load_recipe(path: Path) -> ModuleType:
 def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     """Split the words of a command into a recipe's path and flags."""
     if not words or words[0].startswith("-"):
-        raise ValueError(f"no recipe; pass its name or file first: `hybrid-distill {command} tiny ...`.")
+        raise ValueError(f"no recipe given; pass its name or file first: `hybrid-distill {command} tiny ...`.")
     return Path(words[0]), list(words[1:])
 
 

@@ -45,7 +45,7 @@ def recommend(out: Path, job: RecommendJob) -> str:
     least, fits = found.iloc[0], found.loc[found.bytes <= budget]
     if fits.empty:
         raise ValueError(
-            f"nothing fits into {size_text(budget)} a sequence: the smallest, {least.label}, holds "
+            f"no student fits into {size_text(budget)} per sequence: the smallest, {least.label}, needs "
             f"{size_text(least.bytes)} ({least.bytes:,.0f} bytes) after {job.context:,} tokens; raise --memory, or "
             "lower --context or --batch."
         )

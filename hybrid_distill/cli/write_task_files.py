@@ -25,4 +25,4 @@ def command(
     written, missing = write_questions(job, folder)
     print(written)
     if missing:
-        raise ValueError(f"no files of {missing}")
+        raise ValueError(f"could not write files for {missing}")

@@ -111,7 +111,7 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
-                f"message {number + 1} in another way once it goes on, so the assistant's tokens cannot be told; "
+                f"message {number + 1} differently once it continues, so the assistant's tokens cannot be located; "
                 "mark them in the template with {% generation %}, or keep one answer a conversation."
             )
         spans.append((len(before), len(through)))

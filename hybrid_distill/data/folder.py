@@ -125,9 +125,9 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
         f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})" for folder, header in headers.items()
     )
     raise ValueError(
-        f"data.sources {'mixes' if len(made_with) > 1 else 'has'} tokens of another tokenizer than the run's, {name} "
-        f"({own[:12]}): {listed}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, or "
-        "pass a teacher with that tokenizer."
+        f"data.sources {'mixes' if len(made_with) > 1 else 'has'} tokens made with a tokenizer other than the run's "
+        f"{name} ({own[:12]}): {listed}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, "
+        "or pass a teacher with that tokenizer."
     )
 
 

@@ -67,8 +67,8 @@ def generate_tokens(
     longest = longest_context(model.config)
     if longest is not None and 2 * sampling.new_tokens > longest:
         raise ValueError(
-            f"--new-tokens is {sampling.new_tokens}, but the positions of {name} reach over {longest} tokens, prompt "
-            f"and answer; pass at most {longest // 2}."
+            f"--new-tokens is {sampling.new_tokens}, but the context of {name} is {longest} tokens, prompt and answer "
+            f"together; pass at most {longest // 2}."
         )
     made_from = [fingerprint(model), str(model.dtype), asdict(sampling), _parts()]
 

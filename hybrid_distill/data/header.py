@@ -50,7 +50,7 @@ class FolderHeader:
         if cls.file(folder).is_file():
             return True
         if cls.file(folder, partial=True).is_file():
-            raise ValueError(f"the {cls.CONTENT} in {folder} are not finished; run the command that began them again.")
+            raise ValueError(f"the {cls.CONTENT} in {folder} are unfinished; rerun the command that started them.")
         return False
 
     @classmethod
@@ -103,7 +103,7 @@ class FolderHeader:
         for path, expected in self.sizes(folder).items():
             if (found := size_of(path)) != expected:
                 raise ValueError(
-                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or make it again."
+                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or recreate it."
                 )
 
 

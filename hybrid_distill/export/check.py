@@ -172,7 +172,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     held = {name: path.name for name, path in where.items()}
     if index.is_file() and json.loads(index.read_text())["weight_map"] != held:
-        raise ValueError(f"{index.name} does not list what the files hold")
+        raise ValueError(f"{index.name} does not match the tensors in the files")
     return where
 
 
@@ -384,7 +384,7 @@ def main() -> int:
     else:  # make their import fail, as on a machine without them
         sys.modules.update(dict.fromkeys(FORBIDDEN_PACKAGES))  # pyright: ignore
     if absent := [name for name in needs if importlib.util.find_spec(name) is None]:
-        print(f"{options.folder} is loaded by {', '.join(absent)}, which is not installed here", file=sys.stderr)
+        print(f"{options.folder} needs {', '.join(absent)}, which is not installed here", file=sys.stderr)
         return 2
     import transformers
 

@@ -140,7 +140,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                     old.rename(path)
                 raise
         except (OSError, SafetensorError) as error:
-            there = "the export that was there is untouched" if path.exists() else "nothing is left of it"
+            there = "the earlier export is unchanged" if path.exists() else "no partial export is left"
             raise ExportError(f"cannot write {path} ({error}); {there}: make room and export again.") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)

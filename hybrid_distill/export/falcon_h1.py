@@ -75,7 +75,7 @@ def backbone_obstacles(student: HybridForCausalLM, backbones: Sequence[str] = BA
         found.append(f"its MLPs use {backbone.hidden_act}, not silu")
     cache = student.new_cache()
     if any(mixer.kept and cache.layer(mixer.layer).sliding_window is not None for mixer in student.mixers()):
-        found.append("some of its kept heads see a window, and this form's see everything")
+        found.append("some of its kept heads use sliding-window attention, which this form lacks")
     return found
 
 

@@ -81,7 +81,7 @@ def verify_export(path: str | Path, *, device: str = "cpu", trust_remote_code: b
     folder = Path(path)
     if not (folder / MARK).is_file():
         check_no_run(folder)
-        raise ValueError(f"{folder} is not an export, for it has no {MARK}; pass the folder of an export.")
+        raise ValueError(f"{folder} is not an export: it has no {MARK}; pass the folder of an export.")
     form = form_of(folder)
     if form in program.PACKAGES:
         check_unchanged(folder)
@@ -120,7 +120,7 @@ def check_unchanged(folder: Path) -> None:
     look = program.check_files if record["form"] in program.PACKAGES else program.check_tensors_on_disk
     check = look(folder, record)
     if not check.ok:
-        raise ExportError(f"{folder} is not as it was exported: {check.name} {check.measured:g} ({check.detail}).")
+        raise ExportError(f"{folder} has changed since its export: {check.name} {check.measured:g} ({check.detail}).")
 
 
 def check_not_quantized(folder: Path) -> None:

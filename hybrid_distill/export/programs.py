@@ -108,7 +108,7 @@ class LlamaCpp(Program):
         file = folder / "model.gguf"
         self.model = self.lib.llama_model_load_from_file(str(file).encode(), self.lib.llama_model_default_params())
         if not self.model:
-            raise RuntimeError(f"llama.cpp does not load {file}")
+            raise RuntimeError(f"llama.cpp cannot load {file}")
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.n_vocab = self.lib.llama_vocab_n_tokens(self.vocab)
 

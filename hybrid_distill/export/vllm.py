@@ -36,7 +36,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     kinds = falcon_h1.rope_kinds(student)
     if times is None or (times > 1 and kinds - SPREADABLE):
         found.append(
-            f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be made a size that vLLM takes: "
+            f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be padded to a size that vLLM takes: "
             f"{', '.join(map(str, HEAD_DIMS))}"
         )
     return found

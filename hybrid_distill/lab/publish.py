@@ -55,12 +55,12 @@ def publish(folder: Path, repo: str, *, public: bool = False, dry_run: bool = Fa
     verify_export(folder).require(folder)
     if dry_run:
         card = (folder / "README.md").read_text()
-        return f"would go to {repo}:\n{listing}\n\n{card}\nEvery check holds. This was a dry run: nothing was uploaded."
+        return f"would upload to {repo}:\n{listing}\n\n{card}\nAll checks passed. Dry run: nothing was uploaded."
     hub = HfApi()
     hub.create_repo(repo, private=not public, exist_ok=True)
     names = [path.relative_to(folder).as_posix() for path in files]
     hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=names, commit_message="Export")
-    return f"went to {repo}:\n{listing}"
+    return f"uploaded to {repo}:\n{listing}"
 
 
 def publishable(folder: Path) -> list[Path]:
@@ -100,5 +100,5 @@ def _listing(folder: Path, files: list[Path]) -> str:
     lines = [f"{size:>14,}  {name}" for name, size in sizes.items()]
     lines.append(f"{sum(sizes.values()):>14,}  bytes in {len(files)} files")
     if on_card(folder / "README.md")[0] in (UNKNOWN, "other"):
-        lines.append("The teacher's license is not known: find out whether you may publish this; say it in the card.")
+        lines.append("The teacher's license is unknown: check that you may publish this, and name it in the card.")
     return "\n".join(lines)

@@ -97,7 +97,7 @@ def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
     for found in left:
         if inputs := [path for path in files if path and path.resolve().is_relative_to(found.resolve())]:
             raise ValueError(
-                f"{inputs[0]} is to be read, and is of the run that --resume never removes; copy it to another place, "
-                "or use another --out."
+                f"{inputs[0]} is an input of this run, but --resume never would delete it; copy it elsewhere, or use "
+                "another --out."
             )
     return left

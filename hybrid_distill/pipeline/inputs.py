@@ -158,7 +158,7 @@ class RunInputs:
             if longest is not None and data.seq_len > longest:
                 field = {"long": "long.seq_len", "post": "post.data.seq_len"}.get(stage.name, "data.seq_len")
                 raise ValueError(
-                    f"{field} is {data.seq_len}, but the positions of the teacher {teacher.path!r} reach over "
+                    f"{field} is {data.seq_len}, but the context of the teacher {teacher.path!r} is "
                     f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
                     "(rope_parameters of type yarn)."
                 )
@@ -190,7 +190,7 @@ class RunInputs:
         checked_sites(teacher, heads, options.init)
         empty_student(teacher, heads, options.d_state, options.conv_width, options.recurrence)
         if options.aligned is not None and not StageManifest.read(options.aligned):
-            raise ValueError(f"student.aligned is {options.aligned}, which holds no finished stage; name another.")
+            raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")
 
 
 def load(options: TeacherConfig) -> Loaded:
@@ -213,7 +213,7 @@ def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
     except Exception as error:  # each version of transformers raises other errors
         raise ValueError(
-            f"the teacher {options.path!r} cannot be made ({first_line(error)}); name another model."
+            f"cannot build the teacher {options.path!r} ({first_line(error)}); pass another model."
         ) from error
 
 

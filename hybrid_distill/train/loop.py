@@ -100,7 +100,7 @@ def train_stage(
     parent = checkpoint.weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
         raise StageParentError(
-            f"stage {config.name!r} must begin from the weights {parent_hash[:16]}, the student's are "
+            f"stage {config.name!r} must start from the weights {parent_hash[:16]}, but the student has "
             f"{parent[:16]}; load the result of the stage before it."
         )
     identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
@@ -279,10 +279,10 @@ class _Training:
         if self.config.on_divergence == "stop" or self.spikes.skipped > self.config.max_skips:
             raise Diverged(
                 f"{found} Earlier checkpoints are untouched; resume with another on_divergence, max_skips or spike, or "
-                "begin again with a lower learning rate or clip."
+                "start over with a lower learning rate or clip."
             )
         if self.accelerator.is_main_process:
-            logger.warning("%s The batch is left out.", found)
+            logger.warning("%s Skipping the batch.", found)
         return reason
 
     def _log(self, metrics: Record) -> None:

@@ -30,7 +30,7 @@ class MatrixAlignment(TeacherForced[MatrixConfig]):
         implementation = teacher.config._attn_implementation
         if implementation != "eager":
             raise ValueError(
-                f"the matrix stage needs attention maps, which {implementation!r} attention does not give; "
+                f"the matrix stage needs attention maps, which {implementation!r} attention does not return; "
                 "load the teacher with --teacher.attn-implementation eager."
             )
         super().__init__(student, teacher, config)

@@ -63,8 +63,8 @@ def check_same_run(ours: Record, found: Record, place: Path) -> None:
     """Raise StageParentError or ValueError unless ``found``, read from ``place``, is the identity of this run."""
     if found["parent"] != ours["parent"]:
         raise StageParentError(
-            f"{place} was made from the weights {found['parent'][:16]}, the student's are "
-            f"{ours['parent'][:16]}; load the parent it was made from, or begin again with --resume never."
+            f"{place} started from the weights {found['parent'][:16]}, but the student has "
+            f"{ours['parent'][:16]}; load those weights, or start over with --resume never."
         )
     changed = [name for name in ("data", "seed") if found[name] != ours[name]]
     if changed := changed + differences(found["config"], ours["config"], MAY_CHANGE):

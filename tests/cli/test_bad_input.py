@@ -31,7 +31,7 @@ CASES = """
     evaluate-suite --model tiny --suite piqa,kv --data-dir {}: lacks piqa/validation.jsonl; write them
     --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
-    run: no recipe; pass its name or file first
+    run: no recipe given; pass its name or file first
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,
     memory --batch -1: --batch is -1; it must be a whole number of at least 1.
     memory --heads '': --heads is empty
@@ -57,7 +57,7 @@ CASES = """
     recommend nowhere --memory 2MB: it has no results.csv
     recommend nowhere --memory '2 parsecs': --memory is '2 parsecs'
     analyze prune-layers --last-layer 6: layer 6 does not exist: this model has layers 0..5
-    analyze prune-layers --tasks sudoku: there is no task 'sudoku'; there are kv
+    analyze prune-layers --tasks sudoku: unknown task 'sudoku'; pass one of kv
     analyze prune-layers --tasks needle: longer than the model's context
     analyze keep-heads --keep 5:8: head L5H8 does not exist
     analyze keep-heads --keep 5: --keep holds '5'; give a layer and the heads that stay
@@ -72,7 +72,7 @@ CASES = """
     analyze maps --heads L0H0 --max-gb 0.00001: more than the 0.0 GiB allowed
     analyze maps --model {models}/falcon_mamba: 64 channels a layer, too many to look through; name some
     analyze mask --aggregate L0H8 --pairs 2 --examples 2: with heads 0..7
-    analyze mask --tasks knowledge --pairs 2 --examples 2: stands in 0 lines of its prompt
+    analyze mask --tasks knowledge --pairs 2 --examples 2: appears in 0 lines of its prompt
     analyze replace-layer --student /no/student: /no/student
 """
 WRITES = {"score": "{}/scores.json", "sweep": "{}/out", "analyze": "{}/out"}

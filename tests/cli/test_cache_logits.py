@@ -197,7 +197,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
 
     killed(one_with_a_kill)
     assert len(list(stopped.folder.glob("logits-*.bin"))) == 2 and list(stopped.folder.glob("*.tmp"))
-    with pytest.raises(ValueError, match=r"are not finished; run the command that began them"):
+    with pytest.raises(ValueError, match=r"are unfinished; rerun the command that started them"):
         open_logits(stopped.folder)
 
     n_calls = 0
@@ -254,13 +254,13 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
         return changed(job, part, **changes).run
 
     return {
-        r"the teacher .* \(\w{16}\), the run has \w{16}": run("teacher", path=str(other_teacher)),
+        r"teacher .* \(\w{16}\), but this run has \w{16}": run("teacher", path=str(other_teacher)),
         "made with the tokenizer": run("teacher", path=str(other_tokenizer)),
-        "the data.seq_len 16, the run has 8": run("data", seq_len=8),
+        "data.seq_len 16, but this run has 8": run("data", seq_len=8),
         "made with the text of data.sources": run("data", sources=(str(more_text),)),
         "made with the order of data.seed": run("data", seed=1),
-        "the temperature 1.0, the run has 2.0": run("distill", temperature=2.0),
-        r"the number of rows \(steps x batch_size\) 24, the run has 32": run("distill", steps=4),
+        "temperature 1.0, but this run has 2.0": run("distill", temperature=2.0),
+        r"number of rows \(steps x batch_size\) 24, but this run has 32": run("distill", steps=4),
         "nowhere/logits.json is not the header of logits": run("distill", teacher_logits=tmp_path / "nowhere"),
     }
 

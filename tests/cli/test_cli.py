@@ -204,7 +204,7 @@ def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     ended = program(tmp_path, "-m hybrid_distill score", interrupted)
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr.removeprefix("loading torch and transformers ...\n") == "stopped; nothing was begun.\n"
+    assert ended.stderr.removeprefix("loading torch and transformers ...\n") == "stopped; nothing was started.\n"
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "recipes"])

@@ -96,6 +96,6 @@ def test_bad_input_ends_in_one_line(tmp_path, capsys, monkeypatch):
     assert not out.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
-    assert "is there already; pass a new folder" in refused(capsys, file, tmp_path / "mine")
+    assert "already exists; pass a new folder" in refused(capsys, file, tmp_path / "mine")
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert "gguf, which is not installed; pip install gguf" in refused(capsys, file, out)

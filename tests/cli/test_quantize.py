@@ -71,7 +71,7 @@ def test_only_linear_projections_are_in_eight_bits(exported, copy) -> None:
 def test_a_quantized_copy_can_be_published_until_it_is_changed(copy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert "and `torchao`" in (copy / "README.md").read_text()
-    assert "would go to us/student" in publish(copy, "us/student", dry_run=True)
+    assert "would upload to us/student" in publish(copy, "us/student", dry_run=True)
     with pytest.raises(ValueError, match="is quantized; pass the unquantized export"):
         quantize(copy, tmp_path / "again")
 

@@ -147,7 +147,7 @@ def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: py
     for wrong, said in {
         "--tokens many": "--tokens is 'many'; pass a number such as 20000, 20K or 2M",
         "--form chat": "has no chat template",
-        "--new-tokens 2000": "reach over 1024 tokens, prompt and answer; pass at most 512",
+        "--new-tokens 2000": "is 1024 tokens, prompt and answer together; pass at most 512",
         f"--out {tmp_path / 'mine'}": "holds notes.md, which is not a file of tokens; pass a new folder",
     }.items():
         with pytest.raises(SystemExit, match="2"):

@@ -171,7 +171,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_pa
         prepare.prepare(job)
     else:
         killed_at_batch(2, job)
-        with pytest.raises(ValueError, match="are not finished; run the command that began them"):
+        with pytest.raises(ValueError, match="are unfinished; rerun the command that started them"):
             check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
     before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
     for change in ({"max_tokens": 50}, {"shard_tokens": 50}, {"sources": ("tiny",)}):

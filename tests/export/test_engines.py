@@ -73,7 +73,7 @@ def test_without_the_program_files_are_checked_and_nothing_else(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ExportError, match=rf"is not as it was exported: .*{weights.name} has changed"):
+    with pytest.raises(ExportError, match=rf"has changed since its export: .*{weights.name} has changed"):
         verify_export(path)
     weights.unlink()
     with pytest.raises(ExportError, match=rf"{weights.name} is missing"):

@@ -93,7 +93,7 @@ def test_students_that_are_no_falcon_h1_are_refused(recurrence: str) -> None:
 def test_a_window_is_an_obstacle_and_a_student_without_recurrent_heads_has_none() -> None:
     teacher = make_family_model("mistral", vocab_size=300, sliding_window=6)
     plan = HeadPlan.from_pairs(teacher, [(0, 1)])
-    assert "see a window" in obstacles(build_student(teacher, plan, d_state=4, recurrence="mamba2")[0])[0]
+    assert "sliding-window attention" in obstacles(build_student(teacher, plan, d_state=4, recurrence="mamba2")[0])[0]
     unread = build_student(teacher, HeadPlan.none(teacher), d_state=4, recurrence="mamba2")[0]
     assert obstacles(unread) == [], "no kept head looks through the window"
     teacher = make_family_model("llama", vocab_size=300)

@@ -109,7 +109,7 @@ def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("mistral", {"sliding_window": 6}, "see a window"),
+        ("mistral", {"sliding_window": 6}, "sliding-window attention"),
         ("llama", {"hidden_act": "gelu"}, "its MLPs use gelu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE is dynamic"),
     ],

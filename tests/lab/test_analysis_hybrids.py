@@ -114,7 +114,7 @@ def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Pat
     shutil.copytree(aligned, tmp_path / "moved")  # read where it is, not where its config says that it was made
     shutil.rmtree(tmp_path / "moved/stages")
     for student, teacher, message in (
-        (aligned, "tiny", "is a run, which knows its teacher; leave out --teacher"),
+        (aligned, "tiny", "is a run and records its teacher; leave out --teacher"),
         (tiny_teacher_path(), None, "holds a model of type 'llama'; pass a finished run, or an export"),
         (tmp_path / "other", None, "3 layers of 4 heads of 8, 32 wide, the teacher 'tiny' has 6 layers of"),
         (tmp_path / "moved", None, f"{tmp_path / 'moved'} does not hold a finished stage"),

@@ -53,7 +53,7 @@ def test_a_dry_run_lists_every_file_and_the_card(exported, capsys, monkeypatch) 
     for path in files:
         assert path.relative_to(exported).as_posix() in said
     assert "head_scores.json" in said and "| all | | 7,680 |" in said
-    assert "license is not known" in said and "**Not known.**" in said and "license: unknown" in said
+    assert "license is unknown" in said and "**Not known.**" in said and "license: unknown" in said
 
 
 def test_a_form_for_another_program_is_published_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

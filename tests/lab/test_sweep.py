@@ -184,7 +184,7 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
     shown = status(tmp_path)
     # The four steps that are done took 30 s, and four are left.
     assert "1 of 3 cells, 4 of 8 steps, about 30 s left with 1 at a time" in shown
-    assert "No sweep runs here" in shown
+    assert "No sweep is running" in shown
     assert "about 15 s left with 2 at a time" in progress(this, at_once=2)
     folder = this.tasks["top2-n4-s0"].folder
     (folder / "stages" / "1-distill").mkdir(parents=True)

@@ -35,12 +35,12 @@ def inputs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        ("--data.sources {0}/words", "tokens of another tokenizer"),
+        ("--data.sources {0}/words", "tokens made with a tokenizer other than"),
         ("--stages align post --post.data.sources {0}/chat", "another tokenizer"),
         ("--stages align post --post.teacher {0}/model --post.data.sources {0}/chat", "mixed tokenizers"),
         ("--stages post --post.data.sources {0}/chat.jsonl", "tiny_teacher has no chat template"),
         ("--stages post", "tiny is plain text"),
-        ("--teacher {0}/model --data.sources {0}/words {0}/chat", "mixes tokens of another tokenizer"),
+        ("--teacher {0}/model --data.sources {0}/words {0}/chat", "mixes tokens made with a tokenizer other than"),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             "prepare-data --sources hf:somebody/chat",

@@ -201,7 +201,7 @@ def test_stages_follow_each_other_by_hash(tmp_path):
     student, teacher = small_models()
     fresh = weights_hash(student)
     aligned = train_stage(make_stage(small_config("align"), student, teacher), small_rows(), tmp_path, progress=False)
-    with pytest.raises(StageParentError, match=f"weights {aligned.weights[:16]}, the student's are {fresh[:16]}"):
+    with pytest.raises(StageParentError, match=f"weights {aligned.weights[:16]}, but the student has {fresh[:16]}"):
         train("distill", tmp_path / "2-distill", parent_hash=aligned.weights)
     assert not (tmp_path / "2-distill").exists()
     stage = make_stage(small_config("distill", steps=1), student, teacher, vocab_size=99)

@@ -285,7 +285,7 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
 REFUSED = {
     "align without recurrent heads": (lambda: make("align", k=8), "nothing to train"),
     "matrix without recurrent heads": (lambda: make("matrix", k=8), "nothing to train"),
-    "matrix without maps": (lambda: make_stage(MatrixConfig(), *small_models()), "'sdpa' attention does not give"),
+    "matrix without maps": (lambda: make_stage(MatrixConfig(), *small_models()), "'sdpa' attention does not return"),
     "heads and more": (lambda: AlignConfig(target="head", train="mixer"), r"heads alone: use --align\.train ssm"),
     "sharded teacher, its layers": (
         lambda: with_sharded_teacher(LayerAlignment(*small_models(), AlignConfig(target="layer")), Mock()),

@@ -198,7 +198,7 @@ class Questions:
     def examples_of(self, name: str) -> tuple[list[Example], float]:
         """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
         if name not in (KNOWLEDGE, *PROBES):
-            raise ValueError(f"there is no task {name!r}; there are {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
+            raise ValueError(f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
         asked = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
         return asked.examples(self.examples), asked.chance
 
@@ -235,7 +235,7 @@ def lm_eval_task(job: SuiteJob) -> Task:
         with TemporaryDirectory() as folder:
             found = run_suite(model, tokenizer, job, Path(folder))
         for part, reason in found.failed.items():
-            raise ValueError(f"{LM_EVAL}{part} cannot be asked: {reason}")
+            raise ValueError(f"{LM_EVAL}{part} cannot run: {reason}")
         return (100 if is_share else 1) * found.tasks[task.name].value
 
     return Task(Column(task.name) if is_share else Column(task.name, "", digits=3), measure)

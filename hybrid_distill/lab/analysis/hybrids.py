@@ -73,7 +73,7 @@ class ReplaceLayer(Experiment):
         """Load student, teacher and tokenizer. Raises ValueError unless they match."""
         if is_run(self.student / "config.json"):
             if self.teacher is not None:
-                raise ValueError(f"{self.student} is a run, which knows its teacher; leave out --teacher.")
+                raise ValueError(f"{self.student} is a run and records its teacher; leave out --teacher.")
             run = finished_run(self.student)
             (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
         else:

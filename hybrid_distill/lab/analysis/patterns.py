@@ -96,8 +96,8 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
     holding = [index for index, line in enumerate(lines) if _find([example.answer], line)]
     if len(holding) != 1:
         raise ValueError(
-            f"the answer {example.answer!r} stands in {len(holding)} lines of its prompt; take a probe whose answer is "
-            "in exactly one, such as kv."
+            f"the answer {example.answer!r} appears in {len(holding)} lines of its prompt; use a probe whose answer "
+            "is in exactly one, such as kv."
         )
     return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=holding[0])
 

@@ -127,7 +127,7 @@ def _blocks(result: SuiteResult, teacher: SuiteResult | None) -> Iterator[str]:
         shares = [{"group": name, "coverage of the teacher": f"{100 * share:.1f} %"} for name, share in groups.items()]
         yield markdown_table(pd.DataFrame(shares))
     if compared and (other := compared["asked_differently"]):
-        yield f"Not compared, for the teacher was asked otherwise: {', '.join(other)}."
+        yield f"Not compared, because the teacher got other prompts or settings: {', '.join(other)}."
     if cut := [f"{name} ({score.n_cut})" for name, score in result.tasks.items() if score.n_cut]:
         yield f"Prompts cut on the left because the context could not hold them: {', '.join(cut)}."
     if result.failed:

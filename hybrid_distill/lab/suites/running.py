@@ -50,7 +50,7 @@ def write_questions(job: SuiteJob, folder: Path) -> tuple[str, str]:
 def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int) -> Untyped:
     """Wrap a model for lm-eval; launched processes split its requests."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-text token, which lm-eval ends texts with; set its eos_token.")
+        raise ValueError("the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token.")
     accelerator = make_accelerator()
     from lm_eval.models.huggingface import HFLM
 

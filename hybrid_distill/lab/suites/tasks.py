@@ -84,7 +84,7 @@ def check_job(job: SuiteJob) -> None:
     for name in ("pairs", "lengths", "ruler_lengths"):
         job.numbers(name)
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-eval, which asks the tasks, is not installed; pip install 'lm-eval[ruler]'.")
+        raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
     parts = [part for task in tasks for part in parts_of(task, job)]
     if any(part.ruler and not find_split(job.data_dir, part, TEST) for part in parts):
         load_generators()
@@ -121,7 +121,7 @@ def questions_of(
         return {split: read_rows(path, part.task.fields) for split, path in found.items()}, "files"
     if part.ruler:
         if tokenizer is None:
-            raise ValueError("RULER's lengths are counted in a model's tokens; pass the model with --model.")
+            raise ValueError("RULER's lengths are counted in tokens; pass the model with --model.")
         questions = ruler_questions(*part.ruler, tokenizer, job.seed, job.limit or RULER_EXAMPLES)
         return {TEST: [{"prompt": asked.prompt, "answers": list(asked.answers)} for asked in questions]}, "generator"
     if part.task.probe:

@@ -93,7 +93,7 @@ def status(out: Path) -> str:
         lines = (f"  {t.task}: {t.error or f'{t.steps_done} of {t.steps} steps'}" for t in found.itertuples())
         parts.append("\n".join([f"{state}:", *lines]))
     if not is_locked(sweep.out) and (tasks.state != "done").any():
-        parts.append("No sweep runs here; the command that began it continues it.")
+        parts.append("No sweep is running; run the same command again to resume it.")
     return "\n\n".join(parts)
 
 
