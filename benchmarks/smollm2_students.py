@@ -1,0 +1,197 @@
+"""Train and measure students of SmolLM2-135M-Instruct at equal tokens: tables and figure of docs/real_models.md.
+
+    python benchmarks/smollm2_students.py --teacher smollm2 --text text --out runs/smollm2    # resumes
+
+``--teacher`` is the folder that `hybrid-distill import-gguf` made, ``--text`` that of benchmarks/debian_text.py. All
+heads are aligned once, on 2.7 million tokens. Each student begins with those heads and is distilled on the same 0.3
+million tokens from the teacher's stored logits. Every process has one thread, two run at a time: some three hours of
+two cores with bfloat16 instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from provenance import ROOT, about, environment, write
+from scipy.stats import linregress
+from transformers import PreTrainedModel
+
+from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
+from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
+from hybrid_distill.lab.suites.job import SuiteJob
+from hybrid_distill.lab.suites.results import SuiteResult
+from hybrid_distill.lab.suites.running import run_suite
+from hybrid_distill.pipeline import Run, finished_run
+from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.teacher import ablate_heads
+
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2_students.json"
+FIGURE = ROOT / "docs" / "atlas" / "smollm2-students.png"
+ATLAS = ROOT / "docs" / "atlas"
+ALIGN_STEPS, DISTILL_STEPS, ROWS, ROW = 1320, 147, 4, 512
+TEACHER = "teacher"
+STUDENTS = {
+    "top 14": "--plan.k 14",
+    "0 heads": "--plan.selection none --plan.k 0",
+    "top 27": "--plan.k 27",
+    "8 whole layers": "--plan.selection layers --plan.layers 2 6 10 14 18 22 25 29",
+    **{f"14 random, draw {seed}": f"--plan.selection random --plan.k 14 --plan.seed {seed}" for seed in (1, 2, 3)},
+}
+SIZES = (4, 8)
+EXAMPLES, TEXTS = 64, 16
+RULER = "niah_single_1,niah_multikey_2,niah_multikey_3,ruler_vt,ruler_fwe"
+"""Tasks that fit into so many tokens; some questions of ruler_cwe do not."""
+RULER_LENGTH, RULER_EXAMPLES = 512, 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--text", type=Path, required=True, help="folder of train.jsonl and held_out.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("runs/smollm2"), help="folder of the runs")
+    parser.add_argument("--measure", choices=[TEACHER, *STUDENTS], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        torch.set_num_threads(1)
+        return measure_one(options.out, options.measure)
+    train_shared(options)
+    with ThreadPoolExecutor(2) as two:
+        list(two.map(lambda name: train_student(options, name), STUDENTS))
+        list(two.map(lambda name: command([*sys.argv, "--measure", name]), [*STUDENTS, TEACHER]))
+    report(options.out)
+
+
+def command(arguments: list[str], processes: int = 0) -> None:
+    """Run a Python program on one thread, or on so many connected processes of one thread each."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes else []
+    alone = environment(ROOT, OMP_WAIT_POLICY="passive")
+    subprocess.run([sys.executable, *launcher, *arguments], check=True, env=alone)
+
+
+def common(options: argparse.Namespace) -> list[str]:
+    text = ["--data.sources", str(options.text / "train.jsonl"), "--data.no-chat", "--data.seq-len", str(ROW)]
+    # The run's own evaluation is kept short: `measure_one` replaces it.
+    short = ["--evaluation.n-pairs", "4", "--evaluation.n-examples", "1", "--evaluation.n-texts", "0", "--no-export"]
+    return ["--teacher", options.teacher, *text, "--student.d-state", "16", "--scoring.form", "plain", *short]
+
+
+def distillation(options: argparse.Namespace) -> list[str]:
+    steps = ["--stages", "distill", "--distill.batch-size", str(ROWS), "--distill.steps", str(DISTILL_STEPS)]
+    return [*common(options), *steps, "--distill.teacher-logits", str(options.out / "logits")]
+
+
+def train_shared(options: argparse.Namespace) -> None:
+    """Align all heads and store the teacher's logits, on two processes."""
+    recipe, no_heads = str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), STUDENTS["0 heads"].split()
+    if not (aligned(options.out) / "manifest.json").exists():
+        steps = ["--align.batch-size", str(ROWS), "--align.micro-batch-size", "2", "--align.steps", str(ALIGN_STEPS)]
+        stage = ["--stages", "align", "--align.target", "head", *steps, "--out", str(options.out / "aligned")]
+        command([recipe, *common(options), *no_heads, *stage], processes=2)
+    unused = ["--out", str(options.out / "unused")]
+    program = ["-m", "hybrid_distill", "cache-logits", "smollm2_135m"]
+    command([*program, *distillation(options), *no_heads, *unused], processes=2)
+
+
+def aligned(out: Path) -> Path:
+    return out / "aligned" / "stages" / "1-align"
+
+
+def folder(out: Path, name: str) -> Path:
+    return out / "-".join(name.replace(",", "").split())
+
+
+def train_student(options: argparse.Namespace, name: str) -> None:
+    if (folder(options.out, name) / "stages" / "1-distill" / "manifest.json").exists():
+        return
+    plan = ["--scoring.file", str(ATLAS / "smollm2-135m-instruct.json"), *STUDENTS[name].split()]
+    begun = ["--student.aligned", str(aligned(options.out)), "--out", str(folder(options.out, name))]
+    command([str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), *distillation(options), *plan, *begun])
+
+
+def measure_one(out: Path, name: str) -> None:
+    """Measure a student after each of its stages, or the teacher, and write measured.json."""
+    path = folder(out, name) / "measured.json"
+    if path.exists():
+        return
+    run = finished_run(folder(out, name if name in STUDENTS else next(iter(STUDENTS))))
+    if name == TEACHER:
+        model, record = run.teacher, {}
+    else:
+        model, plan = run.trained_student()
+        record: dict[str, Any] = {"heads": len(plan.kept), "aligned": choices(run, run.build(plan))}
+        recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
+        with ablate_heads(model, recurrent):
+            record["perplexity without recurrence"] = measure(model, asked(run, texts=4))["perplexity"]
+    record |= measure(model, asked(run, texts=TEXTS)) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
+    options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
+    job = SuiteJob(model=name, suite=RULER, dtype="bfloat16", **options)
+    record["ruler"] = scores(run_suite(model.to(torch.bfloat16), run.tokenizer, job, path.parent / "ruler"))
+    path.write_text(json.dumps(record, indent=1))
+
+
+def asked(run: Run, texts: int) -> Asked:
+    """The questions and texts of the run's evaluation, more of them."""
+    data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
+    text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
+    run = Run(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
+    knowledge = run.knowledge()
+    return Asked(
+        run.tokenizer,
+        run.teacher,
+        examples={n: KVRetrieval(n, seed=1).examples(EXAMPLES) for n in SIZES} if texts == TEXTS else {},
+        questions=knowledge.examples() if knowledge and texts == TEXTS else [],
+        texts=run.held_out_texts(texts),
+        max_text_tokens=ROW,
+        batch_size=32,
+    )
+
+
+def choices(run: Run, model: PreTrainedModel) -> dict[str, Any]:
+    """What a student answers by choice before it is distilled."""
+    return measure(model, replace(asked(run, TEXTS), questions=[], texts=[], by_generation=False))["kv_choice"]
+
+
+def scores(suite: SuiteResult) -> dict[str, float]:
+    if suite.failed:
+        raise ValueError(f"tasks without a figure: {suite.failed}")
+    return {name: task.value for name, task in suite.tasks.items()}
+
+
+def losses(out: Path, name: str) -> pd.DataFrame:
+    """Logged losses of a student's distillation, by tokens seen."""
+    lines = (folder(out, name) / "stages" / "1-distill" / "metrics.jsonl").read_text().splitlines()
+    logged = pd.DataFrame([row for row in map(json.loads, lines) if "loss" in row])
+    return pd.DataFrame({"line": name, "x": logged.step * ROWS * ROW / 1e6, "y": logged.loss})
+
+
+def report(out: Path) -> None:
+    """Write the record and the figure, print the tables."""
+    found = {name: json.loads((folder(out, name) / "measured.json").read_text()) for name in [TEACHER, *STUDENTS]}
+    curves = {name: losses(out, name) for name in STUDENTS}
+    for name, curve in curves.items():
+        late = curve[curve.x > curve.x.max() / 3]
+        fit = linregress(np.log2(late.x), late.y)
+        found[name]["distillation"] = {
+            "first": curve.y.iloc[0], "last": late.y.iloc[len(late) // 2 :].mean(),
+            "nats a doubling": fit.slope, "standard error": fit.stderr,
+        }  # fmt: skip
+    write(RESULTS, {"students": found, **about("students of SmolLM2-135M-Instruct at equal tokens", threads=1)})
+    points = pd.concat(curves.values()).assign(panel="distillation", error=0.0)
+    draw_lines(FIGURE, "", [Row(points, "loss, nats a token")], dict(zip(curves, LOOKS)), "million tokens")
+    table = pd.json_normalize(list(found.values())).set_index(pd.Index(found))
+    print(table.T.round(3).to_string())
+
+
+if __name__ == "__main__":
+    main()
