@@ -23,7 +23,6 @@ import numpy as np
 import pandas as pd
 import torch
 from provenance import ROOT, about, environment, write
-from scipy.stats import linregress
 from transformers import PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
@@ -180,15 +179,13 @@ def report(out: Path) -> None:
     found = {name: json.loads((folder(out, name) / "measured.json").read_text()) for name in [TEACHER, *STUDENTS]}
     curves = {name: losses(out, name) for name in STUDENTS}
     for name, curve in curves.items():
-        late = curve[curve.x > curve.x.max() / 3]
-        fit = linregress(np.log2(late.x), late.y)
-        found[name]["distillation"] = {
-            "first": curve.y.iloc[0], "last": late.y.iloc[len(late) // 2 :].mean(),
-            "nats a doubling": fit.slope, "standard error": fit.stderr,
-        }  # fmt: skip
+        thirds = curve.iloc[1:].groupby(np.ceil(3 * curve.x / curve.x.max())).y.mean()
+        found[name]["loss"] = {"first step": curve.y.iloc[0], **{f"third {n:.0f}": mean for n, mean in thirds.items()}}
     write(RESULTS, {"students": found, **about("students of SmolLM2-135M-Instruct at equal tokens", threads=1)})
-    points = pd.concat(curves.values()).assign(panel="distillation", error=0.0)
-    draw_lines(FIGURE, "", [Row(points, "loss, nats a token")], dict(zip(curves, LOOKS)), "million tokens")
+    smooth = [curve.assign(y=curve.y.rolling(3, min_periods=1).mean()) for curve in curves.values()]
+    points = pd.concat(smooth).assign(panel="", error=float("nan"))
+    rows = [Row(points, "distillation loss, nats a token")]
+    draw_lines(FIGURE, "", rows, dict(zip(curves, LOOKS)), "million tokens of distillation", even=False)
     table = pd.json_normalize(list(found.values())).set_index(pd.Index(found))
     print(table.T.round(3).to_string())
 
