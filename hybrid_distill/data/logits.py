@@ -189,7 +189,7 @@ class LogitFolder:
         for name, (found, wanted) in compared.items():
             if found != wanted:
                 raise ValueError(
-                    f"the logits in {self.folder} were made with {name} {found}, but this run has {wanted}; "
+                    f"the logits in {self.folder} were made with the {name} {found}, but this run has {wanted}; "
                     f"{header.REMAKE}."
                 )
 

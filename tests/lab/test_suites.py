@@ -202,7 +202,7 @@ def test_coverage_is_the_mean_over_a_groups_tasks_that_were_asked_alike() -> Non
     assert found["asked_differently"] == ["mmlu"]
     shown = tables(model, teacher)
     assert "| arc_easy | knowledge | likelihood | acc | 0 | 100 | 60.0 ± 1.0 | 80.0 ± 1.0 | −25.0 % |" in shown
-    assert "| knowledge | 87.5 % |" in shown and "otherwise: mmlu" in shown
+    assert "| knowledge | 87.5 % |" in shown and "settings: mmlu" in shown
     assert "| text | text | likelihood | acc | 0 | 100 | 2.000 | 1.500 | – |" in shown
 
 

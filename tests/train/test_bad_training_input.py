@@ -36,7 +36,7 @@ def inputs(tmp_path: Path) -> Path:
     ("flags", "found"),
     [
         ("--data.sources {0}/words", "tokens made with a tokenizer other than"),
-        ("--stages align post --post.data.sources {0}/chat", "another tokenizer"),
+        ("--stages align post --post.data.sources {0}/chat", "made with a tokenizer other than"),
         ("--stages align post --post.teacher {0}/model --post.data.sources {0}/chat", "mixed tokenizers"),
         ("--stages post --post.data.sources {0}/chat.jsonl", "tiny_teacher has no chat template"),
         ("--stages post", "tiny is plain text"),
