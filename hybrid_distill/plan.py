@@ -1,8 +1,8 @@
-"""Which attention heads a student keeps, what its cache then holds, and the best heads under a budget. No torch.
+"""Plan of the attention heads that a student keeps, the size of its cache, and the best heads under a budget. No torch.
 
-Choosing heads under a budget is a knapsack problem: a head has a value, the kept heads of one KV group share the cost
-of one KV head, and every other head costs a recurrent state. The best choices are built up group by group: of all ways
-to choose so far, those stay that no way of the same weight or less beats (Nemhauser and Ullmann, 1969).
+Choosing heads under a budget is a knapsack problem: each head has a value, the kept heads of one KV group share the
+cost of one KV head, and every other head costs a recurrent state. The solver adds one group after another and keeps
+only the partial choices that no other choice of the same or less weight beats (Nemhauser and Ullmann, 1969).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .limits import COUNT, COUNT_OR_NONE, Limits
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
-"""Bytes of one element of a recurrent state: a cache keeps these long sums in float32, whatever the model's dtype."""
-TIE_BREAK = 1e-6  # weight of a nat of log-probability beside a whole accuracy: it decides only between equals
+"""Bytes per element of a recurrent state: caches keep these long sums in float32 for every model dtype."""
+TIE_BREAK = 1e-6  # weight of one nat of log-probability relative to an accuracy of 1: it only breaks ties
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class HeadId(NamedTuple):
 
 
 class Scored(Protocol):
-    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN where a layer has no such head."""
+    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN for heads that a layer lacks."""
 
     @property
     def n_layers(self) -> int: ...
@@ -60,10 +60,10 @@ class Scored(Protocol):
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The heads that stay attention; every other head becomes recurrent.
+    """Heads that stay attention; every other head becomes recurrent.
 
-    ``teacher`` is the fingerprint of the model the plan was made for, or empty when it fits any model of this shape.
-    Raises ValueError for a head that does not exist, a head named twice, or an impossible shape.
+    ``teacher`` is the fingerprint of the model that the plan was made for; empty if the plan fits any model of this
+    shape. Raises ValueError for a head that does not exist, a repeated head, or an impossible shape.
     """
 
     n_layers: int
@@ -99,7 +99,7 @@ class HeadPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """True if every head stays: the student then is the teacher."""
+        """True if every head stays attention: the student equals the teacher."""
         return self.k == self.n_layers * self.n_heads
 
     def kept_in(self, layer: int) -> tuple[int, ...]:
@@ -112,13 +112,13 @@ class HeadPlan:
         return tuple(h for h in range(self.n_heads) if h not in kept)
 
     def kv_groups_in(self, layer: int) -> tuple[int, ...]:
-        """Return the KV heads that the kept heads of a layer read, ascending; each is stored once."""
+        """Return the KV heads that a layer's kept heads read, ascending; the cache stores each once."""
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
     @property
     def n_stored_kv_heads(self) -> int:
-        """Number of KV heads that a cache holds over all layers."""
+        """Number of KV heads in the cache, over all layers."""
         return sum(len(self.kv_groups_in(layer)) for layer in range(self.n_layers))
 
     def check_fits(self, shape_of: object) -> None:
@@ -132,11 +132,10 @@ class HeadPlan:
 
     @classmethod
     def top_k(cls, scores: Scored, k: int, by: str = "retrieval") -> HeadPlan:
-        """Keep the ``k`` best heads over all layers, by the scores' own ranking.
+        """Keep the ``k`` highest-ranked heads over all layers.
 
-        ``by`` is one of the ways of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" put
-        back heads that matter for everything. A cut inside a tie is logged as a warning. Raises ValueError for
-        more heads than there are.
+        ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank heads lower that matter
+        for any text. Logs a warning if the cut splits a tie. Raises ValueError if ``k`` exceeds the scored heads.
         """
         cls.check_k(scores, k)
         ranking = scores.ranking(by)
@@ -161,13 +160,13 @@ class HeadPlan:
         windows: Sequence[int | None] | None = None,
         by: str = "retrieval",
     ) -> HeadPlan:
-        """Keep the heads of greatest total score that cost no more than one budget: the optimum, not an approximation.
+        """Keep the heads with the greatest total score that fit one budget: the exact optimum, not an approximation.
 
-        The budget is one of: ``heads``, kept query heads; ``kv_heads``, stored KV heads, where heads of one group
-        cost one; ``cache_bytes``, of one sequence of ``context`` tokens, as `cache_bytes` counts them.
+        Pass exactly one budget: ``heads``, the kept query heads; ``kv_heads``, the stored KV heads, which heads of one
+        group share; or ``cache_bytes``, the cache of one sequence of ``context`` tokens, as `cache_bytes` counts it.
 
-        Scores are `HeadScores.value_LH` of ``by``; log-probability decides between equal ones. A head that lowers the
-        total is left out even where there is room. Raises ValueError for a budget that no plan meets.
+        Scores are `HeadScores.value_LH` for ``by``; log-probability breaks ties. A head that lowers the total is left
+        out even if the budget allows it. Raises ValueError for a budget that no plan meets.
         """
         budgets = {"heads": heads, "kv_heads": kv_heads, "cache_bytes": cache_bytes}
         given = {name: value for name, value in budgets.items() if value is not None}
@@ -177,7 +176,7 @@ class HeadPlan:
         COUNT_OR_NONE.check(name, capacity)
 
         def weight(n_kept: int, window: int | None) -> int:
-            """Return the cost of a KV group with this many kept heads."""
+            """Return the cost of a KV group with ``n_kept`` kept heads."""
             if name != "cache_bytes":
                 return n_kept if name == "heads" else int(n_kept > 0)
             if context is None or head_dim is None or d_state is None:
@@ -197,10 +196,10 @@ class HeadPlan:
 
     @classmethod
     def container_friendly(cls, scores: Scored, kv_heads: int, by: str = "retrieval") -> HeadPlan:
-        """Keep, in each layer, all heads of the ``kv_heads`` KV heads with the greatest total score.
+        """Keep, in each layer, all query heads of the ``kv_heads`` KV heads with the greatest total score.
 
-        Every layer of a Falcon-H1 has as many KV heads as the fullest one needs, so such a plan fills what its cache
-        holds anyway (`container_bytes`): other heads of a stored KV head are free. Scores are those of `under_budget`.
+        A Falcon-H1 allocates as many KV heads in every layer as the layer with the most needs (`container_bytes`), and
+        further query heads of a stored KV head are free: this plan uses all that memory. Scores as in `under_budget`.
         """
         Limits(1, scores.n_kv_heads, whole=True).check("kv_heads", kv_heads)
         kept = list[HeadId]()
@@ -211,7 +210,7 @@ class HeadPlan:
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
-        """Keep ``k`` heads drawn without replacement; the same seed draws the same heads."""
+        """Keep ``k`` random heads, drawn without replacement; the same seed draws the same heads."""
         cls.check_k(shape_of, k)
         n_layers, n_heads, _ = _shape(shape_of)
         every = [HeadId(layer, head) for layer in range(n_layers) for head in range(n_heads)]
@@ -219,12 +218,12 @@ class HeadPlan:
 
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
-        """Keep every head of the named layers."""
+        """Keep every head of the given layers."""
         return cls.from_pairs(shape_of, [(layer, head) for layer in layers for head in range(_shape(shape_of)[1])])
 
     @classmethod
     def all(cls, shape_of: object) -> HeadPlan:
-        """Keep every head: the student is the teacher."""
+        """Keep every head: the student equals the teacher."""
         return cls.layers(shape_of, range(_shape(shape_of)[0]))
 
     @classmethod
@@ -234,18 +233,18 @@ class HeadPlan:
 
     @classmethod
     def from_pairs(cls, shape_of: object, pairs: Iterable[Sequence[int]]) -> HeadPlan:
-        """Keep explicit ``(layer, head)`` pairs, for example a published ranking cut at k."""
+        """Keep the given ``(layer, head)`` pairs, such as the top k of a published ranking."""
         teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
         return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
 
     @staticmethod
     def check_k(shape_of: object, k: int, name: str = "k") -> None:
-        """Raise ValueError, with the option's ``name``, unless a teacher of this shape has ``k`` heads to keep."""
+        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least ``k`` heads."""
         n_layers, n_heads, _ = _shape(shape_of)
         Limits(0, n_layers * n_heads, whole=True).check(name, k)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
+        """Write the plan as JSON, atomically."""
         write_json(Path(path), {"format": FORMAT, **asdict(self)})
 
     @classmethod
@@ -260,7 +259,7 @@ class HeadPlan:
 
 
 def _shape(source: object) -> tuple[int, int, int]:
-    """Return (layers, query heads, KV heads) of a plan, of scores, of a Hugging Face config, or of a model."""
+    """Return (layers, query heads, KV heads) of a plan, scores, a Hugging Face config, or a model."""
     config = getattr(source, "config", source)
     ours, theirs = ("n_layers", "n_heads", "n_kv_heads"), ("num_hidden_layers", "num_attention_heads")
     if all(hasattr(config, name) for name in ours):
@@ -282,7 +281,7 @@ def _shape(source: object) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes held after some tokens: keys and values, SSM states, convolution states."""
+    """Cache size in bytes: keys and values, SSM states, convolution states."""
 
     kv: int
     ssm: int
@@ -290,7 +289,7 @@ class CacheBytes:
 
     @property
     def total(self) -> int:
-        """Keys, values and SSM states; the convolution state, which is small, is reported beside it."""
+        """Keys, values and SSM states; the small convolution states are reported separately."""
         return self.kv + self.ssm
 
 
@@ -306,13 +305,13 @@ def cache_bytes(
     conv_width: int = 4,
     windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
-    """Count the bytes of a hybrid's cache after ``length`` tokens; with every head kept, of the teacher's.
+    """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept gives the teacher's.
 
         bytes(L) = 2 H_kv P L b + H_ssm P N s
 
-    H_kv counts stored KV heads: kept heads of one group share a K and a V. H_ssm counts recurrent heads, P is
-    the head dim, N the state size, b the bytes per element, s those of a state's element (published tables take 2).
-    A layer with a window of W tokens (``windows``, `layer_windows`) holds the latest W - 1.
+    H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the number of recurrent
+    heads, P the head dim, N the state size, b the bytes per element, and s the bytes per element of a state (published
+    tables use 2). A layer with a window of W tokens (``windows``, `layer_windows`) stores the latest W - 1.
     """
     kv_tokens = 0
     for layer, window in zip(range(plan.n_layers), windows or [None] * plan.n_layers, strict=True):
@@ -329,9 +328,9 @@ def cache_bytes(
 def container_bytes(
     plan: HeadPlan, *, length: int, head_dim: int, d_state: int, bytes_per_element: int = BF16_BYTES
 ) -> int:
-    """Count the bytes of the plan's cache in a Falcon-H1, in which every layer is as large as the fullest one.
+    """Count the bytes of the plan's cache in a Falcon-H1, whose layers are all as large as the largest.
 
-    As `cache_bytes`, without the convolution states. Each layer has at least one head of each kind.
+    Counts as `cache_bytes` does, without convolution states. Each layer has at least one head of each kind.
     """
     layers = range(plan.n_layers)
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))
@@ -342,19 +341,19 @@ def container_bytes(
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log a warning the first time: a run makes its plan twice, to check it and to follow it."""
+    """Log a warning only once: a run makes its plan twice, first to check it, then to use it."""
     log.warning(text)
 
 
-_cache_bytes = cache_bytes  # `HeadPlan.under_budget` has an argument of that name
+_cache_bytes = cache_bytes  # an argument of `HeadPlan.under_budget` shadows the name
 
 
 Choice = tuple[int, float, tuple[HeadId, ...]]
-"""Heads that may be kept of one group: what they weigh, what they are worth, which they are."""
+"""One choice of kept heads in a KV group: its weight, its value, and the heads."""
 
 
 def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[HeadId, ...]]]]]:
-    """For each KV group of each layer, list the best 0, 1, 2 ... of its heads with their total value."""
+    """List, for each KV group of each layer, its best 0, 1, 2 ... heads with their total value."""
     value_LH, tie_break_LH = (
         np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
     )
@@ -370,7 +369,7 @@ def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[
 
 
 def _best_heads(parts: Sequence[Sequence[Choice]], capacity: int) -> list[HeadId]:
-    """Find the heads of greatest total value that do not weigh more than ``capacity``: one choice of each part."""
+    """Take one choice from each part, for the greatest total value with a weight of at most ``capacity``."""
     least = sum(min(weight for weight, _, _ in choices) for choices in parts)
     if least > capacity:
         raise ValueError(f"no plan fits into {capacity:,}: the smallest needs {least:,}; raise the budget.")

@@ -1,4 +1,4 @@
-"""The hybrid model. The other files of this folder travel with an exported checkpoint as its remote code."""
+"""Hybrid model. The other files of this folder are the remote code of exported checkpoints."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,7 +14,7 @@ __all__ = [
     "causal_conv", "layer_windows", "log_decay", "mixing_matrix", "packed_inputs", "ssd_scan", "ssd_step",
 ]  # fmt: skip
 
-# Local checkpoints load without trust_remote_code, and save_pretrained copies the code beside the weights.
+# Local checkpoints then load without trust_remote_code, and save_pretrained copies the code next to the weights.
 AutoConfig.register(HybridConfig.model_type, HybridConfig)
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM)
 HybridConfig.register_for_auto_class()

@@ -1,4 +1,4 @@
-"""The cache of a hybrid: keys and values of kept heads beside the states of recurrent ones.
+"""Cache of a hybrid: keys and values of kept heads, states of recurrent heads.
 
 Shapes: B batch, L length, P head dim, C conv channels, K conv width (minus 1 in a state), R recurrent heads, N state
 size.
@@ -17,11 +17,11 @@ KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HybridLayerCache(DynamicLayer):
-    """Cache of one layer: keys and values of its kept heads, conv and SSM state of its recurrent ones.
+    """Cache of one layer: keys and values of its kept heads, conv and SSM states of its recurrent heads.
 
-    Counts its tokens itself, because a layer may hold no keys at all. With the backbone's ``sliding_window`` it holds
-    only the keys that a later token can see. Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`; as they come if
-    absent) and returned in the dtype of the new ones.
+    Counts its own tokens, because a layer may have no keys to count. With a ``sliding_window``, it stores only the keys
+    that a later token can see. Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`; default: unchanged) and
+    returned in the dtype of the new keys.
     """
 
     is_croppable = False
@@ -40,12 +40,12 @@ class HybridLayerCache(DynamicLayer):
         self.seen = 0
 
     def advance(self, n_tokens: int) -> None:
-        """Count tokens, once per forward pass, after the kept heads have used the layer."""
+        """Count new tokens: call once per forward pass, after the kept heads have used the layer."""
         self.seen += n_tokens
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens may see."""
+        """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens can see."""
         dtype = key_states.dtype
         key_states, value_states = (new.to(self.kv_dtype or dtype) for new in (key_states, value_states))
         if self.keys is not None and self.values is not None:
@@ -54,12 +54,12 @@ class HybridLayerCache(DynamicLayer):
         self.keys, self.values = key_states, value_states
         if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
             first = key_states.shape[-2] - (self.sliding_window - 1)
-            # Cloned: a slice would hold on to the whole.
+            # Cloned: a slice would keep the whole tensor in memory.
             self.keys, self.values = (new[..., first:, :].clone() for new in (key_states, value_states))
         return key_states.to(dtype), value_states.to(dtype)
 
     def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
-        """Store copies of the states [B, C, K - 1] and [B, R, P, N], which are slices of larger tensors."""
+        """Store copies of the states [B, C, K - 1] and [B, R, P, N], because they are slices of larger tensors."""
         if conv_state is not None:
             self.conv_state = conv_state.clone(memory_format=torch.contiguous_format)
         if ssm_state is not None:
@@ -91,7 +91,7 @@ class HybridLayerCache(DynamicLayer):
         raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
 
     def nbytes(self) -> dict[str, int]:
-        """Count the bytes held: ``kv``, ``ssm``, ``conv``."""
+        """Count the bytes in use: ``kv``, ``ssm``, ``conv``."""
         held = {"kv": (self.keys, self.values), "ssm": (self.ssm_state,), "conv": (self.conv_state,)}
         return {name: sum(t.nbytes for t in tensors if t is not None) for name, tensors in held.items()}
 
@@ -102,9 +102,9 @@ class HybridLayerCache(DynamicLayer):
 
 
 class StaticLayerCache(HybridLayerCache):
-    """Layer cache for ``max_length`` tokens whose tensors stay where they are: a CUDA graph can replay a step.
+    """Layer cache for ``max_length`` tokens with static tensor addresses, so that a CUDA graph can replay a step.
 
-    Layers with a window hold all tokens too; the mask hides what is behind the window.
+    Layers with a window store all tokens too; the mask hides tokens outside the window.
     """
 
     is_compileable = True
@@ -112,7 +112,7 @@ class StaticLayerCache(HybridLayerCache):
     def __init__(self, max_length: int, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(kv_dtype=kv_dtype)
         self.max_length = max_length
-        self.n_seen: Tensor | None = None  # on the device: a number would be a constant of the graph
+        self.n_seen: Tensor | None = None  # on the device: a Python int would become a constant of the graph
 
     def advance(self, n_tokens: int) -> None:
         if self.n_seen is None:
@@ -122,7 +122,7 @@ class StaticLayerCache(HybridLayerCache):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, stored KV heads, L, P] behind those before; return all, unwritten ones as 0."""
+        """Write keys and values [B, stored KV heads, L, P] after the earlier ones; return all, 0 if unwritten."""
         dtype = key_states.dtype
         if self.keys is None or self.values is None:
             (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
@@ -152,14 +152,14 @@ class StaticLayerCache(HybridLayerCache):
 
 
 def _static(tensor: Tensor) -> Tensor:
-    """Tell torch.compile that a tensor stays where it is."""
+    """Mark a tensor's address as static for torch.compile."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 class HybridCache(Cache):
-    """Layers' caches; ``model.new_cache()`` makes one that fits."""
+    """Cache of all layers; create it with ``model.new_cache()``."""
 
     def __init__(self, layers: Sequence[HybridLayerCache]) -> None:
         super().__init__(layers=[*layers])
@@ -169,6 +169,6 @@ class HybridCache(Cache):
         return cast(HybridLayerCache, self.layers[index])
 
     def nbytes(self) -> dict[str, int]:
-        """Count the bytes held by all layers: ``kv``, ``ssm``, ``conv``."""
+        """Count the bytes in use by all layers: ``kv``, ``ssm``, ``conv``."""
         layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
         return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}

@@ -1,4 +1,4 @@
-"""Configuration of a hybrid model: the teacher's own, and which of its heads stayed attention."""
+"""Configuration of a hybrid model: the teacher's config, and which of its heads stay attention."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
 ATTENTION = ("sdpa", "eager")
-"""Attention implementations that every machine has."""
+"""Attention implementations that run on every machine."""
 
-# Far above every existing model, far below what would fill a memory before the first error: name -> largest value.
+# Largest value per field: far above any existing model, yet small enough to raise an error before memory runs out.
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -25,15 +25,15 @@ LARGEST = {
     "num_key_value_heads": 2**10,
     "head_dim": 2**12,
     "max_position_embeddings": 2**31,
-    "num_labels": 2**14,  # transformers writes down a name for each
+    "num_labels": 2**14,  # transformers stores a name for each
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-LARGEST_MODEL = 2**41  # parameters, roughly counted
-MAX_ENTRIES = 2**14  # of one list, dictionary or text
+LARGEST_MODEL = 2**41  # parameters, estimated
+MAX_ENTRIES = 2**14  # in one list, dictionary or string
 MAX_DEPTH = 8
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A condition on a value, and the same in words."""
+"""Condition on a value, and its description for errors."""
 
 
 def _whole(least: int, most: int) -> Rule:
@@ -48,7 +48,7 @@ def _all_ids(value: Any) -> bool:
 _FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to less than 1")
 _SWITCH: Rule = (lambda value: type(value) is bool, "true or false")
 _TOKENS: Rule = (_all_ids, "a token id, a list of them, or null")
-# What a field must be where a configuration has it and it is not null.
+# Rules for fields that are present and not null.
 _RULES: dict[str, Rule] = {
     **{name: _whole(1, largest) for name, largest in LARGEST.items()},
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range"), _FRACTION),
@@ -74,13 +74,13 @@ _FROM_BACKBONE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embe
 
 
 class HybridConfig(PretrainedConfig):
-    """Parts of a `HybridForCausalLM`.
+    """Configuration of a `HybridForCausalLM`.
 
-    ``backbone`` is the teacher's ``config.to_dict()``; ``kept`` lists, per layer and ascending, the query heads that
+    ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
-    `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the
-    implementation to use unless another is asked for, and ``oldest_transformers``, below which it would compute
-    something else. Raises ValueError, before a tensor is allocated, for any field that describes no model.
+    `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the default
+    attention implementation, and ``oldest_transformers``, the oldest version with the same results. Raises ValueError
+    for invalid fields, before any tensor is allocated.
     """
 
     model_type = "hybrid_distill"
@@ -126,20 +126,20 @@ class HybridConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     def backbone_config(self) -> PretrainedConfig:
-        """Make a fresh configuration object of the teacher's class."""
+        """Make a new config of the teacher's class."""
         if self.backbone is None:
             raise ValueError("this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone.")
         return _backbone_config(self.backbone)
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
-        """Return the query heads of a layer that are recurrent, ascending."""
+        """Return the recurrent query heads of a layer, ascending."""
         kept = set(self.kept[layer])
         return tuple(head for head in range(self.num_attention_heads) if head not in kept)
 
     def _set_vocab_size(self, value: int) -> None:
         self.backbone["vocab_size"] = value
 
-    # Fields that generation, evaluation suites and launchers read; the backbone is their one home.
+    # Fields that generation, evaluation suites and launchers read; only the backbone stores them.
     vocab_size = property(lambda self: self.backbone["vocab_size"], _set_vocab_size)
     hidden_size = property(lambda self: self.backbone["hidden_size"])
     num_hidden_layers = property(lambda self: self.backbone["num_hidden_layers"])
@@ -151,7 +151,7 @@ class HybridConfig(PretrainedConfig):
 
 
 def check_version(oldest: Any) -> None:
-    """Raise ValueError under a transformers older than ``oldest``, and where that is not a version."""
+    """Raise ValueError if transformers is older than ``oldest``, or if ``oldest`` is not a version."""
     if oldest is None:
         return
     parts = oldest.split(".") if isinstance(oldest, str) else []
@@ -165,15 +165,15 @@ def check_version(oldest: Any) -> None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version to compare it by: (5, 23, 0) for "5.23.0.dev0"."""
+    """Parse a version into comparable numbers: (5, 23, 0) for "5.23.0.dev0"."""
     leading = ("".join(itertools.takewhile(str.isdecimal, part)) for part in version.split(".")[:3])
     return tuple(int(digits) for digits in leading if digits)
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the field, for a decoder's configuration that describes no model or an absurd one.
+    """Raise ValueError, naming the field, for a decoder config with invalid or absurd sizes.
 
-    Only looks at the fields as they stand in a config.json: allocates nothing and builds no class.
+    Only reads the raw fields of a config.json; allocates nothing and instantiates no class.
     """
     for name in REQUIRED:
         _check(name, fields.get(name), _RULES[name])
@@ -203,7 +203,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _check_values(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ValueError for NaN and infinities, and for what is longer or deeper than any configuration."""
+    """Raise ValueError for NaN, infinities, and values longer or more deeply nested than in any real config."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}; a configuration holds finite numbers only.")
     if isinstance(value, (str, list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
@@ -234,11 +234,11 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
 
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
-    # Copied: transformers completes the dictionaries that it is given.
+    # Copied, because transformers fills in missing entries in place.
     fields: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in backbone.items()}
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
+    except Exception as error:  # errors for fields of a wrong type vary by version of transformers
         reason = " ".join(str(error).split())
         raise ValueError(
             f"backbone describes no {backbone['model_type']} model ({type(error).__name__}: {reason}); "
@@ -255,7 +255,7 @@ def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
 
 
 def _clean_backbone(backbone: Any) -> dict[str, Any]:
-    """Return the fields that describe an architecture, RoPE in both spellings."""
+    """Return the fields that describe the architecture, with RoPE in the spellings of transformers 4 and 5."""
     if not isinstance(backbone, dict) or "model_type" not in backbone:
         raise ValueError(
             f"backbone is {type(backbone).__name__} without a model_type; pass the teacher's config.to_dict()."
@@ -271,10 +271,10 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 
 
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
-    """Add the names that transformers 4 reads; transformers 5 keeps RoPE settings in ``rope_parameters``."""
+    """Add the RoPE field names of transformers 4; transformers 5 has them in ``rope_parameters``."""
     rope, old = backbone.get("rope_parameters"), {}
     by_type = _rope_by_layer_type(rope)
-    if by_type and release(transformers.__version__) < (5,):  # 5 would take the old names for all types of layers
+    if by_type and release(transformers.__version__) < (5,):  # 5 would apply the old names to all layer types
         old["rope_local_base_freq"] = (by_type.get("sliding_attention") or {}).get("rope_theta")
         rope = by_type["full_attention"]
     if not isinstance(rope, dict) or "rope_theta" not in rope:
@@ -286,18 +286,18 @@ def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
         old["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if backbone["model_type"] == "gpt_neox":
         old |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-    if backbone["model_type"] == "phi3" and old["rope_scaling"]:  # 4.x wants these three and no others
+    if backbone["model_type"] == "phi3" and old["rope_scaling"]:  # 4.x accepts exactly these three
         old["rope_scaling"] = {"type": "longrope", **{name: rope[name] for name in ("short_factor", "long_factor")}}
     return {**backbone, **old}
 
 
 def _rope_by_layer_type(rope: Any) -> dict[str, Any]:
-    """Return the RoPE settings of each type of layer, empty where all layers have the same."""
+    """Return the RoPE settings of each layer type; empty if all layers share one setting."""
     return rope if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict) else {}
 
 
 def rope_settings(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """List a decoder's RoPE settings: one entry for all layers, or one for each type of layer."""
+    """List a decoder's RoPE settings: one entry for all layers, or one per layer type."""
     shape: Any = config.get_text_config(decoder=True)
     rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
     return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]

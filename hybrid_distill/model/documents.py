@@ -1,6 +1,6 @@
-"""Documents packed in a row: where they begin, and attention that keeps them apart.
+"""Packed documents: their boundaries in a row, and attention that keeps them separate.
 
-Shapes: B batch, L length, S source length, H heads, P head dim, K blocks, T tokens of all rows laid end to end.
+Shapes: B batch, L length, S source length, H heads, P head dim, K blocks, T tokens of all rows concatenated.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from transformers import PretrainedConfig
 from .ssd import once
 
 FULL = "full_attention"
-# Kinds of layers that do not see everything, and the field of a config with their size.
+# Layer types with limited attention, and the config field with their size.
 LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 CACHE_WITH_PACKING = (
     "packed documents (seq_idx, cu_seq_lens_q, or position_ids that restart) cannot be continued from a cache; "
     "drop the cache, or pass positions that go on from it."
 )
-FLEX_BLOCK = 128  # tokens of a block of FlexAttention's masks
+FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return how many tokens a token of each layer sees, itself included; None where it sees all before it."""
+    """Return each layer's attention window in tokens, the current token included; None for full attention."""
     return [window for _, window in _kinds_and_windows(config)]
 
 
 def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | None]]:
-    """Return the kind of each layer, of `LIMITED` or `FULL`, and its window.
+    """Return the kind of each layer, from `LIMITED` or `FULL`, and its window.
 
-    Only fields that the family's configurations have count: a config.json may hold others, which no model reads.
+    Reads only fields that the family's configs define: a config.json may contain others, which no model reads.
     """
     if config is None:
         return []
     config = config.get_text_config(decoder=True)
-    known = _known_fields(config.__class__)  # torch 2.6 compiles no type(config)
+    known = _known_fields(config.__class__)  # torch 2.6 cannot compile type(config)
     fields = {name: getattr(config, name, None) for name in ("layer_types", *LIMITED.values()) if name in known}
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -53,17 +53,17 @@ def _kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int |
 
 @once
 def _known_fields(kind: type[PretrainedConfig]) -> tuple[str, ...]:
-    """Return those of ``layer_types`` and `LIMITED` that the family's configurations have."""
+    """Return which of ``layer_types`` and the fields of `LIMITED` the family's configs define."""
     names = ("layer_types", *LIMITED.values())
     try:
         default = kind()
-    except Exception:  # remote code may ask for anything
+    except Exception:  # remote code may require arguments
         return names
     return tuple(name for name in names if hasattr(default, name))
 
 
 def seq_idx_of_borders(borders: Tensor, batch: int, length: int) -> Tensor:
-    """Make seq_idx_BL from the documents' borders in all rows laid end to end: 0, the first one's length, ..."""
+    """Make seq_idx_BL from the document boundaries in all rows concatenated: 0, the first document's length, ..."""
     place_T = torch.arange(batch * length, device=borders.device)
     return torch.bucketize(place_T, borders.flatten()[1:].long(), right=True).view(batch, length)
 
@@ -71,15 +71,15 @@ def seq_idx_of_borders(borders: Tensor, batch: int, length: int) -> Tensor:
 def seq_idx_of_positions(
     position_BL: Tensor, attention_mask: Any, token_mask_BL: Tensor | None, n_past: Any, cached: bool
 ) -> Tensor | None:
-    """Make seq_idx_BL from positions that do not rise from one token to the next; None where all rise.
+    """Make seq_idx_BL: a document starts where positions do not increase; None if they increase everywhere.
 
-    Without a mask and a cache a leap is a border too, as in transformers. The device is asked once whether there are
-    borders. A compiled graph cannot ask: it assumes some, and none where there is a cache.
+    Without a mask and a cache, a jump by more than 1 is a boundary too, as in transformers. Synchronizes once with the
+    device to find out if there are boundaries. A compiled graph cannot: it assumes some, but none with a cache.
     """
     length = position_BL.shape[1]
     if n_past and token_mask_BL is not None:
         n_past = (attention_mask[:, :-length] != 0).sum(dim=1)
-    position_BS = F.pad(position_BL, (1, 0))  # from the last token that the cache holds
+    position_BS = F.pad(position_BL, (1, 0))  # starts with the last cached token
     position_BS[:, 0] = n_past - 1
     is_token_BS = torch.ones_like(position_BS, dtype=torch.bool)
     if token_mask_BL is not None:
@@ -99,7 +99,7 @@ def seq_idx_of_positions(
 
 
 def packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch: int) -> bool:
-    """Tell whether the backbone's attention takes no mask of documents, but the same arguments as `forward`."""
+    """Return True if the backbone's attention separates documents by `forward`'s own arguments, without a mask."""
     implementation = getattr(config, "_attn_implementation", None) or ""
     if implementation == "flex_attention":
         return position_ids is not None
@@ -113,13 +113,13 @@ def packed_inputs(
     mask_BL: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Make arguments for any transformers decoder that keep the documents packed in a row apart.
+    """Make arguments with which any transformers decoder keeps packed documents separate.
 
     Returns ``position_ids`` [B, L], restarting at 0 with each document, and ``attention_mask`` [B, 1, L, L]: boolean
-    for a ``config`` with sdpa (on a GPU a `DocumentMask`), else additive in ``dtype``, which sdpa and eager both take.
-    Pass the model's ``config`` also for its windows and chunks; where layers differ in kind, the mask is a dictionary
-    by layer type. ``mask_BL`` is 0 at padding. ``cu_seqlens``, the documents' borders in all rows laid end to end,
-    saves the host from waiting for them. Raises ValueError for an attention implementation that takes no such mask.
+    if the ``config`` has sdpa (a `DocumentMask` on a GPU), else additive in ``dtype``, which sdpa and eager accept.
+    The ``config`` also provides windows and chunks; if layers differ in kind, the mask is a dictionary by layer type.
+    ``mask_BL`` is 0 at padding. ``cu_seqlens``, the document boundaries in all rows concatenated, avoids a
+    synchronization with the device. Raises ValueError for an attention implementation without such masks.
     """
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", None):
@@ -146,12 +146,12 @@ def packed_inputs(
         if mask_BL is not None:
             seen = seen & (is_token_BL.unsqueeze(1) | torch.eye(len(index_L), dtype=torch.bool, device=index_L.device))
         masks[kind] = seen.unsqueeze(1) if implementation == "sdpa" else _additive(seen, dtype)
-    mask, *others = masks.values()  # torch 2.6 compiles no popitem()
+    mask, *others = masks.values()  # torch 2.6 cannot compile popitem()
     return {"position_ids": position_ids, "attention_mask": masks if others else mask}
 
 
 def _seen(first_BL: Tensor) -> Tensor:
-    """Tell which tokens [B, L, L] each token sees: from its first one to itself."""
+    """Return a boolean mask [B, L, L]: each token sees the tokens from ``first_BL`` to itself."""
     index_L = torch.arange(first_BL.shape[1], device=first_BL.device)
     return (index_L >= first_BL.unsqueeze(2)) & (index_L <= index_L.unsqueeze(1))
 
@@ -162,16 +162,16 @@ def _additive(seen_BLL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DocumentMask(Tensor):
-    """Boolean mask [B, 1, L, L] whose numbers `F.scaled_dot_product_attention` does without.
+    """Boolean mask [B, 1, L, L] that `F.scaled_dot_product_attention` uses without materializing its elements.
 
-    FlashAttention gets the documents' borders (float16 and bfloat16, where flash-attn is installed), FlexAttention the
-    first token that each token sees. Any other function gets the numbers: the mask is right wherever it ends up.
+    FlashAttention reads the document boundaries (float16 and bfloat16, if flash-attn is installed), FlexAttention the
+    first token that each token sees. Any other function gets a materialized mask and stays correct.
     """
 
     first_BL: Tensor
-    """First token that each token sees; the last is itself."""
+    """First token that each token sees; the last one is the token itself."""
     borders: Tensor | None
-    """Where documents, or their chunks, begin and end in all rows laid end to end, int32; found when it is needed."""
+    """Boundaries of documents, or of their chunks, in all rows concatenated, int32; computed on demand if None."""
     window: int | None
 
     @classmethod
@@ -186,9 +186,9 @@ class DocumentMask(Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend_documents(*args, **kwargs)
-        if func.__name__ in ("__get__", "size", "dim", "is_floating_point"):  # of shape, dtype and device
+        if func.__name__ in ("__get__", "size", "dim", "is_floating_point"):  # reads shape, dtype or device
             return super().__torch_function__(func, types, args, kwargs)
-        if func is Tensor.__getitem__:  # transformers cuts masks to the length of the keys, here to the whole
+        if func is Tensor.__getitem__:  # transformers slices masks to the length of the keys: here, all of it
             cut = cast(Tensor, super().__torch_function__(func, types, args, kwargs))
             if cut.shape == args[0].shape:
                 return args[0]
@@ -197,7 +197,7 @@ class DocumentMask(Tensor):
 
     @cached_property
     def blocks(self) -> flex_attention.BlockMask:
-        """FlexAttention's mask: for each block of tokens the blocks from the first that it sees to itself."""
+        """FlexAttention's mask: each block of tokens sees the blocks from its first visible one to itself."""
         first_BL, length = self.first_BL, self.first_BL.shape[1]
         first_block_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
         block_K = torch.arange(first_block_BK.shape[1], device=first_BL.device)
@@ -218,7 +218,7 @@ def _has_document_attention(device: torch.device) -> bool:
 
 @lru_cache
 def _flash_attention() -> Any:
-    """Return FlashAttention for sequences of different lengths; None where flash-attn is not installed."""
+    """Return FlashAttention for variable-length sequences; None if flash-attn is not installed."""
     try:
         return importlib.import_module("flash_attn").flash_attn_varlen_func
     except (ImportError, AttributeError):
@@ -228,8 +228,8 @@ def _flash_attention() -> Any:
 @lru_cache
 def _compiled_flex_attention() -> Any:
     config: Any = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # the name until torch 2.6
-    setattr(config, limit, max(64, getattr(config, limit)))  # beyond it, torch runs all pairs; layers differ in heads
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # name until torch 2.6
+    setattr(config, limit, max(64, getattr(config, limit)))  # each head count compiles anew; past it, flex is dense
     return torch.compile(flex_attention.flex_attention)
 
 
@@ -237,10 +237,10 @@ def _attend_documents(
     query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor, attn_mask: DocumentMask, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Do as `F.scaled_dot_product_attention` does with a `DocumentMask`."""
+    """Run `F.scaled_dot_product_attention` with a `DocumentMask`."""
     device = query_BHLP.device.type
     of_heads: Any = query_BHLP, key_BHLP, value_BHLP
-    if torch.is_autocast_enabled(device):  # which turns attention's inputs around itself
+    if torch.is_autocast_enabled(device):  # sdpa itself would cast its inputs under autocast
         of_heads = tuple(t.to(torch.get_autocast_dtype(device)) for t in of_heads)
     (batch, _, length, width), flash = query_BHLP.shape, _flash_attention()
     is_half = all(t.dtype in (torch.float16, torch.bfloat16) and t.shape[-1] == width <= 256 for t in of_heads)

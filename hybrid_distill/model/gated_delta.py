@@ -1,13 +1,13 @@
-"""The gated delta rule (arXiv 2412.06464): a recurrence that replaces what it holds under a key.
+"""Gated delta rule (arXiv 2412.06464): a recurrence that overwrites the value stored for a key.
 
 Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
 
     S_t = a_t S_{t-1} (I - w_t k_t k_t^T) + w_t x_t k_t^T        y_t = S_t C_t
 
-It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T, where u_t = w_t (x_t - a_t S_{t-1} k_t)
-is the *write*, the part of x_t that the state does not hold yet. Each form below finds the writes, and `ssd` the rest.
+It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T. The *write* u_t is the part of x_t that
+the state does not contain yet: w_t (x_t - a_t S_{t-1} k_t). Each form below computes the writes; `ssd` does the rest.
 
-Shapes as in `ssd`; G gates, the raw decay and the raw write gate of each head.
+Shapes as in `ssd`; G gates: the raw decay and the raw write gate of each head.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .ssd import (
 )
 
 KERNEL = "fla.ops.gated_delta_rule"  # imported by a string: see `ssd`
-LARGEST_ERROR = 0.03  # of the kernel in 16 bits, relative
+LARGEST_ERROR = 0.03  # relative error of the kernel in 16 bits
 
 log = logging.getLogger(__name__)
 
 
 def gates(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log a and the write gate w, in fp32 at least."""
+    """Compute log a and the write gate w, in fp32 or fp64."""
     raw_decay, raw_write = raw_BLHG.unbind(-1)
     return log_decay(raw_decay), raw_write.to(state_dtype(raw_write)).sigmoid()
 
 
 def unit_keys(b_BLHN: Tensor) -> Tensor:
-    """Scale keys to length 1; those near zero stay short, so that their gradients stay finite."""
+    """Scale keys to length 1; keys near zero stay shorter, so that their gradients stay finite."""
     wide = b_BLHN.to(state_dtype(b_BLHN))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(b_BLHN.dtype)
 
@@ -66,7 +66,7 @@ def delta_scan(
     impl: str = "auto",
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over a whole sequence; arguments and results are those of `ssd_scan`."""
+    """Run the recurrence over a whole sequence; arguments and results as in `ssd_scan`."""
     dtype = state_dtype(x_BLHP)
     on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
     if on_kernel and _kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
@@ -84,7 +84,7 @@ def delta_scan(
 def delta_step(
     x_BHP: Tensor, log_a_BH: Tensor, write_BH: Tensor, k_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
     x, log_a, write, k, state = (t.to(dtype) for t in (x_BHP, log_a_BH, write_BH, k_BHN, state_BHPN))
     held = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
@@ -95,9 +95,9 @@ def delta_step(
 def delta_mixing_matrix(
     log_a_BLH: Tensor, write_BLH: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
 ) -> Tensor:
-    """Return T_BHLS with y = T x: the matrix of `ssd` that turns writes into y, times the one that gives the writes.
+    """Return T_BHLS with y = T x: the mixing matrix of `ssd`, which maps writes to y, times the map from x to writes.
 
-    (I + w (K K^T * decay)) u = w x, with the products of different tokens only.
+    The writes solve (I + w (K K^T * decay)) u = w x, where K K^T has no diagonal.
     """
     of_writes = mixing_matrix(log_a_BLH, k_BLHN, c_BLHN, seq_idx_BL)
     overlap = mixing_matrix(log_a_BLH, k_BLHN, k_BLHN, seq_idx_BL)
@@ -109,7 +109,7 @@ def delta_mixing_matrix(
 def gated_delta_scan(
     x_BLHP: Tensor, raw_BLHG: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, D_H: Tensor, z_BLHP: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` are those of `gated_ssd_scan`."""
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in `gated_ssd_scan`."""
     y_BLHP, state = delta_scan(x_BLHP, *gates(raw_BLHG), k_BLHN, c_BLHN, **options)
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
@@ -117,7 +117,7 @@ def gated_delta_scan(
 def gated_delta_step(
     x_BHP: Tensor, raw_BHG: Tensor, k_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token of `gated_delta_scan`: y_BHP and the new state."""
+    """Compute one token of `gated_delta_scan`; return y_BHP and the new state."""
     y_BHP, state = delta_step(x_BHP, *gates(raw_BHG), k_BHN, c_BHN, state_BHPN)
     return skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
@@ -125,15 +125,15 @@ def gated_delta_step(
 def _writes(
     x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> Tensor:
-    """Return the writes u_BLHP, a chunk at a time (the WY representation).
+    """Return the writes u_BLHP, computed chunk by chunk (WY representation).
 
-    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before the chunk. The system
-    is solved for both terms before S is known.  1. u = own - read S^T.  2. S after each chunk.  3. The writes.
+    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before the chunk. Both terms
+    are solved for before S is known.  1. u = own - read S^T.  2. S after each chunk.  3. The writes.
     """
     batch, length, n_heads, head_dim = x.shape
     cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
     x, k, write = (to_chunks(t, chunk_size) for t in (x, k, write.unsqueeze(-1)))  # [B, H, M, Q, .]
-    k = k.contiguous()  # once, or every product would copy it
+    k = k.contiguous()  # copy once, instead of in every product
     written = k * write
     overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
     right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
@@ -153,7 +153,7 @@ def _writes(
 def _on_kernel(
     x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, state: Tensor | None, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scan with flash-linear-attention's kernel, whose states are [N, P]; a decay to nothing begins a document."""
+    """Scan with flash-linear-attention's kernel, whose states are [N, P]; MIN_LOG_DECAY resets at each document."""
     if seq_idx is not None:
         begins = torch.nn.functional.pad(seq_idx.diff(dim=1) != 0, (1, 0)).unsqueeze(-1)
         log_a = log_a.masked_fill(begins, MIN_LOG_DECAY)
@@ -173,7 +173,7 @@ def _on_kernel(
 
 @once
 def _kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
-    """Check that the kernel is there, takes these tensors and computes on this device what torch does; log why not."""
+    """Return True if the kernel is installed, accepts these tensors and matches torch on this device; else log why."""
     if importlib.util.find_spec("fla") is None:
         reason = "flash-linear-attention is not installed"
     elif dtype not in (torch.bfloat16, torch.float16):
@@ -187,7 +187,7 @@ def _kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_stat
 
 @torch.no_grad()
 def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> str | None:
-    """Compare the kernel with torch on two documents behind a state; return what is wrong with it."""
+    """Compare the kernel with torch on two documents after a given state; return the error, or None."""
     generator = torch.Generator().manual_seed(0)
     x, k, c, state = (
         torch.randn(shape, generator=generator).to(device, dtype)
@@ -198,7 +198,7 @@ def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: i
     seq_idx = (torch.arange(70, device=device) > 40).long().unsqueeze(0)
     try:
         found = _on_kernel(*given, state, seq_idx)
-    except Exception as error:  # whatever another version of it raises
+    except Exception as error:  # other versions of the kernel may raise anything
         return f"it fails with {type(error).__name__}: {error}"
     expected = delta_scan(*given, state_BHPN=state, seq_idx_BL=seq_idx, impl="torch")
     error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected))

@@ -1,4 +1,4 @@
-"""Layouts of attention modules in every family that can become a student.
+"""Layouts of the attention modules in every model family that can become a student.
 
 Shapes: P head dim. A block is P rows of a linear: one head's query, key or value.
 """
@@ -18,14 +18,14 @@ CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 Part = Literal["query", "key", "value"]
 HEAD_NORMS: dict[Part, tuple[str, ...]] = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
-"""Names of the norms behind an attention module's queries and keys."""
+"""Names of the norms after an attention module's query and key projections."""
 
 
 class AttentionLayout(NamedTuple):
-    """Linears of an attention module: those that make queries, keys and values, and the one that reads the heads.
+    """Names of an attention module's linears: query, key and value projections, and the output projection.
 
-    A linear that makes all three has all queries first, then all keys, then all values; or, ``by_head``, query, key
-    and value of each head side by side.
+    A fused linear stores all queries, then all keys, then all values; with ``by_head``, it stores query, key and value
+    head by head.
     """
 
     query: str
@@ -37,11 +37,11 @@ class AttentionLayout(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Linears that read the layer's input, each once."""
+        """Names of the linears that read the layer's input, without duplicates."""
         return tuple(dict.fromkeys((self.query, self.key, self.value)))
 
     def block(self, part: Part, head: int, n_heads: int, n_kv_heads: int) -> int:
-        """Return the index of the block of a head's query, or a KV head's key or value, in its linear."""
+        """Return the block index, within its linear, of a head's query or a KV head's key or value."""
         if len(self.inputs) > 1:
             return head
         if self.by_head:
@@ -51,7 +51,7 @@ class AttentionLayout(NamedTuple):
     def blocks(
         self, linear: str, heads: Sequence[int], kv_heads: Sequence[int], n_heads: int, n_kv_heads: int
     ) -> list[int]:
-        """Return the indices, ascending, of the blocks of these heads and KV heads in one linear."""
+        """Return the block indices of these heads and KV heads in one linear, ascending."""
         wanted: dict[Part, Sequence[int]] = {"query": heads, "key": kv_heads, "value": kv_heads}
         return sorted(
             self.block(part, head, n_heads, n_kv_heads)
@@ -75,7 +75,7 @@ LAYOUTS = (
 
 
 def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
-    """Return the layout of an attention module called ``name``. Raises ValueError where no layout fits."""
+    """Return the layout of an attention module called ``name``. Raises ValueError if no layout fits."""
     linears = {part for part, child in attention.named_children() if isinstance(child, nn.Linear)}
     for layout in LAYOUTS:
         if {*layout.inputs, layout.output} <= linears:
@@ -89,14 +89,14 @@ def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
 
 
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:
-    """Return the norm behind an attention module's queries or keys, if it has one."""
+    """Return the norm after an attention module's query or key projection, if it has one."""
     norms = [getattr(attention, name, None) for name in HEAD_NORMS.get(part, ())]
-    found = [norm for norm in norms if norm is not None]  # torch 2.6 compiles no next() with a default
+    found = [norm for norm in norms if norm is not None]  # torch 2.6 cannot compile next() with a default
     return found[0] if found else None
 
 
 def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:
-    """Tell whether a norm takes all heads together (OLMo-2, OLMo-3): each head then needs all the others."""
+    """Return True if a norm covers all heads jointly (OLMo-2, OLMo-3), so that each head depends on all others."""
     weight = getattr(norm, "weight", None)
     return weight is not None and weight.dim() == 1 and len(weight) > head_dim
 
@@ -107,17 +107,17 @@ def text_config(model: Any) -> Any:
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the width of an attention head; configs without it divide the hidden size among the heads."""
+    """Return a config's head dim; without one, the hidden size divided by the number of heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the decoder inside a causal language model; Llama-4 names a base model that it does not have."""
+    """Return the decoder inside a causal language model; Llama-4 declares a base model that does not exist."""
     return model.model if model.base_model is model else model.base_model
 
 
 def attention_name(layer: nn.Module) -> str:
-    """Return the name of a decoder layer's attention module, empty if it has none."""
+    """Return the name of a decoder layer's attention module; empty if there is none."""
     children = dict(layer.named_children())
     found = [name for name in ATTENTION_NAMES if name in children]
     return found[0] if found else ""

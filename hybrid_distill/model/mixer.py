@@ -1,4 +1,4 @@
-"""The mixer that replaces a teacher's attention: kept heads beside recurrent heads, in the teacher's head order.
+"""Mixer that replaces a teacher's attention: kept and recurrent heads, in the teacher's head order.
 
 Shapes: B batch, L length, S source length, H head, P head dim, N state size, D model width, C conv channels,
 K conv width (minus 1 in a stored state), R recurrent heads.
@@ -24,13 +24,13 @@ from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step
 from .layout import CACHE_NAMES, Part, find_layout, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
-ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not take
-ALIGNED = 16  # elements a row starts at a multiple of, and x, B and C in it: kernels then read 16 bytes at a time
-OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: with zero weights, a gate that changes nothing
+ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not accept
+ALIGNED = 16  # alignment, in elements, of rows and of x, B and C within them: kernels can then load 16 bytes at once
+OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: as the bias of a gate with zero weights, it passes everything
 
 
 class _KVStore:
-    """Cache as kept attention sees it: stores each KV head once and returns it to every head that reads it."""
+    """Cache adapter for kept attention: stores each KV head once and repeats it for every head that reads it."""
 
     def __init__(self, layer: HybridLayerCache | None, handed_out: list[int] | None) -> None:
         self.layer = layer
@@ -48,47 +48,47 @@ class _KVStore:
 
 
 class _CutConfig:
-    """Backbone's config as kept attention sees it: its own numbers of heads, all else read through."""
+    """Backbone config for kept attention: overrides the numbers of heads, reads every other field through."""
 
     def __init__(self, backbone: PretrainedConfig, n_heads: int, n_kv_heads: int) -> None:
         self._backbone = backbone
         self.num_attention_heads, self.num_key_value_heads = n_heads, n_kv_heads
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_backbone":  # read by copy and pickle before it is set
+        if name.startswith("__") or name == "_backbone":  # copy and pickle read it before it is set
             raise AttributeError(name)
         return getattr(self._backbone, name)
 
 
 def _pick_blocks(heads: list[int], head_dim: int, norm: nn.Module, args: Any, out_BLC: Tensor) -> Tensor:
-    """Pick some heads of the output of a norm over all heads (a forward hook)."""
+    """Pick heads from the output of a norm over all heads (forward hook)."""
     return torch.cat([out_BLC[..., head * head_dim : (head + 1) * head_dim] for head in heads], dim=-1)
 
 
 def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
-    """Pick heads by slices: an index tensor would be copied to the device at every call."""
+    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
     return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
 def _unprojected(t_BLD: Tensor) -> Tensor:
-    """Stand for the output projection in kept attention. Not a module, which LoRA would take for one by its name."""
+    """Replace the output projection in kept attention. Not a module: LoRA would match it by name."""
     return t_BLD
 
 
 class _LateBias(nn.Linear):
-    """Linear whose bias is added elsewhere: Mamba-2's stands behind the convolution."""
+    """Linear that does not add its bias: Mamba-2 adds it after the convolution."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight)
 
 
 def _is_plain(projection: nn.Module) -> bool:
-    """Check that a projection is its weight: neither quantized nor with an adapter (LoRA) beside it."""
+    """Return True if a projection consists of its plain weight, without quantization or an adapter (LoRA)."""
     return type(projection) in (nn.Linear, _LateBias) and type(projection.weight) is nn.Parameter
 
 
 class _DecayProjection(nn.Linear):
-    """Linear that adds its bias in fp32: near a = 1, a sum in bf16 would put half-lives several percent off."""
+    """Linear that adds its bias in fp32: near a = 1, a bf16 sum would shift half-lives by several percent."""
 
     def forward(self, input: Tensor) -> Tensor:
         raw = F.linear(input, self.weight)
@@ -96,7 +96,7 @@ class _DecayProjection(nn.Linear):
 
 
 def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.0) -> Tensor:
-    """Return distinct half-lives in tokens, log-spaced over a layer's heads; a single head gets the middle."""
+    """Return distinct half-lives in tokens, log-spaced over a layer's heads; a single head gets the geometric mean."""
     places = (torch.arange(n_heads) + 0.5) / n_heads
     return shortest * (longest / shortest) ** places
 
@@ -110,10 +110,10 @@ def _delta_matrix(raw_BLRG: Tensor, k_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: 
 
 
 class Recurrence(NamedTuple):
-    """One of the `RECURRENCES`: all in which recurrent heads differ.
+    """Everything in which the `RECURRENCES` differ.
 
-    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] where there are several), and B as
-    ``keys`` makes it from B and the raw gates.
+    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] for several gates) and the keys,
+    which ``keys`` computes from B and the raw gates.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
@@ -121,12 +121,12 @@ class Recurrence(NamedTuple):
     matrix: Callable[..., Tensor] = _ssd_matrix
     keys: Callable[[Tensor, Tensor], Tensor] = lambda b, raw: b
     n_gates: int = 1
-    """Rows of ``a_proj`` for each head: the raw decay, and what else the recurrence has a gate for."""
+    """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
     has_silu: bool = False
-    """Biases of x, B and C stand behind the convolution, and a SiLU follows."""
+    """Add the biases of x, B and C after the convolution, then apply a SiLU."""
     has_gate_bias: bool = True
     steps_in_place: bool = False
-    """A decoding step may run in one kernel."""
+    """Decoding step may run in one kernel."""
 
 
 _MAMBA2 = Recurrence(keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True)
@@ -136,7 +136,7 @@ FORMS = {
     "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
     "gdn": Recurrence(gated_delta_scan, gated_delta_step, _delta_matrix, lambda b, raw: unit_keys(b), n_gates=2),
 }
-"""Forms of the recurrent heads by the names of `RECURRENCES`."""
+"""Forms of the recurrent heads, by name (`RECURRENCES`)."""
 
 
 class SSMHeads(nn.Module):
@@ -145,19 +145,19 @@ class SSMHeads(nn.Module):
         x, B, C = conv(x_proj u), conv(b_proj u), conv(c_proj u)        a = exp(-softplus(a_proj u))
         S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
 
-    Every projection has a bias: x takes over the teacher's value bias, the others hold a constant feature, a
-    decay and a gate. B and C are per head. ``conv_bias`` adds a bias behind the convolution, as in Llamba.
+    Every projection has a bias: x inherits the teacher's value bias; the others hold a constant feature, a decay and
+    a gate. B and C are per head. ``conv_bias`` adds a bias after the convolution, as in Llamba.
 
-    This is the ``discrete`` recurrence. With ``mamba2`` the heads are Mamba-2's own (arXiv 2405.21060, A = -1), which
-    other programs know: the biases of x, B and C stand behind the convolution, a SiLU follows, and the input of the
-    state is scaled by the step, dt_t = -log a_t = softplus(a_proj u). With ``mamba2-stock`` the gate has no bias, as in
+    This is the ``discrete`` recurrence. ``mamba2`` uses the heads of Mamba-2 (arXiv 2405.21060, A = -1), which other
+    programs support: the biases of x, B and C are added after the convolution, a SiLU follows, and the step size
+    scales the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like
     published models.
 
-    With ``gdn`` the state follows the gated delta rule (`gated_delta`): x is the value, B over its length the key, C
-    the query. ``a_proj`` has a second row for each head, the write gate, behind its decay. All else is ``discrete``.
+    ``gdn`` follows the gated delta rule (`gated_delta`): x is the value, B scaled to unit length the key, C the query.
+    ``a_proj`` has a second row per head, the write gate, after its decay. Everything else is as in ``discrete``.
 
-    ``segment_len`` tokens are run at a time, if set, and the states passed on. The backward pass recomputes each
-    segment, so that memory grows with the segment and not with the row.
+    ``segment_len``, if set, splits a row into segments of that many tokens and carries the states across. The backward
+    pass recomputes each segment, so that memory grows with the segment, not with the row.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class SSMHeads(nn.Module):
 
     @property
     def form(self) -> Recurrence:
-        """The functions of this recurrence; not an attribute, which would have to be pickled."""
+        """Functions of this recurrence; a property, because an attribute would have to be pickled."""
         return FORMS[self.recurrence]
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw projections; set an identity convolution, an open gate and half-lives spread over the heads."""
+        """Draw random projections; set an identity convolution, an open gate and half-lives spread over the heads."""
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
             projection.bias.zero_()
@@ -220,7 +220,7 @@ class SSMHeads(nn.Module):
     ) -> Tensor:
         """Compute the outputs of the recurrent heads, y_BLRP.
 
-        ``token_mask_BL`` is 0 at padding, which may stand anywhere in a row and changes neither outputs nor states.
+        ``token_mask_BL`` is 0 at padding, which may be anywhere in a row and affects neither outputs nor states.
         """
         if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
             return self._step(hidden_BLD, token_mask_BL, cache)
@@ -228,7 +228,7 @@ class SSMHeads(nn.Module):
         if token_mask_BL is not None:
             order, back, token_mask_BL = _tokens_first(token_mask_BL)
             hidden_BLD = _Reordered.apply(hidden_BLD, order, back)
-            if seq_idx_BL is not None:  # the padding, now at the end, belongs to the last document
+            if seq_idx_BL is not None:  # assign the padding, now at the end, to the last document
                 seq_idx_BL = _Reordered.apply(seq_idx_BL, order, back).cummax(dim=1).values
         states = (None, None) if cache is None else (cache.conv_state, cache.ssm_state)
         whole = self.segment_len is None or hidden_BLD.shape[1] <= self.segment_len
@@ -241,7 +241,7 @@ class SSMHeads(nn.Module):
     def _run(
         self, hidden_BLD: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any, state_BRPN: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (y_BLRP, conv state, state) after some tokens, from the states before them."""
+        """Return (y_BLRP, conv state, SSM state) after these tokens, given the states before them."""
         xbc_BLC, raw = self._projections(hidden_BLD)
         x, b, c, raw, conv_state_BCK = self._convolved(xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK)
         options: dict[str, Any] = {"state_BHPN": state_BRPN, "seq_idx_BL": seq_idx_BL, "impl": self.impl}
@@ -251,7 +251,7 @@ class SSMHeads(nn.Module):
     def _run_in_segments(
         self, hidden_BLD: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any, state_BRPN: Any
     ) -> tuple[Tensor, Any, Any]:
-        """Do as `_run`, ``segment_len`` tokens at a time. A document that begins with a segment gets no state."""
+        """Run `_run` on segments of ``segment_len`` tokens. A document that begins with a segment starts from zero."""
         size: Any = self.segment_len
         ys = []
         for begin in range(0, hidden_BLD.shape[1], size):
@@ -262,18 +262,18 @@ class SSMHeads(nn.Module):
                 conv_state_BCK, state_BRPN = _of_document(seq_idx_BL, begin, conv_state_BCK, state_BRPN)
             states = conv_state_BCK, state_BRPN
             y, *states = cast(Any, checkpoint(self._run, hidden, token_mask, seq_idx, *states, use_reentrant=False))
-            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # slices of larger tensors
+            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # cloned: slices of larger tensors
             ys.append(y)
         return torch.cat(ys, dim=1), conv_state_BCK, state_BRPN
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-        """Return T_BRLS, with D on the diagonal and without the gate: y = T x."""
+        """Return T_BRLS with y = T x, D on the diagonal included, the output gate left out."""
         x, raw, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
         mixing = self.form.matrix(raw, b, c, seq_idx_BL)
         return mixing + torch.diag_embed(self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1]))
 
     def scan_inputs(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return x_BLRP, raw gates, B_BLRN, C_BLRN as the scan reads them, and its output gate silu(z)_BLRP."""
+        """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
         x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
         return x, raw, b, c, F.silu(self._gate(hidden_BLD))
 
@@ -283,7 +283,7 @@ class SSMHeads(nn.Module):
         batch, length, width = hidden_BLD.shape
         on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
         if on_kernels and length > 1 and batch * length >= width and all(map(_is_plain, projections)):
-            # The weights are fewer than the activations: join those. Padding makes the rows longer than `sizes`.
+            # Join the weights, which are smaller than the activations. Padding makes the rows longer than `sizes`.
             bias = None if self.form.has_silu else _join([projection.bias for projection in projections])
             xbc_BLC = F.linear(hidden_BLD, _join([projection.weight for projection in projections]), bias)
         else:
@@ -294,7 +294,7 @@ class SSMHeads(nn.Module):
         return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
 
     def _step(self, hidden_BLD: Tensor, token_mask_BL: Tensor | None, cache: HybridLayerCache) -> Tensor:
-        """Compute one token after those in the cache; a kernel overwrites the states in place if it can."""
+        """Compute the next token after the cached ones; if possible, one kernel updates the states in place."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
         z_BLRP = self._gate(hidden_BLD)
         conv_state, ssm_state = cast(tuple[Tensor, Tensor], (cache.conv_state, cache.ssm_state))
@@ -319,9 +319,9 @@ class SSMHeads(nn.Module):
     def _convolved(
         self, xbc_BLC: Tensor, raw_BLR: Tensor, token_mask_BL: Any, seq_idx_BL: Any, conv_state_BCK: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, the raw gates, and the convolution's state.
+        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, the raw gates, and the conv state.
 
-        Padding, which stands behind the tokens of its row, adds and decays nothing.
+        Padding, at the end of its row, adds nothing to the state and does not decay it.
         """
         token_BL1 = n_tokens_B = None
         if token_mask_BL is not None:
@@ -356,7 +356,7 @@ class SSMHeads(nn.Module):
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate x, B and C, each filled up with zeros to a multiple of ALIGNED."""
+    """Concatenate x, B and C, each padded with zeros to a multiple of ALIGNED."""
     filled = []
     for part in parts:
         shape = list(part.shape)
@@ -366,13 +366,13 @@ def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _parts(row: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
-    """Return x, B and C of a row, filled up or not, as views."""
+    """Return x, B and C of a row, padded or not, as views."""
     widths = sizes if row.shape[dim] == sum(sizes) else [size + -size % ALIGNED for size in sizes]
     return tuple(part.narrow(dim, 0, size) for part, size in zip(row.split(widths, dim), sizes, strict=True))
 
 
 class _Parts(torch.autograd.Function):
-    """`_parts` of the last dimension; the gradient is a row again, without a copy where a kernel wrote it as one."""
+    """`_parts` of the last dimension; the gradient is one row, without a copy if a kernel wrote it as one."""
 
     @staticmethod
     def forward(ctx: Any, row_BLC: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -393,9 +393,9 @@ class _Parts(torch.autograd.Function):
 
 
 def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order (for `_Reordered`) with each row's tokens before its padding, the way back, the mask then.
+    """Return the order (for `_Reordered`) that puts each row's tokens before its padding, its inverse, the new mask.
 
-    Neither sorts nor waits for the device.
+    Neither sorts nor synchronizes with the device.
     """
     is_token = token_mask_BL != 0
     n_tokens_B1 = is_token.sum(dim=1, keepdim=True)
@@ -406,7 +406,7 @@ def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Reordered(torch.autograd.Function):
-    """Reorder tokens [B, L, ..] by ``index``, which counts over all rows; the gradient by ``back``."""
+    """Reorder tokens [B, L, ..] by ``index`` into the flattened rows; ``back`` reorders the gradient."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def _of_document(seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any) -> tuple[Tensor, Tensor]:
-    """Keep, of the states before token ``begin``, what belongs to its own document."""
+    """Zero the parts of the states before token ``begin`` that belong to an earlier document."""
     n_past = conv_state_BCK.shape[-1]
     own_BK = F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:] == seq_idx_BL[:, begin : begin + 1]
     continues_B = seq_idx_BL[:, begin - 1] == seq_idx_BL[:, begin]
@@ -428,11 +428,11 @@ def _of_document(seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN
 
 
 class HybridMixer(nn.Module):
-    """Stand-in for the attention module of a layer: same inputs, same kind of output.
+    """Replacement for the attention module of a layer, with the same inputs and kind of output.
 
-    ``attention`` is the backbone's own attention module, cut down to the kept heads and without output
-    projection (None when no head is kept); ``ssm`` holds the recurrent heads (None when all are kept). Where queries
-    and keys are normed over all heads, their projections stay whole and the kept heads are picked behind the norm.
+    ``attention`` is the backbone's attention module, reduced to the kept heads and without its output projection (None
+    if no head is kept); ``ssm`` holds the recurrent heads (None if all are kept). If queries and keys are normalized
+    over all heads, their projections stay whole and the kept heads are picked after the norm.
     """
 
     def __init__(self, attention: Any, config: HybridConfig, layer: int) -> None:
@@ -446,17 +446,17 @@ class HybridMixer(nn.Module):
         self.head_dim = self.o_proj.in_features // self.n_heads
         self.group_size: int = self.n_heads // config.num_key_value_heads
         self.kv_groups = tuple(sorted({head // self.group_size for head in self.kept}))
-        for name in ("attention_type", "is_sliding"):  # read by decoders of some versions of transformers
+        for name in ("attention_type", "is_sliding"):  # decoders of some transformers versions read these
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
         self._handed_out: list[int] | None = None
-        self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` as the decoder layer got them, while it runs
+        self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` that the decoder layer received, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
         sizes = config.hidden_size, len(self.recurrent), self.head_dim, config.d_state, config.conv_width
         self.ssm = SSMHeads(*sizes, config.conv_bias, config.recurrence) if self.recurrent else None
 
     def _cut_down(self, attention: Any) -> nn.Module:
-        """Give the backbone's attention projections for the kept heads only; the builder fills them."""
+        """Shrink the backbone's attention projections to the kept heads; the builder fills in their weights."""
         n_kept, n_stored = len(self.kept), len(self.kv_groups)
         n_all = self.n_heads, self.n_heads // self.group_size
         whole = set()
@@ -478,8 +478,8 @@ class HybridMixer(nn.Module):
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
             n_rep = 1
-            self._handed_out = stored_for_kept  # else the backbone's own repeat fits
-        # Counts that forwards read, by the names of the families.
+            self._handed_out = stored_for_kept  # otherwise the backbone's own KV repeat is right
+        # Head counts that forwards read, under the names that the families use.
         counts = {"num_heads": n_kept, "num_attention_heads": n_kept, "num_key_value_heads": n_stored}
         for name, count in {**counts, "num_key_value_groups": n_rep}.items():
             if hasattr(attention, name):
@@ -488,7 +488,7 @@ class HybridMixer(nn.Module):
         return attention
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return (out_BLD, None): the teacher's output projection over all heads. See `heads` for the arguments."""
+        """Return (out_BLD, None): the output projection of all heads. See `heads` for the arguments."""
         y_BLHP = self.heads(hidden_states, *args, **kwargs)
         return self.o_proj(y_BLHP.flatten(-2)), None
 
@@ -504,12 +504,11 @@ class HybridMixer(nn.Module):
         attended: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute all heads' outputs y_BLHP in the teacher's head order, before the output projection.
+        """Compute the outputs y_BLHP of all heads in the teacher's head order, before the output projection.
 
-        ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; both are for the
-        recurrent heads, the kept ones get the backbone's ``attention_mask``, or are not run where ``attended`` holds
-        their outputs. Other keyword arguments go to the kept attention; a cache may be among them, under any of
-        `CACHE_NAMES`.
+        ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; only the recurrent heads
+        read them. Kept heads read the backbone's ``attention_mask``; if ``attended`` contains their outputs, they do
+        not run. Kept attention receives all other keyword arguments, including a cache under any of `CACHE_NAMES`.
         """
         cache_name = [*[name for name in CACHE_NAMES if name in kwargs], CACHE_NAMES[0]][0]
         past_key_values = kwargs.pop(cache_name, past_key_values)
@@ -536,16 +535,16 @@ class HybridMixer(nn.Module):
         return self._in_teacher_order(attended, recurred)
 
     def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-        """Return T_BHLS of the recurrent heads, D included: the counterpart of their attention maps."""
+        """Return T_BRLS of the recurrent heads, D included: the counterpart of attention maps."""
         if self.ssm is None:
             raise ValueError(f"layer {self.layer} keeps all its heads; only recurrent heads have mixing matrices.")
         return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)
 
     def _in_teacher_order(self, attended: Tensor | None, recurred: Tensor | None) -> Tensor:
-        """Join [B, L, kept, P] and [B, L, recurrent, P], run by run of neighboring heads of one kind."""
+        """Merge [B, L, kept, P] and [B, L, recurrent, P] by runs of consecutive heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
-        kinds = [head in self.kept for head in range(self.n_heads)]  # torch 2.9 compiles no groupby of a generator
+        kinds = [head in self.kept for head in range(self.n_heads)]  # torch 2.9 cannot compile groupby of a generator
         runs = [(kept, len(list(run))) for kept, run in itertools.groupby(kinds)]
         parts = {
             kept: iter(heads.split([length for kept_, length in runs if kept_ == kept], dim=2))

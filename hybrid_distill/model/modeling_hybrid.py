@@ -1,4 +1,4 @@
-"""The student: a transformers decoder whose attention modules are `HybridMixer`s; all else is the backbone's.
+"""Student model: a transformers decoder with a `HybridMixer` in place of each attention module.
 
 Shapes: B batch, L length, S source length, D model width, V vocabulary.
 """
@@ -36,17 +36,17 @@ from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import attention_name, decoder_of
 from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
 
-# transformers 4 and 5.0 load only those files of an export that this one imports itself: keep all of them.
+# Keep every import: transformers 4 and 5.0 load only those files of an export that this file imports directly.
 from .ssd import check_implementation
 
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
 
 class HybridForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model that keeps some attention heads and replaces the others by recurrent ones.
+    """Causal language model that keeps some attention heads and replaces the others by recurrent heads.
 
-    ``model`` and ``lm_head`` are the backbone's; the attention module of each of ``model.layers``, ``self_attn`` in
-    most families, is a `HybridMixer`.
+    ``model`` and ``lm_head`` are the backbone's. In each of ``model.layers``, a `HybridMixer` replaces the attention
+    module (``self_attn`` in most families).
     """
 
     config_class = HybridConfig
@@ -55,10 +55,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_flash_attn_2 = True  # the name until transformers 4.5x
+    _supports_flash_attn_2 = True  # name in older transformers, up to 4.5x
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _is_stateful = True  # a recurrent state cannot be rolled back, which assisted decoding would need
+    _is_stateful = True  # assisted decoding would have to roll back a recurrent state, which is impossible
 
     def __init__(self, config: HybridConfig) -> None:
         requested = config._attn_implementation or config.checked_attention
@@ -77,14 +77,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
             layer.__class__ = _handing_over(type(layer), name)
         self.post_init()
-        for heads in self.recurrent_heads():  # post_init leaves submodules to the backbone, which does not know these
+        for heads in self.recurrent_heads():  # post_init uses the backbone's initialization, which skips these
             heads.reset_parameters(config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as transformers does, but raise ValueError where a tensor is missing or has no place.
+        """Load as transformers does, but raise ValueError for missing or unexpected tensors.
 
-        Not with ``output_loading_info=True``, whose caller gets their names.
+        With ``output_loading_info=True``, return their names instead of raising.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if output_loading_info:
@@ -104,11 +104,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def mixers(self) -> list[HybridMixer]:
-        """Return the mixer of each layer."""
+        """Return the mixers, one per layer."""
         return [getattr(layer, attention_name(layer)) for layer in self.model.layers]
 
     def recurrent_heads(self) -> list[SSMHeads]:
-        """Return the recurrent heads of each layer that has some."""
+        """Return the recurrent heads of every layer that has any."""
         return [mixer.ssm for mixer in self.mixers() if mixer.ssm is not None]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -118,21 +118,21 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.set_input_embeddings(value)
 
     def set_segment_len(self, segment_len: int | None) -> None:
-        """Run recurrent heads over so many tokens at a time (`SSMHeads`); None is a whole row."""
+        """Set how many tokens recurrent heads process per segment (`SSMHeads`); None processes a whole row at once."""
         for heads in self.recurrent_heads():
             heads.segment_len = segment_len
 
     def set_ssm_implementation(self, impl: str) -> None:
-        """Choose how recurrent heads are computed (`ssd.IMPLEMENTATIONS`). Raises as `ssd_scan` does."""
+        """Select the implementation of recurrent heads (`ssd.IMPLEMENTATIONS`). Raises as `check_implementation`."""
         check_implementation(impl)
         for heads in self.recurrent_heads():
             heads.impl = impl
 
     def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
-        """Make an empty cache that fits this model.
+        """Make an empty cache for this model.
 
-        Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), or as they come; recurrent states stay in float32.
-        With ``max_length`` it holds at most so many tokens, in tensors that stay where they are (`StaticLayerCache`).
+        Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), by default in their own dtype; recurrent states in
+        float32. ``max_length`` makes a cache for at most that many tokens, with static addresses (`StaticLayerCache`).
         """
         windows = layer_windows(self.model.config)
         if max_length is not None:
@@ -142,9 +142,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Start `generate` from this model's own cache. Raises ValueError where generation would go wrong.
+        """Give `generate` this model's cache. Raises ValueError for options that would generate wrong tokens.
 
-        For ``cache_implementation="static"`` transformers compiles the step on a GPU, into a CUDA graph.
+        With ``cache_implementation="static"``, transformers compiles the step on a GPU, into a CUDA graph.
         """
         if getattr(generation_config, "is_assistant", False):
             raise ValueError(
@@ -170,18 +170,18 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache(max_length=max_length if is_static else None)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs as transformers does, but drop the cache where LongRoPE switches to its long factors.
+        """Prepare inputs as transformers does, but drop the cache when LongRoPE switches to its long factors.
 
-        The keys in the cache were turned by the short factors; Phi-3 itself rereads all tokens there. For a static
-        cache transformers makes 4-D masks, but recurrent heads need to know which tokens of a prompt are padding.
+        Cached keys were rotated with the short factors; Phi-3 also recomputes all tokens at this point. For a static
+        cache, pass the 2-D mask on instead of transformers' 4-D mask: recurrent heads need to know a prompt's padding.
         """
         cache, switch = kwargs.get("past_key_values"), self._longrope_switch
         length = input_ids.shape[1]
         if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
             anew = {
                 "past_key_values": self.new_cache(cache.layer(0).kv_dtype),
-                "next_sequence_length": None,  # of transformers 5: all tokens
-                "cache_position": torch.arange(length, device=input_ids.device),  # of transformers 4
+                "next_sequence_length": None,  # transformers 5: all tokens
+                "cache_position": torch.arange(length, device=input_ids.device),  # transformers 4
             }
             kwargs |= {name: value for name, value in anew.items() if name in kwargs}
         parent: Any = super()
@@ -191,11 +191,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         return inputs
 
     def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
-        """Make transformers' masks for a static cache, with the windows of the backbone's layers."""
+        """Make transformers' masks for a static cache from the backbone's config, which has the layers' windows."""
         return create_masks_for_generate(config=self.model.config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: sequences are laid end to end, and a recurrent state would run from one into the next."""
+        """Raise ValueError: it concatenates sequences, so a recurrent state would leak from one into the next."""
         raise ValueError(
             "continuous batching (cache_implementation='paged') keeps keys and values only, no recurrent states; "
             "call generate with a left-padded batch."
@@ -216,10 +216,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute next-token logits.
 
-        ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row,
-        ascending: positions restart and nothing passes from one document to the next. Transformers' own conventions
-        work too: ``position_ids`` that restart within a row, or ``cu_seq_lens_q``, the documents' borders in all rows
-        laid end to end. ``use_cache`` defaults to True except in training and with packed documents. Raises ValueError
+        ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row, ascending:
+        positions restart and nothing leaks from one document to the next. The conventions of transformers also work:
+        ``position_ids`` that restart within a row, or ``cu_seq_lens_q``, the document boundaries in all rows
+        concatenated. ``use_cache`` defaults to True, except in training and with packed documents. Raises ValueError
         for a cache of another class, or a cache with packed documents.
         """
         outputs = self.backbone_outputs(
@@ -249,7 +249,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run `forward` up to the output embedding, which reads ``last_hidden_state`` [B, L, D]."""
+        """Run `forward` without the output embedding: the outputs hold ``last_hidden_state`` [B, L, D]."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None:
             raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
@@ -259,7 +259,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "pass model.new_cache(), or nothing."
             )
         batch, length = inputs.shape[:2]
-        token_mask = None  # where the mask is 4-D, which does not tell
+        token_mask = None  # stays None for a 4-D mask, which does not mark padding
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             token_mask = attention_mask[:, -length:]
         backbone_packs = False
@@ -284,7 +284,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         if not any(mixer.kept for mixer in self.mixers()):
-            attention_mask = None  # unread, and the backbone would expand it to length² numbers
+            attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
         elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
             borders = kwargs.pop("cu_seq_lens_q", None)
             packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask, borders)
@@ -303,7 +303,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _refuse_padding_in_windows(self, attention_mask_BS: Tensor) -> None:
-        """Raise ValueError for padding between the tokens of a row that is longer than the window of a kept head."""
+        """Raise ValueError for padding between tokens, if a row is longer than a kept head's sliding window."""
         windows = layer_windows(self.model.config)
         kept = [window for mixer, window in zip(self.mixers(), windows) if mixer.kept and window is not None]
         if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
@@ -324,7 +324,7 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
             "use a teacher that AutoModelForCausalLM.from_config can make."
         )
     chosen: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    # Explicit, because the backbone's own configuration may name the dtype of another checkpoint.
+    # The dtype is explicit, because the backbone's config may name that of another checkpoint.
     chosen["trust_remote_code"] = False
     backbone = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
     layers = getattr(decoder_of(backbone), "layers", None)
@@ -337,9 +337,9 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
 
 
 def _longrope_switch(backbone: PreTrainedModel) -> int | None:
-    """Return the length beyond which `generate` with LongRoPE rereads all tokens; None if it never does."""
+    """Return the length beyond which `generate` with LongRoPE recomputes all tokens; None if it never does."""
     name = "prepare_inputs_for_generation"
-    has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # Phi-3 has, Llama has not
+    has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # True for Phi-3, not for Llama
     for rope in rope_settings(backbone.config) if has_own_way else ():
         if rope.get("rope_type", rope.get("type")) == "longrope":
             trained = rope.get("original_max_position_embeddings")
@@ -349,9 +349,9 @@ def _longrope_switch(backbone: PreTrainedModel) -> int | None:
 
 @lru_cache
 def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
-    """Subclass a decoder layer so that it hands `ROW_ARGUMENTS` to its mixer itself: some (Nemotron's) drop arguments.
+    """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
 
-    Not a hook, because gradient checkpointing runs a layer's forward alone.
+    A hook would not do: gradient checkpointing calls only a layer's forward.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,7 +367,7 @@ def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Modul
 
 
 def finishes_logits(config: PretrainedConfig) -> bool:
-    """Tell whether logits are more than the output embedding's product with the last hidden state."""
+    """Return True if the family scales or caps the logits after the output embedding."""
     return any(getattr(config, name, None) is not None for name in LOGIT_OPTIONS)
 
 
@@ -378,7 +378,7 @@ def logits_of(model: PreTrainedModel, hidden_BLD: Tensor) -> Tensor:
 
 
 def finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
-    """Scale and cap logits behind the output embedding as some families do (`LOGIT_OPTIONS`)."""
+    """Scale and cap logits after the output embedding, as some families do (`LOGIT_OPTIONS`)."""
     if getattr(config, "logits_scaling", None) is not None:
         logits_BLV = logits_BLV / config.logits_scaling
     if getattr(config, "logit_scale", None) is not None:

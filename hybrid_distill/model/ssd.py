@@ -1,4 +1,4 @@
-"""State-space duality (SSD): the math of recurrent heads, and the one place that picks an implementation.
+"""State-space duality (SSD): the math of recurrent heads, and the only place that selects an implementation.
 
 Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and 2502.14458):
 
@@ -7,7 +7,7 @@ Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv
 As a matrix, y = T x with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s: the *mixing matrix*.
 
 Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv width,
-M chunks, Q chunk size. States and decays are in fp32 at least, whatever the inputs' dtype and autocast.
+M chunks, Q chunk size. States and decays are in fp32 or fp64, independent of the inputs' dtype and autocast.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_SIZE = 32  # within a few per cent of the best on CPU: benchmarks/results/ssd_torch.json
-CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost grows with the square
-MIN_LOG_DECAY = -30.0  # forgets all an fp32 state holds, and keeps sums finite
+CHUNK_SIZE = 32  # within a few percent of the fastest on CPU: benchmarks/results/ssd_torch.json
+CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost is quadratic in the block size
+MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
-SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and what is divided by it stays finite
+SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and dividing by it stays finite
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-LARGEST_IN_KERNELS = 128  # head dim and state size; beyond, "auto" is torch
-KERNEL_WIDTHS = (2, 3, 4)  # of convolutions
+LARGEST_IN_KERNELS = 128  # head dim and state size; "auto" uses torch for larger ones
+KERNEL_WIDTHS = (2, 3, 4)  # widths of convolutions
 
 MODULES = {"ssd": "hybrid_kernels.ssd", "causal_conv": "hybrid_kernels.conv", "ssd_step": "hybrid_kernels.step"}
-KERNELS: dict[str, Callable[..., Any]] = {}  # of MODULES, once they are imported
+KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once imported
 
 log = logging.getLogger(__name__)
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function's results; torch.compile calls it at once and takes the result as a constant."""
+    """Cache a function's results; torch.compile calls it while tracing and treats the result as a constant."""
     cached = cache(function)
     return torch.compiler.assume_constant_result(wraps(function)(lambda *arguments: cached(*arguments)))
 
 
 def log_decay(raw: Tensor) -> Tensor:
-    """Compute the decay, in fp32 at least: log a = -softplus(raw), for every code path."""
+    """Compute the decay for every code path, in fp32 or fp64: log a = -softplus(raw)."""
     return -F.softplus(raw.to(state_dtype(raw)))
 
 
@@ -69,20 +69,18 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence.
 
-    ``state_BHPN`` is the state before the first token (zero if absent). ``seq_idx_BL`` numbers the documents
-    packed in a row, ascending: the state restarts where the number changes, and a given state belongs to the
-    first document. Returns y_BLHP in the dtype of x, and the state after the last token in fp32 (fp64 for
-    fp64).
+    ``state_BHPN`` is the state before the first token (default: zero). ``seq_idx_BL`` numbers the documents packed in
+    a row, ascending: the state resets where the number changes, and a given state belongs to the first document.
+    Returns y_BLHP in the dtype of x, and the state after the last token in fp32 (fp64 for fp64).
 
-    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that is
-    not installed.
+    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that cannot run.
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
     chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1.")
     batch, length, n_heads, head_dim = x_BLHP.shape
-    with torch.autocast(x_BLHP.device.type, enabled=False):  # it would run the matmuls of fp32 inputs in bf16
+    with torch.autocast(x_BLHP.device.type, enabled=False):  # autocast would run fp32 matmuls in bf16
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
@@ -113,9 +111,9 @@ def gated_ssd_scan(
     seq_idx_BL: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(scan(x) + D x) silu(z)`` and the last state, in one kernel if there is one.
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state, in one kernel if available.
 
-    Arguments and errors are those of `ssd_scan`, which takes log a instead of the raw decay.
+    Arguments and errors as in `ssd_scan`, but with the raw decay instead of log a.
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
     chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
@@ -131,7 +129,7 @@ def gated_ssd_scan(
 def gated_ssd_step(
     x_BHP: Tensor, raw_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token of `gated_ssd_scan`: y_BHP and the new state."""
+    """Compute one token of `gated_ssd_scan`; return y_BHP and the new state."""
     y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
     return skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
@@ -148,10 +146,10 @@ def step_in_place(
     token_mask_B: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor | None:
-    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel that writes both states in place: y_BHP.
+    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel; update both states in place, return y_BHP.
 
-    ``token_mask_B`` is 0 at padding, which leaves both states alone. Does nothing and returns None where gradients are
-    on, ``impl`` has no such kernel, or the states are not laid out for it.
+    ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does nothing, if gradients
+    are enabled, ``impl`` has no such kernel, or the states or the convolution width do not fit it.
     """
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
@@ -170,7 +168,7 @@ def skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
 def ssd_step(
     x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token: y_BHP in the dtype of x, and the new state (the old one is left alone)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
     x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
     state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
@@ -180,7 +178,7 @@ def ssd_step(
 def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
     """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
 
-    The counterpart of an attention map; quadratic in the length. fp32 (fp64 for fp64 inputs).
+    This is the counterpart of an attention map: quadratic in the length. In fp32 (fp64 for fp64 inputs).
     """
     with torch.autocast(b_BLHN.device.type, enabled=False):
         dtype = state_dtype(b_BLHN)
@@ -200,9 +198,9 @@ def causal_conv(
 ) -> tuple[Tensor, Tensor]:
     """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
 
-    The last tap sees the current token. The state is the last K - 1 inputs, [B, C, K - 1] (zeros if absent);
-    with ``seq_idx_BL`` no tap reaches into another document. Returns y_BLC and the state after each row's last
-    token: its last input, or input ``n_tokens_B`` - 1 where padding follows the tokens.
+    The last tap reads the current token. The state is the last K - 1 inputs, [B, C, K - 1] (default: zeros). With
+    ``seq_idx_BL``, no tap reads another document. Returns y_BLC and the state after each row's last token: the last
+    input, or input ``n_tokens_B`` - 1 if padding follows the tokens.
     """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
@@ -228,7 +226,7 @@ def causal_conv(
 
 
 def _last_tokens(x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int) -> Tensor:
-    """Return the last inputs up to each row's last token, [B, C, K - 1]; some may come from the state."""
+    """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from the state."""
     place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(-1)
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
@@ -246,7 +244,7 @@ def check_implementation(impl: str) -> None:
 
 
 def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
-    """Resolve "auto" for a kernel on a tensor, with these head and state sizes; check and return any other name."""
+    """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return any other name."""
     if impl != "auto":
         check_implementation(impl)
         return impl
@@ -259,7 +257,7 @@ def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> 
 def _best_on_gpu(
     kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
 ) -> str:
-    """Return "triton" if it runs here and its first use on this device gives what torch gives; else log why not."""
+    """Return "triton" if it runs and its first use on this device matches torch; else log why and return "torch"."""
     reason = _unusable("triton")
     if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
         reason = f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; got {dtype}, {sizes}"
@@ -274,9 +272,9 @@ def _best_on_gpu(
 
 @once
 def _unusable(impl: str) -> str | None:
-    """Return why ``impl`` cannot run here, in one line; else fill KERNELS. A broken package raises when imported.
+    """Return in one line why ``impl`` cannot run, else fill KERNELS. Importing a broken package raises.
 
-    Packages are imported by a string, so that transformers does not require them for an export.
+    Packages are imported by string, so that transformers does not list them as requirements of an export.
     """
     package = {"triton": "hybrid_kernels", "mamba_ssm": "mamba_ssm"}.get(impl)
     if package is None:
@@ -294,8 +292,8 @@ def _scan_mamba_ssm(
 ) -> tuple[Tensor, Tensor]:
     """Scan with mamba-ssm's kernels.
 
-    They compute the continuous form, in which a step dt decays by exp(-dt) and scales the input: dt is -log a here, and
-    the input is divided by it first.
+    They compute the continuous form: a step dt decays the state by exp(-dt) and scales the input. Here dt is -log a,
+    and the input is divided by dt first.
     """
     combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     dt = -log_a.float()
@@ -320,13 +318,13 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
-    """Tell where the token ``back`` places earlier is of the same document; a row continues its first document."""
+    """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is the first document."""
     before_BK = seq_idx_BL[:, :1].expand(-1, back)
     return torch.cat([before_BK, seq_idx_BL], dim=1)[:, : seq_idx_BL.shape[1]] == seq_idx_BL
 
 
 def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """Return -inf where token i does not see token j (later, or of another document), else 0: [.., L, L]."""
+    """Return a mask [.., L, L]: -inf where token i does not see token j (later, or in another document), else 0."""
     later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
     if seq_idx is not None:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
@@ -336,17 +334,17 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
-    """Sum log a over the tokens [.., H, L] that token i sees: cum_i, which restarts with each document.
+    """Sum log a [.., H, L] over the tokens that token i sees: cum_i, which restarts with each document.
 
-    A matrix product, so that no bit of one document enters the sums or gradients of another. In float64, because the
-    difference of two long sums loses its small terms in float32 (all that MPS has).
+    Uses a matrix product, so that no document affects the sums or gradients of another, not even in the last bit.
+    Uses float64, because differences of long sums lose small terms in float32 (MPS has only float32).
     """
     wide = log_a.dtype if log_a.device.type == "mps" else torch.float64
     return log_a.to(wide) @ (unseen == 0).to(wide).mT
 
 
 def decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
-    """Return exp(cum_i - cum_j), 0 where unseen; masked before exp, so that nothing overflows."""
+    """Return exp(cum_i - cum_j), 0 where unseen; the mask is added before exp, which could otherwise overflow."""
     return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
 
 
@@ -366,14 +364,14 @@ def _scan_reference(
 def _scan_chunked(
     x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Scan by matrix products: a mixing matrix within each chunk, states from chunk to chunk.
+    """Scan with matrix products: a mixing matrix within each chunk, states between chunks.
 
     1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
     """
     batch, length, n_heads, head_dim = x.shape
     x, b, c = (to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
-    x = x.contiguous()  # once, or every product would copy it
-    bt, ct = b.mT.contiguous(), c.mT.contiguous()  # a product is fast when its last dimension is not the small N
+    x = x.contiguous()  # copy once, instead of in every product
+    bt, ct = b.mT.contiguous(), c.mT.contiguous()  # products are faster if their last dimension is not the small N
     cum_BHMQ, unseen, to_end, from_start, seq_BMQ = chunk_decays(log_a, seq_idx, chunk_size)
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
@@ -383,10 +381,10 @@ def _scan_chunked(
 
 
 def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) -> tuple[Any, ...]:
-    """Return what decays do within each chunk, and its documents.
+    """Return the decays within each chunk, and the document of each token.
 
-    cum_BHMQ and the mask for `decay_matrix`; the decay from each token to its chunk's end and, of the state before the
-    chunk, to each token, [B, H, M, Q], which are 0 across documents; seq_BMQ.
+    In order: cum_BHMQ and the mask for `decay_matrix`; the decay from each token to the end of its chunk, and from the
+    state before the chunk to each token, both [B, H, M, Q] and 0 across documents; seq_BMQ.
     """
     log_a_BHMQ = to_chunks(log_a_BLH.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
     dtype = log_a_BHMQ.dtype
@@ -404,10 +402,10 @@ def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) 
 class _ChunkOutputs(torch.autograd.Function):
     """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
-    By hand, because autograd would keep three Q x Q matrices instead of one and pass over them twice as often. But for
-    j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor exp(-cum_j), so that the
-    gradient of cum is dy_i . y_i - x_i . dx_i. The terms of j = i, which no decay enters, stay apart: they would drown
-    the others where decays are strong.
+    The backward is written by hand: autograd would store three Q x Q matrices instead of one and make twice as many
+    passes over them. Except for j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor
+    exp(-cum_j), so that the gradient of cum is dy_i . y_i - x_i . dx_i. Terms with j = i, which have no decay, are kept
+    separate: under strong decays they would swamp the others.
     """
 
     @staticmethod
@@ -436,7 +434,7 @@ class _ChunkOutputs(torch.autograd.Function):
 
 
 def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
-    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros, which change no state (a = 1), fill a ragged end."""
+    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros pad the last chunk and change no state (a = 1)."""
     missing = -t_BLH.shape[1] % chunk_size
     if missing:
         t_BLH = F.pad(t_BLH, (0, 0, 0, 0, 0, missing))
@@ -444,7 +442,7 @@ def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 
 
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
-    """Reshape to seq_BMQ; a ragged end belongs to the last document."""
+    """Reshape to seq_BMQ; padding of the last chunk belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
     return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk_size))
 
@@ -457,9 +455,9 @@ def _incoming(seq_BMQ: Tensor) -> Tensor:
 def _carry(
     added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the states before each chunk, and after the last one: S_m = a_m S_{m-1} + added_m, a block at a time.
+    """Return the states before each chunk and after the last one: S_m = a_m S_{m-1} + added_m, in blocks of chunks.
 
-    A chunk in which a document starts blocks the state before it.
+    A chunk in which a document starts does not pass on the state before it.
     """
     starts_BM = None if seq_BMQ is None else (seq_BMQ[..., -1:] != _incoming(seq_BMQ)).squeeze(-1)
     before = []

@@ -1,4 +1,4 @@
-"""Make a student from a teacher: slice the kept heads, copy what stays, start the recurrent heads."""
+"""Build a student from a teacher: slice the kept heads, copy the other weights, initialize the recurrent heads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _REFUSED = "Its heads can be scored and ablated, but not replaced: take a teache
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Origin of a tensor of the student (copied, sliced, initialized), or end of one of the teacher (dropped).
+    """Origin of a student tensor (copied, sliced, initialized), or a teacher tensor that was dropped.
 
-    ``source`` names the teacher's tensors it was made from.
+    ``source`` names the teacher tensors that it was made from.
     """
 
     name: str
@@ -40,7 +40,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """Every tensor of the student, and every tensor of the teacher that the student does not use."""
+    """Record of every student tensor, and of every teacher tensor that the student does not use."""
 
     tensors: tuple[TensorRecord, ...]
     init: str
@@ -59,13 +59,13 @@ def build_student(
     calibration: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> tuple[HybridForCausalLM, BuildReport]:
-    """Copy the teacher, in its dtype, with every head outside the plan replaced by a recurrent head.
+    """Copy the teacher, in its dtype, and replace every head outside the plan by a recurrent head.
 
-    ``init`` is how recurrent heads start; those of `CALIBRATED` need ``calibration``, a batch of ordinary text:
-    ``input_ids`` and perhaps ``seq_idx``, [B, L]. ``recurrence`` is the form of the recurrent heads (`SSMHeads`),
-    ``seed`` covers everything drawn. The teacher is left as it is and shares no tensor with the student
-    (`share_frozen_weights` does that). Raises ValueError for a plan made for another teacher, a bad option, attention
-    that is not understood, and where `check_rows` fails.
+    ``init`` initializes the recurrent heads; the inits in `CALIBRATED` need ``calibration``, a batch of ordinary text:
+    ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
+    (`SSMHeads`). ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to
+    share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option,
+    unsupported attention, and a model that fails `check_rows`.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
@@ -104,7 +104,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
 def empty_student(
     teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str = "discrete"
 ) -> HybridForCausalLM:
-    """Make a student of the right shapes, without values, on the meta device, where the teacher may be too."""
+    """Make a student on the meta device: shapes without values. The teacher may be on the meta device too."""
     config = HybridConfig(
         backbone=teacher.config.to_dict(),
         kept=[list(plan.kept_in(layer)) for layer in range(plan.n_layers)],
@@ -124,7 +124,7 @@ def empty_student(
 
 
 def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
-    """Find the teacher's attention. Raises ValueError for an unknown init, another shape, and unknown parts."""
+    """Find the teacher's attention. Raises ValueError for an unknown init, a plan of another shape or unknown parts."""
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
     plan.check_fits(teacher)
@@ -135,7 +135,7 @@ def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[
 
 
 def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
-    """Raise ValueError for parts that would be lost or cut wrongly: odd projections, unknown norms, unknown tensors."""
+    """Raise ValueError for parts that a student would lose or slice wrongly: odd projections, unknown tensors."""
     assert site.layout is not None
     for name in site.layout.inputs:
         rows = site.linear(name).out_features
@@ -148,7 +148,7 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
             )
     linears = (*site.layout.inputs, site.layout.output)
     known = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
-    # A norm may be over one head, or over all heads where a linear makes these alone.
+    # A norm covers one head, or all heads if queries, keys and values have separate linears.
     sizes = {"query": {site.head_dim, site.n_heads * site.head_dim}, "key": {site.head_dim, n_kv_heads * site.head_dim}}
     norms = {
         f"{name}.{kind}": sizes[part] if len(site.layout.inputs) > 1 else {site.head_dim}
@@ -192,7 +192,7 @@ def _trace(
 
 
 def _measure_attention(found: list[Sequence[Tensor]], module: nn.Module, args: object, output: object) -> None:
-    """Append the mean distance and the mean entropy of a layer's attention maps, [H] each (a forward hook)."""
+    """Append the mean distance and mean entropy of a layer's attention maps, [H] each (forward hook)."""
     if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
         raise ValueError(f"{type(module).__name__} returns no attention maps; use --student.init teacher or fitted.")
     maps_BHLS = output[1].float()
@@ -208,7 +208,7 @@ def _tensors(
     traces: Sequence[LayerTrace | None],
     seed: int,
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
-    """Yield every tensor of the student with its record."""
+    """Yield every student tensor with its record."""
     generator = torch.Generator().manual_seed(seed)
     config = student.config
     assert isinstance(config, HybridConfig)
@@ -239,7 +239,7 @@ def _tensors(
 
 
 def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
-    """Cut the teacher's attention tensors down to the kept heads, where the student's are; norms stay whole."""
+    """Slice the teacher's attention tensors to the kept heads where the student's shape differs; norms stay whole."""
     if mixer.attention is None:
         return {}
     assert site.layout is not None
@@ -256,9 +256,9 @@ def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
 
 
 def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
-    """Take rotary frequencies and other buffers, which are in no state dict, from the teacher's modules.
+    """Copy the teacher's rotary frequencies and other buffers that no state dict contains.
 
-    Modules without parameters are copied whole: dynamic RoPE keeps frequencies for the longest row so far.
+    Modules without parameters are copied whole: dynamic RoPE also stores frequencies for the longest row so far.
     """
     named = _teacher_names(teacher)
     for module_name in {name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta}:
@@ -277,7 +277,7 @@ def _mixer_names(student: HybridForCausalLM) -> list[str]:
 
 
 def _teacher_names(teacher: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function that turns a student's name of a tensor outside its mixers into the teacher's."""
+    """Return a function that maps a student's tensor name, outside its mixers, to the teacher's name."""
     output, decoder = teacher.get_output_embeddings(), decoder_of(teacher)
     names = {module: name for name, module in teacher.named_modules() if module is output or module is decoder}
 
@@ -289,9 +289,9 @@ def _teacher_names(teacher: PreTrainedModel) -> Callable[[str], str]:
 
 
 def share_frozen_weights(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
-    """Point every parameter of the student outside its mixers at the teacher's own: no second copy in memory.
+    """Make the student share the teacher's parameters outside its mixers, to save a second copy in memory.
 
-    Training such a parameter would train the teacher: call `unshare_weights` first.
+    Training a shared parameter would train the teacher: call `unshare_weights` first.
     """
     named = _teacher_names(teacher)
     _replace_outside_mixers(student, lambda name, parameter: teacher.get_parameter(named(name)))
@@ -321,11 +321,10 @@ def _replace_outside_mixers(
 
 
 def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) -> None:
-    """Copy into the student's recurrent heads those at the same place in ``donor``.
+    """Copy the donor's recurrent heads into the student's, each from the same layer and head.
 
-    Meant for a donor without kept heads that was aligned head by head: students that differ only in their plan
-    then share one alignment. Raises ValueError for a donor of another shape, or one that keeps a head that is recurrent
-    in the student.
+    Use a donor without kept heads that was aligned head by head, so that students that differ only in their plan share
+    one alignment. Raises ValueError for a donor of another shape, or one that keeps a head that the student replaces.
     """
     for mixer, source in zip(student.mixers(), donor.mixers(), strict=True):
         ours, theirs = mixer.ssm, source.ssm
@@ -342,10 +341,10 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
 
 @torch.no_grad()
 def _copy_heads(target: SSMHeads, source: SSMHeads, picked: list[int]) -> None:
-    """Fill ``target`` with the picked heads of ``source``; each head's channels are contiguous in every tensor."""
+    """Copy the picked heads of ``source`` to ``target``; every tensor stores the channels of a head contiguously."""
     own = dict(target.named_parameters())
     for name, tensor in source.named_parameters():
-        # The convolution's channels are x, B and C, one after the other, each with all its heads.
+        # Convolution channels: x of all heads, then B of all heads, then C.
         sizes = [source.n_heads * n for n in (source.head_dim, source.d_state, source.d_state)]
         parts = tensor.split(sizes) if name == "conv_weight" else [tensor]
         rows = [part.unflatten(0, (source.n_heads, -1))[picked].flatten(0, 1) for part in parts]

@@ -1,14 +1,14 @@
-"""Initialize recurrent heads, from the teacher's own weights or at random. Compared in benchmarks/init.py.
+"""Initialize recurrent heads from the teacher's weights or at random. benchmarks/init.py compares the inits.
 
-A head that starts well is near its attention head before the first step. Softmax attention is a decaying average of the
-values, bent towards what the head looks for,
+A good initialization approximates the attention head before the first training step. It models softmax attention as a
+decaying average of the values, plus a term for the content that the head looks for,
 
     softmax(s)_ij  ~  (average + content s_ij) (1 - a) a^(i - j)  +  skip [i = j]
 
-with s_ij = q_i . k_j / sqrt(P) through the best factors of W_q^T W_k. One state dimension is a constant feature, for
-the average; 1 - a turns the state's sum over the past into an average. The convolution's taps imitate heads that look
-back one, two or three tokens. Without calibration data the numbers are guesses; with it they are fitted to each head by
-least squares, in closed form.
+with s_ij = q_i . k_j / sqrt(P), computed from the best factors of W_q^T W_k. One state dimension is a constant feature,
+for the average; the factor 1 - a turns the state's sum over the past into an average. Convolution taps imitate heads
+that look back one, two or three tokens. Without calibration data, the coefficients are guesses; with it, they are
+fitted to each head by least squares, in closed form.
 
 Shapes: B batch, L length, R recurrent heads, P head dim, N state size, D model width, K conv width, F factors.
 """
@@ -30,40 +30,40 @@ from ..model.ssd import causal_conv, raw_decay, ssd_scan
 from ..teacher import AttentionSite
 
 Started = dict[str, tuple[Tensor, tuple[str, ...]]]
-"""Tensors of `SSMHeads` by name, each with the names of its sources in the attention."""
+"""Tensors of `SSMHeads` by name, each with the names of the attention tensors that it was made from."""
 
-NOISE = 0.02  # of B where C is 0: were both 0, neither would get a gradient
-FLOOR = 0.05  # least share of the average, for the same reason
-HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # tokens, tried by the fit
-RIDGE = 1e-4  # relative; the fit's features may be nearly the same
+NOISE = 0.02  # standard deviation of B where C is 0: if both were 0, neither would get a gradient
+FLOOR = 0.05  # smallest coefficient of the average, for the same reason
+HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # candidates of the fit, in tokens
+RIDGE = 1e-4  # relative; features of the fit may be nearly collinear
 
 
 Init = Literal["fitted", "statistics", "teacher", "random"]
 INITS: tuple[Init, ...] = get_args(Init)
 CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
-"""Inits that need text."""
-DEFAULT_INIT: Init = "teacher"  # the best that needs no text to be fitted to
-CONTENT = 0.1  # of the content part without a fit, in standard deviations over white inputs
-MOST_CONTENT = 0.5  # of a start from statistics: scores that vary more are not near 1 + s
-WRITE = 0.5  # write gate of the delta rule: nearest to the teacher, of 0.5, 0.95 and 1 - a (docs/method.md)
-HALF_LIVES_OF_LAYER = (2.0, 64.0)  # tokens, log-spaced over the heads of a layer without a fit
+"""Inits that need calibration text."""
+DEFAULT_INIT: Init = "teacher"  # the best init without calibration text
+CONTENT = 0.1  # content coefficient without a fit, in standard deviations over white inputs
+MOST_CONTENT = 0.5  # largest content coefficient of ``statistics``: scores that vary more are far from 1 + s
+WRITE = 0.5  # write gate of the delta rule: closest to the teacher among 0.5, 0.95 and 1 - a (docs/method.md)
+HALF_LIVES_OF_LAYER = (2.0, 64.0)  # range without a fit, in tokens, log-spaced over the heads of a layer
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Inputs of a layer's attention and outputs of its heads on calibration data."""
+    """Attention inputs and head outputs of one layer on calibration data."""
 
     hidden_BLD: Tensor
     heads_BLHP: Tensor
     seq_idx_BL: Tensor | None
     distance_H: Tensor | None = None
-    """Mean distance of the attended tokens, in tokens, fp32; for ``statistics``, as `entropy_H`."""
+    """Mean attention distance in tokens, fp32; only for ``statistics``, like `entropy_H`."""
     entropy_H: Tensor | None = None
-    """Mean entropy of the attention, in nats."""
+    """Mean attention entropy in nats."""
 
 
 class _Coefficients(NamedTuple):
-    """Numbers of the module docstring, one per head, and the convolution of the values."""
+    """Coefficients of the module docstring, one per head, and the convolution taps of the values."""
 
     half_life_R: Tensor
     average_R: Tensor
@@ -73,7 +73,7 @@ class _Coefficients(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """Factors of each head's scores, F rows a head: C u_i . B u_j, with about unit spread."""
+    """Factors of each head's scores C u_i . B u_j, F rows per head, with about unit standard deviation."""
 
     b_weight_RFD: Tensor
     b_bias_RF: Tensor
@@ -91,7 +91,7 @@ def init_ssm(
 ) -> Started:
     """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
-    The inits of `CALIBRATED` need a ``trace``; the others take none.
+    Inits in `CALIBRATED` require a ``trace``; the others take none.
     """
     open_D: Tensor | float = 0.0
     is_delta, key_R = config.recurrence == "gdn", None
@@ -135,7 +135,7 @@ def init_ssm(
     from_v = _names(site, layout.value) if init != "random" else ()
     from_qk = _names(site, layout.query, layout.key, *norms) if init != "random" else ()
     gate = {"z_proj.weight": torch.zeros_like(x_weight), "z_proj.bias": torch.full_like(x_bias, OPEN_GATE)}
-    if config.recurrence == "mamba2-stock":  # open on average, where data says what the inputs are on average
+    if config.recurrence == "mamba2-stock":  # open at the mean input, if calibration data provides it
         gate = {"z_proj.weight": open_D + _normal(generator, *x_weight.shape, like=x_weight)}
     return {
         "x_proj.weight": (x_weight, from_v),
@@ -160,22 +160,22 @@ def _guess(
     half_life_R: Tensor | None = None,
     content_R: Tensor | float = CONTENT,
 ) -> _Coefficients:
-    """Give every head the same coefficients, by default with half-lives that cover the useful range."""
+    """Return coefficients without a fit; half-lives default to a log-spaced range, the content part to CONTENT."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
     scale_R = torch.ones(n_heads, device=device)
     if half_life_R is None:
         half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
-    if key_R is not None:  # what is read of a state in which all keys share one direction becomes an average
+    if key_R is not None:  # delta rule: makes the read an average, for keys that share one direction
         scale_R = (1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - WRITE / key_R**2)) * key_R / WRITE
     return _Coefficients(half_life_R, scale_R, content_R * scale_R, torch.zeros_like(scale_R), taps)
 
 
 def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace, key_R: Tensor | None) -> _Coefficients:
-    """Give each head the decay of its attention's mean distance, and as much content as its entropy lacks.
+    """Set each head's decay from its mean attention distance, and its content coefficient from its attention entropy.
 
-    Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s take about s^2 / 2
-    nats from the entropy that these weights have over the tokens of a document.
+    Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s reduce the entropy of
+    these weights over a document's tokens by about s^2 / 2 nats.
     """
     hidden, seq_idx = trace.hidden_BLD, trace.seq_idx_BL
     assert trace.distance_H is not None and trace.entropy_H is not None
@@ -192,14 +192,14 @@ def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace,
 
 
 def _places(seq_idx_BL: Tensor) -> Tensor:
-    """Return each token's place in its document, from 0."""
+    """Return each token's position in its document, from 0."""
     return (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)).tril().sum(2) - 1
 
 
 def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tuple[Tensor, ...]:
     """Return weights and biases of b_proj and c_proj.
 
-    Scales are split evenly between both, and signs go to C; the delta rule scales B to length 1, so all goes to C.
+    B and C share each scale evenly; C takes the sign. The delta rule normalizes B, so C takes the full scale.
     """
     if is_delta:
         of_c = chosen.content_R, chosen.average_R
@@ -222,10 +222,10 @@ def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tu
 
 
 def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows whose SiLU is about the given rows.
+    """Return rows whose SiLU approximates the given rows.
 
-    They are twice as large where they depend on the input, since SiLU's slope at 0 is one half, and inverted where they
-    are a positive constant.
+    Rows that depend on the input are doubled, because SiLU has slope 1/2 at 0; for positive constants, SiLU is inverted
+    numerically.
     """
     inverse_C = bias_C.clone()
     for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
@@ -243,7 +243,7 @@ def _projection(site: AttentionSite, part: Part) -> nn.Linear:
 
 
 def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
-    """Return weight [P, D] and bias [P] (zeros if there is none) of one head of a projection, in fp32."""
+    """Return one head's weight [P, D] and bias [P] (zeros if absent) of a projection, in fp32."""
     assert site.layout is not None
     projection, head_dim = _projection(site, part), site.head_dim
     block = site.layout.block(part, head, site.n_heads, site.n_kv_heads)
@@ -253,14 +253,14 @@ def _rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
 
 
 def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
-    """Draw small noise on the CPU: the same on every device."""
+    """Draw small noise on the CPU, for the same values on every device."""
     return torch.randn(*shape, generator=generator).to(like.device) * NOISE
 
 
 def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean [D] of the layer's inputs, and square roots [D, D] of their second moment and covariance.
 
-    Without data, inputs are white noise behind the layer's input norm, whose gains are the channels' spreads.
+    Without data, assume white noise whose standard deviation per channel is the gain of the layer's input norm.
     """
     if trace is None:
         weight, gains_D = _projection(site, "query").weight, _gains(getattr(site.block, "input_layernorm", None))
@@ -283,16 +283,16 @@ def _score_factors(
     inputs: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return B and C with C u_i . B u_j as near to the head's score as F products can be, positions left out.
+    """Return B and C such that C u_i . B u_j best approximates the head's score with F products, without positions.
 
-    Best in the mean square over the layer's inputs; keys are taken relative to their mean, which no softmax
-    sees. Beyond the rank of the scores B is small noise and C is zero.
+    Minimizes the mean squared error over the layer's inputs. Keys are relative to their mean, which softmax ignores.
+    Beyond the rank of the scores, B is small noise and C is zero.
     """
     mean_D, root_q_DD, root_k_DD = inputs
     group = head // (site.n_heads // site.n_kv_heads)
     wq_PD, bq_P = _head_projection(site, "query", head, root_q_DD)
     wk_PD, _ = _head_projection(site, "key", group, root_k_DD)
-    # A thin QR of each side leaves an SVD of P x P instead of D x D.
+    # Thin QRs of both sides reduce the SVD from D x D to P x P.
     rq_PP, rk_PP = (torch.linalg.qr((w @ root).T).R for w, root in ((wq_PD, root_q_DD), (wk_PD, root_k_DD)))
     u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
     rank = min(n_factors, len(s_P))
@@ -308,7 +308,7 @@ def _score_factors(
 
 
 def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one head's query or key projection; a norm behind it is replaced by its usual effect."""
+    """Return one head's query or key projection, with the typical effect of the norm after it folded in."""
     weight_PD, bias_P = _rows(site, part, head)
     norm = head_norm(site.module, part)
     if norm is None:
@@ -327,7 +327,7 @@ def _head_projection(site: AttentionSite, part: Part, head: int, root_DD: Tensor
 
 
 def _gains(norm: nn.Module | None) -> Tensor | None:
-    """Return what a norm multiplies its channels by: its weight or, in families such as Gemma, 1 + weight."""
+    """Return a norm's gains: its weight or, in families such as Gemma, 1 + weight, whichever its outputs match."""
     if norm is None or (weight := getattr(norm, "weight", None)) is None:
         return None
     signs_C = torch.ones_like(weight)
@@ -337,7 +337,7 @@ def _gains(norm: nn.Module | None) -> Tensor | None:
 
 
 class _Best:
-    """Best numbers found for every head, by least error."""
+    """Best coefficients so far for every head, by squared error."""
 
     def __init__(self, found_RG: Tensor) -> None:
         self.found_RG = found_RG
@@ -359,7 +359,7 @@ def _fit(
     trace: LayerTrace,
     key_R: Tensor | None = None,
 ) -> _Coefficients:
-    """Fit coefficients to the heads' outputs: per head, with its values as they are or convolved."""
+    """Fit coefficients to the heads' outputs, per head; try its values both unchanged and convolved."""
     hidden, seq_idx = trace.hidden_BLD.float(), trace.seq_idx_BL
     target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
     values_BLRP = (hidden @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
@@ -390,7 +390,7 @@ def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) 
 
 
 def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BLRF: Tensor) -> Tensor:
-    """Average x with decay, each value weighted by C_i . B_j if they are given."""
+    """Return the decaying average of x, weighted by C_i . B_j if B and C are given."""
     a = 0.5 ** (1.0 / half_life)
     b, c = bc_BLRF if bc_BLRF else (torch.ones_like(x_BLRP[..., :1]),) * 2
     log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
@@ -400,7 +400,7 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, *bc_BL
 def _delta_averages(
     x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor
 ) -> list[Tensor]:
-    """Read from the states of the delta rule what all keys share, and what C finds."""
+    """Read the delta rule's states twice: along the direction that all keys share, and with C."""
     log_a_BLR, write_BLR = (x_BLRP.new_full(x_BLRP.shape[:3], value) for value in (-math.log(2.0) / half_life, WRITE))
     k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
     reads = nn.functional.pad(0 * c_BLRF, (1, 0), value=1.0), nn.functional.pad(c_BLRF, (1, 0))
@@ -408,7 +408,7 @@ def _delta_averages(
 
 
 def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, per head, weights [R, G] of the features nearest to the target, and the squared error [R]."""
+    """Fit feature weights [R, G] to the target by least squares, per head; return them and the squared error [R]."""
     features = features_GBLRP.movedim(3, 0).flatten(2)  # [R, G, B * L * P]
     target = target_BLRP.movedim(2, 0).reshape(len(features), -1, 1)
     gram = (features @ features.mT).double()
@@ -420,7 +420,7 @@ def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor,
 
 
 def _fit_taps(values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None) -> Tensor:
-    """Fit convolution taps that, beside a decaying average, come nearest to the target; they sum to 1."""
+    """Fit convolution taps, jointly with a decaying average, to the target by least squares; they sum to 1."""
     width = identity_RK.shape[1]
     taps = [identity_RK.roll(-back, 1) for back in reversed(range(width))]
     looking_back = [_convolved(values_BLRP, taps_RK, seq_idx_BL) for taps_RK in taps]
@@ -430,7 +430,7 @@ def _fit_taps(values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq
         weights_RG, error_R = _least_squares(torch.stack([*looking_back, average]), target_BLRP)
         taps_RK = weights_RG[:, :width]
         total_R1 = taps_RK.sum(1, keepdim=True)
-        # Taps that cancel out would erase the average.
+        # Taps that cancel each other would erase the average.
         cancels_R = total_R1.squeeze(1).abs() < 0.3 * taps_RK.abs().sum(1)
         best.offer(taps_RK / total_R1, error_R.masked_fill(cancels_R, math.inf))
     return best.found_RG

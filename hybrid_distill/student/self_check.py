@@ -1,7 +1,7 @@
-"""Check a model on a few random tokens: a document is the same packed, padded, from a cache and alone.
+"""Check on a few random tokens that a model computes the same logits for a document packed, padded, cached and alone.
 
-A decoder that lets documents of a row see one another, or counts padding as text, trains and evaluates without an
-error. Each family of models has its own code for this, and each version of transformers changes it.
+A decoder that leaks across packed documents, or treats padding as text, still trains and evaluates without an error.
+Each model family has its own code for this, and each version of transformers changes it.
 
 Shapes: L length, V vocabulary.
 """
@@ -21,25 +21,25 @@ from ..model.documents import LIMITED
 from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5
-"""Tokens of another document, or of padding, before the compared document."""
+"""Number of tokens before the tested document: another document, or padding."""
 PIECES = (5, 1, 1, 4)
-"""Lengths of the pieces in which the document is read into a cache."""
+"""Lengths of the pieces that fill the cache, in tokens."""
 WINDOW = 4
-"""Longest window and chunk during the check: the document has to be longer."""
+"""Largest window and chunk during the check, shorter than the document."""
 MARGIN = 16
-"""Largest difference between two ways to compute the same logits, in effects of one more rounding after every layer."""
+"""Tolerance of the logits, as a multiple of the effect of one extra rounding after every layer."""
 TF32_EPS = 2**-10
-"""Relative rounding of products on a GPU, where float32 may be computed in TF32."""
+"""Relative rounding error of products on a GPU, which may compute float32 in TF32."""
 
 _checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def check_rows(model: PreTrainedModel) -> None:
-    """Compare a document packed behind another, padded and read into a cache with the document alone.
+    """Check that a document gives the same logits packed behind another, left-padded, cached and alone.
 
-    A model is checked once with each attention implementation. The tolerance is relative to the effect of rounding on
-    this model's logits in its dtype (`MARGIN`). Raises ValueError, with the class, the way that failed and the
-    difference, for a model that computes something else in one of these ways.
+    Checks again only if the attention implementation changes. The tolerance is relative to the effect of rounding on
+    this model's logits in its dtype (`MARGIN`). Raises ValueError, with the model class, the failed case and the
+    difference, if the logits differ.
     """
     implementation = str(model.config._attn_implementation)
     if _checked.get(model) == implementation:
@@ -70,7 +70,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator)
 
 @contextmanager
 def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
-    """Turn any error into one line with the model and the way that failed: a family's code may raise anything."""
+    """Turn any error into one line with the model and the failed case; model code may raise any exception."""
     try:
         yield
     except Exception as error:
@@ -115,13 +115,13 @@ def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
 
 
 def _size(difference_LV: Tensor) -> float:
-    """Return the root mean square over the vocabulary, of the token where it is largest."""
+    """Return the root mean square over the vocabulary, for the token where it is largest."""
     return difference_LV.square().mean(-1).sqrt().max().item()
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shrink windows and chunks below the document: masks and caches read them from the config at every forward."""
+    """Make windows and chunks shorter than the document; masks and caches read the config at every forward."""
     config = text_config(_backbone(model))
     sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
     longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
@@ -136,7 +136,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
-    """Change every decoder layer's output by about as much as rounding it once does."""
+    """Perturb every decoder layer's output by about one rounding error."""
     eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:

@@ -1,4 +1,4 @@
-"""Observe and ablate an unmodified Hugging Face decoder: where its heads are, what flows through them."""
+"""Load an unmodified Hugging Face decoder, find its heads, and record or ablate them."""
 
 from ..model.layout import head_dim_of, text_config
 from .hooks import (

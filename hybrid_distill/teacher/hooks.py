@@ -1,4 +1,4 @@
-"""Record, ablate and replay what flows through the heads and layers of a decoder.
+"""Record, ablate and replay the outputs of a decoder's heads and layers.
 
 Shapes: B batch, L length, H head, P head dim, D model width.
 """
@@ -21,10 +21,10 @@ from .sites import HeadKind, HeadSite, attention_sites, check_exists, decoder_bl
 
 @contextmanager
 def ablate_heads(model: nn.Module, heads: Iterable[HeadId], *, kind: HeadKind | None = None) -> Iterator[None]:
-    """Zero the named heads' slices of the output projection's input while the context is open.
+    """Ablate heads while the context is open: zero their slices of the output projection's input.
 
-    ``kind`` is that of `head_sites`. Leaves the model as before, also after an exception; contexts may be nested.
-    Raises ValueError for a head that does not exist, and in a forward that bypasses the projection.
+    ``kind`` is as in `head_sites`. The model is restored afterwards, also after an exception; contexts may be nested.
+    Raises ValueError for a head that does not exist, and for a forward that bypasses the projection.
     """
     sites = head_sites(model, kind)
     heads_of: dict[int, list[int]] = {}
@@ -46,10 +46,10 @@ def ablate_heads(model: nn.Module, heads: Iterable[HeadId], *, kind: HeadKind | 
 def ablate_heads_by_row(
     model: nn.Module, layer: int, heads: Sequence[int], *, kind: HeadKind | None = None
 ) -> Iterator[None]:
-    """Ablate another head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
+    """Ablate a different head of one layer in each group of rows: ``len(heads)`` ablations in one batch.
 
-    Rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``, where G is ``len(heads)``. Raises
-    ValueError as `ablate_heads` does.
+    With G = ``len(heads)``, rows g*B/G to (g+1)*B/G - 1 of a batch of B rows lose head ``heads[g]``. Raises ValueError
+    as `ablate_heads` does.
     """
 
     def edit(heads_BLHP: Tensor) -> None:
@@ -62,7 +62,7 @@ def ablate_heads_by_row(
 
 @contextmanager
 def record_heads(model: nn.Module, layer: int, *, kind: HeadKind | None = None) -> Iterator[list[Tensor]]:
-    """Yield a list that receives the heads x_BLHP of a layer as its output projection reads them, per forward."""
+    """Record a layer's head outputs x_BLHP, the input of its output projection; each forward appends to the list."""
     recorded: list[Tensor] = []
     with _edited_heads(_site_with(model, layer, [0], kind), recorded.append):
         yield recorded
@@ -77,7 +77,7 @@ def _site_with(model: nn.Module, layer: int, heads: Iterable[int], kind: HeadKin
 
 @contextmanager
 def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Pass ``edit`` a copy x_BLHP of this layer's heads; the projection reads the copy as edited."""
+    """Pass ``edit`` a copy x_BLHP of this layer's head outputs; the output projection then reads the edited copy."""
     forward, reached = site.block.forward, False
 
     def edited(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
     def run(*args: object, **kwargs: object) -> object:
         nonlocal reached
         reached = False
-        # For now, as other layers may run the same module; first, as the last context of several registers first.
+        # Hooked only during this forward: other layers may run the same module. Prepended: outer contexts edit first.
         with site.o_proj.register_forward_pre_hook(edited, prepend=True):
             output = forward(*args, **kwargs)
         if not reached:
@@ -105,7 +105,7 @@ def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[No
 
 
 class MixerCall(NamedTuple):
-    """One call of a layer's mixer, or of a module around it: arguments, output, and the heads before ``o_proj``."""
+    """Call of a layer's mixer, or of a module around it: arguments, output, and head outputs before ``o_proj``."""
 
     args: tuple[Any, ...]
     kwargs: Record
@@ -119,9 +119,9 @@ class MixerCall(NamedTuple):
 
 @contextmanager
 def watch_calls(site: HeadSite, watched: nn.Module, visit: Callable[[MixerCall], object]) -> Iterator[None]:
-    """Pass every call of ``watched``, a layer's mixer or a module around it, to ``visit`` when it ends.
+    """Pass every finished call of ``watched``, a layer's mixer or a module around it, to ``visit``.
 
-    Tensors are the model's own, neither copied nor detached.
+    Tensors are neither copied nor detached.
     """
     heads: list[Tensor] = []
 
@@ -140,7 +140,7 @@ def watch_calls(site: HeadSite, watched: nn.Module, visit: Callable[[MixerCall],
 
 @contextmanager
 def trace_mixers(model: nn.Module) -> Iterator[dict[int, MixerCall]]:
-    """Yield the latest call of each layer's mixer, by layer. For targets, forward under ``torch.no_grad``."""
+    """Yield the latest call of each layer's mixer, keyed by layer. For targets, run forward in ``torch.no_grad``."""
     calls: dict[int, MixerCall] = {}
     with ExitStack() as hooks:
         for site in attention_sites(model):
@@ -150,10 +150,10 @@ def trace_mixers(model: nn.Module) -> Iterator[dict[int, MixerCall]]:
 
 @contextmanager
 def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None]:
-    """Make layers 0..``layer`` return ``output``, as layer ``layer`` returned it, instead of running.
+    """Skip layers 0..``layer``: each returns ``output``, the recorded output of layer ``layer``.
 
-    A forward on the same input then computes only the layers above, with the same result. Not for use with a
-    cache: the skipped layers would leave theirs empty.
+    A forward on the same input then computes only the later layers, with the same result. Do not use a cache: the
+    skipped layers would leave theirs empty.
     """
     with ExitStack() as restore:
         for _, block in decoder_blocks(model)[: layer + 1]:
@@ -163,7 +163,7 @@ def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Replace a module's forward while the context is open; its hooks stay."""
+    """Replace a module's forward while the context is open; its hooks still run."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -177,7 +177,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Itera
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate without dropout and without gradients; the model's mode is restored afterwards."""
+    """Disable dropout and gradients; restore the model's mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -188,14 +188,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def generated(model: PreTrainedModel, **options: object) -> Tensor:
-    """Return the tokens of ``model.generate``, whose type is lost in transformers' decorators."""
+    """Return the tokens of ``model.generate``, typed: transformers' decorators hide its return type."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
     return generate(**options)
 
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to eager attention, the only one that returns its maps; restore the model's own afterwards."""
+    """Switch to eager attention, the only one that returns attention maps; restore the previous one afterwards."""
     own = model.config._attn_implementation or "eager"
     model.set_attn_implementation("eager")
     try:

@@ -1,7 +1,7 @@
-"""Llamba checkpoints as their authors publish them (arXiv 2502.14458), as a `HybridForCausalLM` that keeps no head.
+"""Load published Llamba checkpoints (arXiv 2502.14458) as a `HybridForCausalLM` without kept heads.
 
-A Llamba layer is a Llama layer with discrete Mamba-2 heads in place of attention, as is a student without kept heads;
-only the bias behind the convolution is Llamba's own. docs/heads.md has the format, the mapping and their sources.
+A Llamba layer is a Llama layer with discrete Mamba-2 heads instead of attention, like a student without kept heads;
+only the bias after the convolution is specific to Llamba. docs/heads.md documents the format, mapping and sources.
 
 Shapes: H heads, G groups of heads that share B and C, P head dim, N state size, D model width.
 """
@@ -19,9 +19,9 @@ from ..io import Record, read_json
 from ..model import HybridConfig, HybridForCausalLM
 
 MODEL_TYPE = "llamba"
-LAYER_EPS = 1e-5  # the authors' code norms every layer with it, whatever the config says
-NO_LIMIT = 2**20  # tokens; no positions that could end
-# Values that the authors' code takes for fields that config.json leaves out.
+LAYER_EPS = 1e-5  # the authors' code uses it in the norms of every layer and ignores the config
+NO_LIMIT = 2**20  # tokens; without position embeddings there is no real limit
+# Defaults of the authors' code for fields that config.json leaves out.
 SSM_DEFAULTS = {"d_conv": 4, "expand": 1, "bias": False, "conv_bias": True, "activation": "identity"}
 MLP_DEFAULTS = {"bias": False, "act_fn": "silu"}
 DEFAULTS = {"tie_embeddings": False, "pad_vocab_size_multiple": 8, "lm_head_bias": False, "norm_epsilon": LAYER_EPS}
@@ -32,7 +32,7 @@ RENAMED = {
 
 
 def is_llamba(folder: str | Path) -> bool:
-    """Tell whether a folder's config.json is that of a published Llamba."""
+    """Return True if a folder's config.json has the model type of a published Llamba."""
     try:
         return read_json(Path(folder).expanduser() / "config.json").get("model_type") == MODEL_TYPE
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def is_llamba(folder: str | Path) -> bool:
 def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
     """Load the model in eval mode.
 
-    Raises ValueError for a config that is not a Llamba's, or whose model would compute something else here, and for
+    Raises ValueError for a config that is not from a Llamba or that this package would compute differently, and for
     missing, unknown or wrongly shaped tensors, with their names.
     """
     published, config = _published(folder), llamba_config(folder)
@@ -65,11 +65,11 @@ def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> Hybri
 
 
 def llamba_config(folder: str | Path) -> HybridConfig:
-    """Make the config of `load_llamba`'s model, without the weights. Raises ValueError as it does."""
+    """Make the config of `load_llamba`'s model without loading weights; raises ValueError for the same configs."""
     published = _published(folder)
     ssm, mlp, multiple = published["ssm_cfg"], published["mlp_cfg"], published["pad_vocab_size_multiple"]
     backbone = LlamaConfig(
-        vocab_size=-(-published["vocab_size"] // multiple) * multiple,  # rounded up as the embedding is
+        vocab_size=-(-published["vocab_size"] // multiple) * multiple,  # rounded up like the embedding
         hidden_size=published["d_model"],
         intermediate_size=mlp["intermediate_size"],
         num_hidden_layers=published["n_layer"],
@@ -82,7 +82,7 @@ def llamba_config(folder: str | Path) -> HybridConfig:
         mlp_bias=mlp["bias"],
         tie_word_embeddings=published["tie_embeddings"],
         max_position_embeddings=NO_LIMIT,
-        bos_token_id=None,  # known to the tokenizer only
+        bos_token_id=None,  # only the tokenizer knows it
         eos_token_id=None,
     )
     return HybridConfig(
@@ -95,7 +95,7 @@ def llamba_config(folder: str | Path) -> HybridConfig:
 
 
 def _published(folder: str | Path) -> Record:
-    """Read a config.json, with defaults. Raises ValueError for fields that no published Llamba has."""
+    """Read a config.json and fill in defaults. Raises ValueError for values that no published Llamba has."""
     given = {**DEFAULTS, **read_json(Path(folder).expanduser() / "config.json")}
     ssm = given["ssm_cfg"] = {**SSM_DEFAULTS, **(given.get("ssm_cfg") or {})}
     mlp = given["mlp_cfg"] = {**MLP_DEFAULTS, **(given.get("mlp_cfg") or {})}
@@ -121,7 +121,7 @@ def _published(folder: str | Path) -> Record:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, of safetensors if there are any, else of pickles."""
+    """Read all tensors of a folder from its safetensors, or from pickles if it has no safetensors."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(path))
@@ -131,14 +131,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _mixer_tensors(part: str, tensor: Tensor, published: Record, config: HybridConfig) -> dict[str, Tensor]:
-    """Convert a tensor of a published mixer to those of a `HybridMixer`; an unknown one keeps its name."""
+    """Convert a tensor of a published mixer to tensors of a `HybridMixer`; an unknown tensor keeps its name."""
     ssm, inner = published["ssm_cfg"], config.num_attention_heads * config.head_dim
     shared = ssm["n_qk_heads"] * ssm["d_state"]
     rows = {"x": inner, "b": shared, "c": shared, "z": inner, "a": config.num_attention_heads}
     kind = part.rpartition(".")[2]
 
     def per_head(names: str) -> list[Tensor]:
-        """Split the rows of some parts; repeat B and C, [G N, ...], for every head of a group, [H N, ...]."""
+        """Split the rows of the named parts; repeat B and C, [G N, ...], for each head of a group, [H N, ...]."""
         sizes = [rows[name] for name in names]
         if len(tensor) != sum(sizes):
             raise ValueError(f"its weights hold {part} {tuple(tensor.shape)}; config.json asks for {sum(sizes)} rows")

@@ -1,4 +1,4 @@
-"""Load a teacher: a local folder, a name on the hub, or the embedded tiny one."""
+"""Load a teacher: a local folder, a hub id, or the embedded tiny teacher."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .llamba import is_llamba, llamba_config, load_llamba
 
 TINY = "tiny"
 RECIPE_FLAG = "--teacher.path"
-"""Flag by which a recipe names its teacher."""
+"""Flag that names a recipe's teacher."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLES_PER_TENSOR = 64
 HUB_TIMEOUT_S = 10.0
 IMPORTED = "imported_from.json"
-"""File of a folder that `hybrid-distill import-gguf` made: ``file`` and ``sha256`` of its source."""
+"""File that `hybrid-distill import-gguf` writes into its folder: ``file`` and ``sha256`` of the source."""
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash what tells two teachers apart: config shape, parameters' names, shapes and some elements.
+    """Hash a teacher's config shape, and the names, shapes and some elements of its parameters.
 
-    The elements are rounded to bfloat16, so that a checkpoint has one fingerprint, loaded in bfloat16 or
-    in float32. Reads about 64 elements of a tensor: cheap for any size.
+    Elements are rounded to bfloat16, so that a checkpoint has the same fingerprint in bfloat16 and in float32. Reads
+    about 64 elements per tensor: cheap for any model size.
     """
     config = text_config(model)
     shape_of = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -73,9 +73,8 @@ def load_teacher(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model (eval mode, on the CPU) and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
-    Code that comes with a checkpoint runs only with ``trust_remote_code``, and weights are safetensors unless
-    ``allow_bin``. ``flag`` is the option that named the model, for messages. Raises ValueError, in one line, for
-    whatever cannot be loaded.
+    A checkpoint's own code runs only with ``trust_remote_code``; ``*.bin`` weights load only with ``allow_bin``.
+    ``flag`` is the option that named the model, for error messages. Raises ValueError, in one line, if loading fails.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
@@ -113,7 +112,7 @@ def load_teacher(
 def load_on_own_device(
     name_or_path: str | Path, *, dtype: str | None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a teacher onto this process's device; without a ``dtype``, in bfloat16 on a GPU and float32 on a CPU."""
+    """Load a teacher onto this process's device; ``dtype`` defaults to bfloat16 on a GPU and float32 on a CPU."""
     device = own_device()
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     if dtype == "bfloat16":
@@ -124,7 +123,7 @@ def load_on_own_device(
 
 
 def imported_from(name_or_path: str | Path) -> str | None:
-    """Return name and SHA-256 of the file that a folder was imported from, for reports; None for other folders."""
+    """Return the name and SHA-256 of the file that a folder was imported from, for reports; None if not imported."""
     if not (path := Path(name_or_path).expanduser() / IMPORTED).is_file():
         return None
     record = read_json(path)
@@ -134,20 +133,20 @@ def imported_from(name_or_path: str | Path) -> str | None:
 def read_teacher(
     name_or_path: str | Path, revision: str | None = None, flag: str = RECIPE_FLAG
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Read config and tokenizer as `load_teacher` does, with its errors, but not the weights."""
+    """Load only the config and tokenizer of a teacher, with the errors of `load_teacher`."""
     path = _located(name_or_path, flag)
     with _refusal(name_or_path, flag):
         return load_config(name_or_path, revision), _tokenizer(path, revision)
 
 
 def load_tokenizer(name_or_path: str | Path, flag: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, of a teacher or alone in its folder. ``flag`` and errors are those of `load_teacher`."""
+    """Load a tokenizer from a teacher, or from a folder without a model. ``flag`` and errors as in `load_teacher`."""
     with _refusal(name_or_path, flag):
         return _tokenizer(_folder_or_name(name_or_path))
 
 
 def load_config(name_or_path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """Read the config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError without one."""
+    """Load the config of a local folder, a hub id, or the embedded ``"tiny"``. Raises ValueError if there is none."""
     path = _folder_or_name(name_or_path)
     try:
         if is_llamba(path):
@@ -155,7 +154,7 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
         return AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=False, local_files_only=bool(_offline(path))
         )
-    except Exception as error:  # each version of transformers has errors of its own for fields of a wrong type
+    except Exception as error:  # errors for fields of a wrong type vary by version of transformers
         reason = _offline(path)
         raise ValueError(
             f"{str(name_or_path)!r} has no config that transformers can read{reason and f' ({reason})'}; "
@@ -164,9 +163,9 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
 
 
 def longest_context(config: PretrainedConfig) -> int | None:
-    """Return the tokens that a teacher's positions reach over, RoPE scaling included; None if its config has no limit.
+    """Return a teacher's maximum context in tokens, RoPE scaling included; None if its config sets no limit.
 
-    ``yarn`` and ``dynamic`` scaling reach ``factor`` times as far as the model was trained; for the other types,
+    ``yarn`` and ``dynamic`` scaling multiply the trained context by ``factor``; for the other types,
     ``max_position_embeddings`` includes the scaling.
     """
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -179,30 +178,30 @@ def longest_context(config: PretrainedConfig) -> int | None:
 
 @cache
 def hub_error() -> str | None:
-    """Return why the hub cannot be reached, None if it can. Asks once, where huggingface_hub retries every file."""
+    """Return why the hub cannot be reached, or None. Asks only once, while huggingface_hub retries every file."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # requests or httpx, by the version of huggingface_hub
+    except Exception as error:  # requests or httpx, depending on the version of huggingface_hub
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
 
 
 def _offline(path: str | Path) -> str:
-    """Return why a name on the hub can only be read from the cache; empty for a folder, and where the hub answers."""
+    """Return why a hub id can only be read from the cache; empty for a folder, or if the hub is reachable."""
     error = None if isinstance(path, Path) else hub_error()
     return f"{error}, and it is not in the cache" if error else ""
 
 
 def _folder_or_name(name_or_path: str | Path) -> str | Path:
-    """Return an existing folder as a path, anything else as a name on the hub."""
+    """Return an existing folder as a Path, anything else as a hub id (str)."""
     path = tiny_teacher_path() if str(name_or_path) == TINY else Path(name_or_path).expanduser()
     return path if path.is_dir() else str(name_or_path)
 
 
 def _located(name_or_path: str | Path, flag: str) -> str | Path:
-    """Return a folder with config and weights, or a name on the hub. Raises ValueError for a wrong path."""
+    """Return a folder with config and weights, or a hub id. Raises ValueError for a wrong path."""
     found, called = _folder_or_name(name_or_path), f"{flag} {str(name_or_path)!r}"
     if not isinstance(found, Path):
         looks_local = isinstance(name_or_path, Path) or found.startswith((".", "/", "~")) or found.count("/") > 1
@@ -219,10 +218,10 @@ def _located(name_or_path: str | Path, flag: str) -> str | Path:
 
 @contextmanager
 def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
-    """Turn any error of loading a model into one line with the flag, the reason and the fix."""
+    """Turn any error while loading a model into one line with the flag, the reason and the fix."""
     try:
         yield
-    except Exception as error:  # whatever a damaged file leads to in transformers or the tokenizers library
+    except Exception as error:  # a damaged file can raise anything in transformers or tokenizers
         reason = first_line(error).rstrip(".;")
         if not isinstance(path := _folder_or_name(name_or_path), Path):
             reason = f"not a folder here; on the hub: {_offline(path) or reason}"
@@ -236,7 +235,7 @@ def _refusal(name_or_path: str | Path, flag: str) -> Iterator[None]:
 def _tokenizer(
     path: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer. Raises ValueError for a Llamba without one: it is published without its teacher's tokenizer."""
+    """Load a tokenizer. Raises ValueError for a Llamba folder without one: Llamba is published without a tokenizer."""
     if not is_llamba(path):
         return AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=bool(_offline(path))

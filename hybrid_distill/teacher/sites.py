@@ -1,6 +1,6 @@
-"""Find the heads of an unmodified Hugging Face decoder: which module mixes tokens in each layer.
+"""Find the heads of an unmodified Hugging Face decoder, and the module that mixes tokens in each layer.
 
-docs/heads.md defines a head in each family.
+docs/heads.md defines a head for each family.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, fin
 from ..plan import HeadId
 
 SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
-# Names in a decoder layer of its attention and its recurrent mixer (Zamba2 wraps both).
+# Names of the attention and the recurrent mixer in a decoder layer (Zamba2 wraps both).
 ATTENTION_PATHS = (*ATTENTION_NAMES, "shared_transformer.self_attn")
 RECURRENT_PATHS = ("mixer", "mamba", "mamba_decoder.mamba")
 
@@ -25,11 +25,11 @@ HeadKind = Literal["attention", "ssm", "channel"]
 
 @dataclass(frozen=True)
 class HeadSite:
-    """Heads of one decoder layer: the linear ``o_proj`` reads them side by side, in order.
+    """Heads of one decoder layer: the linear ``o_proj`` reads their outputs, concatenated in order.
 
-    ``module`` is the mixer, ``layout`` names its linears if it is attention; other layers run a ``shared`` one too.
-    ``kind`` is "attention"; "ssm" (Mamba-2); "channel" (Mamba-1: heads of size 1); or "hybrid", a student's mixer
-    (`kind_of`).
+    ``module`` is the mixer. ``layout`` names its linears if it is attention. ``shared`` is True if several layers run
+    it. ``kind`` is "attention", "ssm" (Mamba-2), "channel" (Mamba-1: heads of size 1), or "hybrid" (a student's mixer,
+    see `kind_of`).
     """
 
     layer: int
@@ -45,22 +45,22 @@ class HeadSite:
     shared: bool = False
 
     def kind_of(self, head: int) -> HeadKind:
-        """Return the kind of one head; in a student's mixer kept heads are attention, the others SSM heads."""
+        """Return the kind of one head. In a student's mixer, kept heads are "attention" and all others "ssm"."""
         if self.kind != "hybrid":
             return self.kind
         kept: Any = self.module.kept
         return "attention" if head in kept else "ssm"
 
     def linear(self, name: str) -> nn.Linear:
-        """Return a linear of the mixer by its name."""
+        """Return the mixer's linear called ``name``."""
         return _linear(self.module, name)
 
 
-AttentionSite = HeadSite  # found by `attention_sites`
+AttentionSite = HeadSite  # as `attention_sites` returns it
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List (name, module) of every decoder layer, bottom to top. Raises ValueError when there is no such list."""
+    """List (name, module) of every decoder layer, first to last. Raises ValueError if the model has no layer list."""
     n_layers = text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
@@ -72,10 +72,10 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Find the one mixer of every layer of a decoder that can become a student, or of a student.
+    """Find the attention of every layer of a decoder that can become a student, or the mixers of a student.
 
-    Raises ValueError, naming the module and what was expected, for a layer whose attention fits none of the
-    layouts of `model.layout`, or which holds another mixer beside it.
+    Raises ValueError, naming the module and what was expected, if a layer's attention fits none of the layouts in
+    `model.layout`, or if the layer also contains another mixer.
     """
     sites = []
     for layer, (name, block) in enumerate(decoder_blocks(model)):
@@ -96,11 +96,10 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]:
-    """Find the heads of every layer that has any, in any decoder of docs/heads.md, bottom to top.
+    """Find the heads of every layer that has any, first to last, in any decoder of docs/heads.md.
 
-    Without ``kind`` these are a student's heads of both kinds, the attention heads of a model with attention,
-    the recurrent heads of a model without. Raises ValueError for a layer that is not understood, and for a model
-    without heads of that kind.
+    ``kind`` defaults to both kinds for a student, attention heads for other models with attention, and recurrent heads
+    for models without. Raises ValueError for an unsupported layer, and for a model without heads of that kind.
     """
     found = list(_every_site(model))
     kinds = [site.kind for site in found]
@@ -116,17 +115,17 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
 
 
 def asked_for(kind: str) -> HeadKind | None:
-    """Return the argument with which `head_sites` finds the sites of a kind: a student's mixers need none."""
+    """Convert a `HeadSite.kind` to the ``kind`` argument of `head_sites`; None for "hybrid"."""
     return next((known for known in get_args(HeadKind) if known == kind), None)
 
 
 def head_kinds(model: nn.Module) -> list[str]:
-    """List the values of `HeadSite.kind` in a decoder, sorted: two in Zamba2 and Falcon-H1."""
+    """List the values of `HeadSite.kind` in a decoder, sorted; Zamba2 and Falcon-H1 have two."""
     return sorted({site.kind for site in _every_site(model)})
 
 
 def _every_site(model: nn.Module) -> Iterator[HeadSite]:
-    """Yield the sites of all kinds, bottom to top."""
+    """Yield the sites of all kinds, first layer to last."""
     for layer, (name, block) in enumerate(decoder_blocks(model)):
         parts = dict(block.named_modules())
         attention = next((path for path in ATTENTION_PATHS if path in parts), None)
@@ -144,7 +143,7 @@ def _every_site(model: nn.Module) -> Iterator[HeadSite]:
 
 
 def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, module: nn.Module) -> HeadSite:
-    # By name: a class that comes with an exported checkpoint is not the class in this package.
+    # Compared by name: the class in an exported checkpoint is not the class in this package.
     is_hybrid = type(module).__name__ == "HybridMixer"
     layout = None if is_hybrid else find_layout(module, name)
     output = "o_proj" if layout is None else layout.output
@@ -163,7 +162,7 @@ def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, m
 
 
 def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: nn.Module) -> HeadSite:
-    """Describe a Mamba mixer: Mamba-2's heads have one decay each, in Mamba-1 every channel has its own."""
+    """Describe a Mamba mixer: Mamba-2 has one decay per head, Mamba-1 has separate decays for every channel."""
     decay, out_proj = getattr(mixer, "A_log", None), getattr(mixer, "out_proj", None)
     if decay is None or not isinstance(out_proj, nn.Linear):
         raise ValueError(
@@ -181,7 +180,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
-    """Raise ValueError unless one of ``sites`` has this head."""
+    """Raise ValueError unless one of ``sites`` contains this head."""
     n_heads = {site.layer: site.n_heads for site in sites}
     if not 0 <= head_id.head < n_heads.get(head_id.layer, 0):
         n_layers = len(decoder_blocks(model))
