@@ -1,4 +1,4 @@
-"""Synthetic tasks that ask a model one question each, and the two ways of reading its answer."""
+"""Synthetic tasks whose examples each ask a model one question, and two ways of reading its answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..limits import COUNT, check_options
 
 @dataclass(frozen=True)
 class Example:
-    """One question: a model that knows the answer would write ``prompt + answer``.
+    """One question: a model that knows the answer continues ``prompt`` with ``answer``.
 
-    ``answer`` is one of ``choices``; each carries its own leading space.
+    ``answer`` is one of ``choices``; each choice includes its leading space.
     """
 
     prompt: str
@@ -41,18 +41,18 @@ class Probe(Protocol):
         ...
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples: the same ones at every call."""
+        """Return the first ``n`` examples, the same on every call."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """Return everything the examples follow from, for the provenance of a result (JSON values only)."""
+        """Return all settings that determine the examples, for the provenance of a result (JSON values only)."""
         ...
 
 
 class SeededProbe(ABC):
-    """A dataclass of settings whose example i is the same whatever number of examples is asked for.
+    """Base for dataclasses of settings: example i is the same however many examples are requested.
 
-    Raises ValueError for a setting out of the range that its field declares.
+    Raises ValueError for a setting outside the range that its field declares.
     """
 
     name: ClassVar[str]
@@ -63,20 +63,20 @@ class SeededProbe(ABC):
         check_options(self, "")
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples. Choices begin with the space that follows the prompt."""
+        """Return the first ``n`` examples. Each choice begins with the space after the prompt."""
         check_counts(n=n)
         return [self._example(index) for index in range(n)]
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing, 0 to 1: that of the first example."""
+        """Accuracy of guessing, 0 to 1, on the first example."""
         return 1 / len(self._example(0).choices)
 
     @abstractmethod
     def _example(self, index: int) -> Example: ...
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; lists of words (fields without repr) as hashes."""
+        """Return the settings that determine every prompt, with lists of words (fields without repr) as hashes."""
         found: dict[str, object] = {"name": self.name}
         for setting in fields(self):  # type: ignore[arg-type]
             value = getattr(self, setting.name)
@@ -86,24 +86,24 @@ class SeededProbe(ABC):
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError unless every named count is a whole number of at least 1."""
+    """Raise ValueError unless every count is a whole number of at least 1."""
     for name, value in counts.items():
         COUNT.check(name, value)
 
 
 def check_queries(n_queries: int, n_pairs: int) -> None:
-    """Raise ValueError for more questions about a prompt than it has pairs."""
+    """Raise ValueError if a prompt has more questions than pairs."""
     if n_queries > n_pairs:
         raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most that.")
 
 
 def queries_of(probe: Probe) -> int:
-    """Return how many examples in a row ask about one prompt: they are scored together."""
+    """Return the number of consecutive examples that ask about one prompt; they are scored together."""
     return getattr(probe, "n_queries", 1)
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
-    """Return entries as a tuple. Raises ValueError unless there are ``at_least`` different ones, each one word."""
+    """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct single words."""
     counted = Counter(map(str, words := as_tuple(name, words)))
     if repeated := [word for word, count in counted.items() if count > 1]:
         raise ValueError(f"{name}: {repeated[0]!r} is there twice; pass each once.")
@@ -115,7 +115,7 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; one number or word counts as a sequence of one. Raises ValueError if empty."""
+    """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises ValueError if empty."""
     if isinstance(value, str | int | float):
         return (value,)
     if not isinstance(value, Iterable) or not (values := tuple(value)):
@@ -124,5 +124,5 @@ def as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def digest(words: Iterable[str]) -> str:
-    """Return a short hash that tells two word lists apart."""
+    """Return a short hash that identifies a word list."""
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]

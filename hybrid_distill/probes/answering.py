@@ -1,7 +1,7 @@
-"""Two ways of reading a model's answer: the likeliest of the given choices, and greedy generation.
+"""Two ways of reading a model's answer: the most likely of the given choices, and greedy generation.
 
 Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary,
-Q number read (`EncodedExample.reads`), A all of them, G model.
+Q log-probability read (`EncodedExample.reads`), A all of a batch's, G model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """Answers of a model to E examples.
+    """A model's answers to E examples.
 
-    ``logprob_EC`` holds one list per example (their numbers of choices may differ): the log-probability,
-    in nats, of each choice as a whole. ``answer_logprob_E`` is the answer's, ``correct_E`` whether it is
-    above all others.
+    ``logprob_EC`` holds one list per example (the number of choices may differ) with the log-probability of each
+    whole choice, in nats. ``answer_logprob_E`` is the log-probability of the correct answer; ``correct_E`` is true
+    where it exceeds every other choice's.
     """
 
     logprob_EC: list[list[float]]
@@ -53,12 +53,11 @@ class ChoiceResult:
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """One example as tokens: the prompt, and each choice as it continues the prompt.
+    """One example as tokens: the prompt, and each choice as a continuation of the prompt.
 
-    All choices begin with the same ``n_shared`` tokens (the space before a number, for some tokenizers),
-    and at least one token of each comes after them. ``stops[c]`` holds the tokens that would turn choice c
-    into the beginning of a longer one: for a tokenizer that splits digits, " 8" must not be counted where
-    the model is about to write " 84".
+    All choices begin with the same ``n_shared`` tokens (for some tokenizers, the space before a number), followed by
+    at least one more token. ``stops[c]`` holds the tokens that would extend choice c to a longer choice: for a
+    tokenizer that splits digits, " 8" must not count where the model is about to write " 84".
     """
 
     prompt: Tokens
@@ -68,20 +67,20 @@ class EncodedExample:
     answer: int
 
     def contexts(self) -> list[Tokens]:
-        """Return beginnings of choices, longer than the shared one, after which a token has to be predicted."""
+        """Return prefixes of choices, longer than the shared one, after which a token must be predicted."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     @cached_property
     def reads(self) -> list[tuple[Tokens, int]]:
-        """(tokens after the prompt, next token) of every log-probability that the choices are made of."""
+        """Pairs (tokens after the prompt, next token) whose log-probabilities make up those of the choices."""
         needed = {(choice[:t], token) for choice in self.choices for t, token in enumerate(choice)}
         needed |= {(choice, token) for choice, stop in zip(self.choices, self.stops) for token in stop}
         return sorted(needed)
 
     def choice_logprobs(self, reads_GQ: Tensor) -> Tensor:
-        """Return log-probabilities of the choices, [G, C], from those of `reads`, in G models.
+        """Return log-probabilities of the choices, [G, C], from those of `reads`, for G models.
 
-        They are summed over a choice's tokens, less the chance of going on to a longer choice.
+        Sums over a choice's tokens, then excludes the probability of continuing to a longer choice.
         """
         logprob_G = dict(zip(self.reads, reads_GQ.unbind(1)))
         totals, nothing = [], torch.zeros(())
@@ -95,9 +94,9 @@ class EncodedExample:
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> EncodedExample:
-    """Tokenize ``prompt + choice`` as the model would read it, for every choice at once.
+    """Tokenize ``prompt + choice`` as the model would read it, for every choice.
 
-    Raises ValueError when two choices have the same tokens: this tokenizer cannot tell them apart.
+    Raises ValueError if two choices have the same tokens: the tokenizer cannot distinguish them.
     """
     texts = [example.prompt, *(example.prompt + choice for choice in example.choices)]
     prompt, *rows = tokenize(tokenizer, texts)
@@ -107,7 +106,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
             "use a tokenizer that tells them apart, or other choices."
         )
     n_common = min(common_prefix(rows), min(map(len, rows)) - 1)
-    # A tokenizer may merge the prompt's end with a choice's beginning: such tokens count with the choice.
+    # A tokenizer may merge the prompt's end with a choice's beginning: a merged token belongs to the choice.
     n_prompt = min(n_common, common_prefix([prompt, *rows]))
     choices = tuple(row[n_prompt:] for row in rows)
     stops = tuple(
@@ -119,9 +118,9 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenize each text, behind the tokenizer's beginning-of-text token if it sets one; no end-of-text.
+    """Tokenize each text, with the tokenizer's beginning-of-text token if it adds one; without end-of-text.
 
-    A text that begins with that token itself, as chat templates write it, gets no second one.
+    A text that already begins with that token, as chat templates write it, does not get a second one.
     """
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     first: list[int] = tokenizer("a")["input_ids"]
@@ -130,16 +129,16 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
 
 
 def common_prefix(rows: Sequence[Tokens]) -> int:
-    """Count the tokens that all rows begin with."""
+    """Return the length of the longest common prefix of all rows, in tokens."""
     columns = enumerate(zip(*rows))
     return next((place for place, column in columns if len(set(column)) > 1), min(map(len, rows)))
 
 
 class ChoiceBatch:
-    """Examples that are answered together; everything but the model is worked out once.
+    """Examples that are answered together; everything independent of the model is computed once.
 
-    One forward pass over the prompts reads the tokens after the shared beginning of each example's choices. Where
-    that does not tell them apart, the prompts' cache is extended by each context (`EncodedExample.contexts`).
+    One forward pass over the prompts reads the first tokens after the shared prefix of each example's choices. Where
+    choices have more tokens, each context (`EncodedExample.contexts`) extends the prompts' cache.
     """
 
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
@@ -150,7 +149,7 @@ class ChoiceBatch:
         row_of = {
             (example, path[:t]): row for row, (example, path) in enumerate(self.contexts) for t in range(len(path) + 1)
         }
-        # Of each log-probability: is it in a context, row, place from a prompt's end or a context's start, token.
+        # For each log-probability: in a context or not, row, offset from prompt end or context start, token.
         self.address_4A = torch.tensor(
             [
                 (place >= 0, row_of[example, path] if place >= 0 else example, place, token)
@@ -162,14 +161,14 @@ class ChoiceBatch:
         ).T
 
     def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
-        """Compute the log-probabilities of each example's `EncodedExample.reads`; each prompt runs through once."""
+        """Compute the log-probabilities of each example's `EncodedExample.reads`, running each prompt once."""
         found_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         has_contexts = bool(self.contexts)
         output = forward(model, self.input_ids_BL, self.mask_BL, logits_to_keep=self.n_logits, use_cache=has_contexts)
         self._read(output.logits, found_A, in_contexts=False)
         if has_contexts:
             example_R = torch.tensor([example for example, _ in self.contexts], device=self.mask_BL.device)
-            # Pads on the right need no mask: nothing that is read comes after them.
+            # Right padding needs no mask: no position that is read comes after it.
             tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
             ids_RT = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(example_R.device)
             mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
@@ -180,7 +179,7 @@ class ChoiceBatch:
         return found_A.split([len(e.reads) for e in self.encoded])
 
     def _read(self, logits_BSV: Tensor, found_A: Tensor, in_contexts: bool) -> None:
-        """Fill in the log-probabilities that stand in these logits, in float32 whatever the model computes in."""
+        """Fill in the log-probabilities that these logits contain, in float32 regardless of the model's dtype."""
         here_A = self.address_4A[0] == in_contexts
         row, position, token = self.address_4A[1:, here_A]
         normalizer_BS = logits_BSV.float().logsumexp(-1)
@@ -189,7 +188,7 @@ class ChoiceBatch:
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
-    """Judge choices' log-probabilities: correct is the answer that is strictly above every other choice."""
+    """Grade the choices: an answer is correct if its log-probability is strictly above every other choice's."""
     answer_logprob = [row[answer] for row, answer in zip(logprob_EC, answers, strict=True)]
     correct = [
         all(value < row[answer] for choice, value in enumerate(row) if choice != answer)
@@ -206,9 +205,9 @@ def answer_choices(
     batch_size: int = 32,
     progress: bool = False,
 ) -> ChoiceResult:
-    """Find the choice that the model finds likeliest, by the summed log-probability of the choice's tokens.
+    """Score every choice by the summed log-probability of its tokens, and grade the model's answers.
 
-    Where one choice's tokens begin another's, it counts only as far as the model would stop there. Works for any
+    If a choice is a prefix of another, only the probability that the model stops after it counts. Works for any
     decoder and any tokenizer, with or without a pad token.
     """
     logprob_EC: list[list[float]] = []
@@ -231,7 +230,7 @@ def answer_generation(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Tensor:
-    """Return correct_E: whether the greedily generated text begins with the answer as a whole word or number."""
+    """Return correct_E: true where the greedily generated text begins with the answer as a whole word or number."""
     correct: list[bool] = []
     with eval_mode(model):
         for part in _parts(examples, batch_size, "answers by generation", progress):
@@ -241,7 +240,7 @@ def answer_generation(
 
 
 def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
-    """Split examples into batches, behind a progress bar."""
+    """Split examples into batches, with a progress bar."""
     check_counts(batch_size=size)
     for start in track(range(0, len(examples), size), name, hidden=not progress):
         yield examples[start : start + size]
@@ -250,13 +249,13 @@ def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) ->
 def generate_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> list[str]:
-    """Continue each prompt, just long enough to see whether the text is the answer."""
+    """Continue each prompt greedily, just long enough to check the answer."""
     prompts = tokenize(tokenizer, [example.prompt for example in examples])
     answers = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
     longest = max(len(answer) - len(prompt) for prompt, answer in zip(prompts, answers, strict=True))
     input_ids_BL, mask_BL = left_pad(prompts, model.device)
     eos = getattr(model.generation_config, "eos_token_id", None)
-    # Any special token fills rows behind their end: pads are masked.
+    # Any special token can pad rows after their end: pads are masked.
     pads = (tokenizer.pad_token_id, eos[0] if isinstance(eos, list) else eos, tokenizer.eos_token_id, 0)
     output_BL = generated(
         model,
@@ -264,7 +263,7 @@ def generate_greedily(
         attention_mask=mask_BL,
         # One more token than the answer shows that a number has ended.
         max_new_tokens=max(longest, 1) + 1,
-        # Named one by one because a model's own generation settings fill in whatever is not.
+        # All set explicitly: the model's own generation settings would fill in any that are missing.
         do_sample=False,
         num_beams=1,
         temperature=None,
@@ -277,14 +276,14 @@ def generate_greedily(
 
 
 def begins_with(text: str, answer: str) -> bool:
-    """Tell whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
+    """Check whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
     answer = answer.strip()
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
 
 
 def left_pad(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (input_ids_BL, mask_BL) with every row ending at the right edge; the mask is 0 at pads."""
+    """Left-pad rows and return (input_ids_BL, mask_BL); the mask is 0 at pads."""
     longest = max(map(len, rows))
     ids = torch.tensor([(0,) * (longest - len(row)) + tuple(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -300,10 +299,10 @@ def forward(
     use_cache: bool = False,
     past_key_values: Cache | None = None,
 ) -> Output:
-    """Run the model on tokens that end where the mask ends; positions do not count pads.
+    """Run the model on tokens that occupy the mask's last positions; position ids skip pads.
 
-    Returns only the logits of the last ``logits_to_keep`` positions (0: all), and computes no others where
-    the model can do so.
+    Returns only the logits of the last ``logits_to_keep`` positions (0: all). A model that accepts the argument
+    computes only these.
     """
     extras: dict[str, object] = {}
     if accepts(model, "position_ids"):
@@ -317,5 +316,5 @@ def forward(
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:
-    """Tell whether the model's forward method names this argument."""
+    """Check whether the model's forward method names this argument."""
     return argument in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""Checks that a model's tokenizer and context can hold questions, made before hours of scoring."""
+"""Checks, before hours of scoring, that the questions fit a model's tokenizer and context length."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMED = 8
 
 
 def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Raise ValueError for examples that a model cannot read: words without tokens, prompts beyond its context.
+    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for its context.
 
-    ``max_length`` is the model's context in tokens (`longest_context`); the prompt and its longest choice must fit
-    together.
+    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit together with its
+    longest choice.
     """
     texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
     if missing := missing_words(tokenizer, texts):
@@ -39,7 +39,7 @@ def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizer
 
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
-    """Return words that become the unknown token, in part or wholly, or that vanish; in order of appearance."""
+    """Return words that the tokenizer drops or maps, at least in part, to the unknown token, in order of appearance."""
     unknown, is_lost = tokenizer.unk_token_id, dict[str, bool]()
     found: dict[str, None] = {}
     for text in texts:
@@ -49,15 +49,15 @@ def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> l
             vanishes = unknown is None and _plain(word) not in _plain(str(tokenizer.decode(ids)))
             is_lost[word] = vanishes or unknown in ids
         lost = [word for word in words if is_lost[word]]
-        plain = text.replace(str(tokenizer.unk_token or ""), "")  # chat templates may use that very token
-        if not lost and unknown in _ids(tokenizer, plain):  # words that the tokenizer does not take apart
+        plain = text.replace(str(tokenizer.unk_token or ""), "")  # chat templates may contain that token
+        if not lost and unknown in _ids(tokenizer, plain):  # tokenizer does not split words as WORD does
             lost = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
         found |= dict.fromkeys(lost)
     return list(found)
 
 
 def _plain(text: str) -> str:
-    """Remove differences that tokenizers make on purpose: case, ways of writing a letter, spaces between tokens."""
+    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces between tokens."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -66,7 +66,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
-    """Count the tokens of each prompt with the choice that has most tokens."""
+    """Count the tokens of each prompt together with its longest choice."""
     choices = list(dict.fromkeys(choice for example in examples for choice in example.choices))
     n_tokens = dict(zip(choices, map(len, tokenize(tokenizer, choices)), strict=True))
     texts = [example.prompt + max(example.choices, key=n_tokens.__getitem__) for example in examples]

@@ -1,4 +1,4 @@
-"""Forms of a probe's prompts: as written, behind solved examples, or as a turn of the tokenizer's chat template."""
+"""Prompt formats of a probe: as written, after solved examples, or as a turn in the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .checks import token_counts
 
 PLAIN, CHAT, AUTO = "plain", "chat", "auto"
 TRIED = (PLAIN, "shots=1", "shots=3", CHAT)
-"""Forms that ``auto`` chooses from, simplest first."""
+"""Formats that ``auto`` chooses from, simplest first."""
 N_TRIED = 32
 
 log = logging.getLogger(__name__)
 
 
 def check_form(name: str, form: str) -> None:
-    """Raise ValueError for anything but plain, chat, auto or shots=n."""
+    """Raise ValueError unless the format is plain, chat, auto or shots=n, with n from 1 to 99."""
     if form not in (PLAIN, CHAT, AUTO) and not re.fullmatch(r"shots=[1-9]\d?", form):
         raise ValueError(f"{name} is {form!r}; pass plain, shots=1 (or more), chat or auto.")
 
 
 @dataclass(frozen=True)
 class FormedProbe:
-    """A probe whose prompts stand in another form.
+    """A probe with its prompts in another format.
 
-    ``shots=n`` puts the next ``n`` prompts before each, one question of theirs solved.
-    ``chat`` makes the prompt a user's turn, and the assistant's answer begins with the probe's ``lead``. Raises
-    ValueError for a chat without template.
+    ``shots=n`` puts the next ``n`` prompts before each prompt, each with one question solved. ``chat`` makes the
+    prompt a user turn and begins the assistant's answer with the probe's ``lead``. Raises ValueError for ``chat`` if
+    the tokenizer has no chat template.
     """
 
     probe: Probe
@@ -53,15 +53,15 @@ class FormedProbe:
 
     @property
     def n_queries(self) -> int:
-        """Examples in a row that ask about one prompt."""
+        """Number of consecutive examples that ask about one prompt."""
         return queries_of(self.probe)
 
     def describe(self) -> dict[str, object]:
-        """Return what the prompts follow from."""
+        """Return the settings that determine every prompt."""
         return {**self.probe.describe(), "prompt_form": self.form}
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples in this form."""
+        """Return the first ``n`` examples in this format. Raises ValueError if the probe has too few for the shots."""
         if self.form == CHAT:
             return [self._in_chat(example) for example in self.probe.examples(n)]
         shots, step = int(self.form.removeprefix("shots=")), self.n_queries
@@ -82,7 +82,7 @@ class FormedProbe:
                 tokenize=False,
                 add_generation_prompt=True,
                 enable_thinking=False,
-                date_string="1 January 2025",  # else some templates write today's: other prompts every day
+                date_string="1 January 2025",  # some templates insert today's date, so prompts would change daily
             )
         except TemplateError as error:
             raise ValueError(f"the chat template cannot write a question ({error}); pass plain or shots=1.") from error
@@ -91,17 +91,17 @@ class FormedProbe:
 
 
 def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
-    """Return the probe in a form other than auto; itself if plain."""
+    """Return the probe in any format except auto; plain returns the probe itself."""
     return probe if form == PLAIN else FormedProbe(probe, form, tokenizer)
 
 
 def best_form(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, *, least: float | None = 0.0
 ) -> tuple[str, dict[str, float]]:
-    """Return the form in which the model answers most of the first 32 prompts, and its accuracy in each.
+    """Return the format in which the model answers most of the first 32 prompts, and its accuracy in each format.
 
-    Of equal ones the simplest; forms beyond the model's positions, and chat without a template, are left out. Raises
-    ValueError when the best accuracy is below ``least`` (None: half way from guessing to always right).
+    Ties go to the simplest. Skips formats longer than the model's context, and chat without a template. Raises
+    ValueError if all are too long, or the best accuracy is below ``least`` (None: halfway from guessing to perfect).
     """
     least = (1 + probe.chance) / 2 if least is None else least
     limit, found = longest_context(model.config) or sys.maxsize, {}

@@ -1,6 +1,6 @@
-"""Questions about facts: multiple choice by heart, and with lettered options, whose letter the prompt must give.
+"""Multiple-choice questions about facts, with or without lettered options in the prompt.
 
-With letters, knowing the answer is not enough: its letter is fetched from the prompt (arXiv 2504.18574).
+With letters, knowing the answer is not enough: the model must retrieve its letter from the prompt (arXiv 2504.18574).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Form = Literal["letter", "text", "completion"]
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Questions of a JSON-lines file, one ``{"prompt", "answer", "choices"}`` a line.
+    """Questions from a JSON Lines file, one ``{"prompt", "answer", "choices"}`` per line.
 
-    ``path`` defaults to the facts that the embedded teacher was taught. Raises ValueError for a file that
-    cannot be read as such, naming the line.
+    ``path`` defaults to the facts that the embedded teacher was trained on. Raises ValueError for an unreadable file,
+    naming the line.
     """
 
     path: str | Path | None = None
@@ -42,7 +42,7 @@ class Knowledge:
         return sum(1 / len(example.choices) for example in examples) / len(examples)
 
     def examples(self, n: int | None = None) -> list[Example]:
-        """Return the first ``n`` questions in the file's order; all of them by default."""
+        """Return the first ``n`` questions in file order, by default all."""
 
         def read(record: Record) -> Example:
             return Example(record["prompt"], record["answer"], tuple(record["choices"]))
@@ -56,9 +56,9 @@ class Knowledge:
 
 
 def read_questions(path: str | Path | None, read: Callable[[Record], Item], expected: str) -> list[Item]:
-    """Read the questions of a file, one a line; without a path the embedded teacher's.
+    """Read the questions in a file, one per line; without a path, those of the embedded teacher.
 
-    Raises ValueError for a file that cannot be read, naming the first bad line and what is expected.
+    Raises ValueError for an unreadable file, naming the first bad line and the expected format.
     """
     file, found = Path(path or facts_path()), []
     with refused(f"the questions {file} cannot be read", "pass a file of JSON lines"):
@@ -75,7 +75,7 @@ def read_questions(path: str | Path | None, read: Callable[[Record], Item], expe
 class Fact(NamedTuple):
     """A question (or the beginning of a sentence) and its answer.
 
-    ``distractors`` are wrong answers; where they do not suffice, answers of other facts of the same ``kind`` are taken.
+    ``distractors`` are wrong answers; if there are too few, answers to other facts of the same ``kind`` are added.
     """
 
     question: str
@@ -88,10 +88,10 @@ class Fact(NamedTuple):
 class LetterChoice(SeededProbe):
     """Facts as questions with ``n_options`` lettered options; the choices are the letters.
 
-    With the ``form`` "text" the choices are the options themselves, with "completion" the question stands alone and
-    they continue it: the same questions with the same options. Facts are asked in an order that follows from ``seed``,
-    and again with other options when all have been asked. ``facts`` are `Fact` or tuples of its fields. Raises
-    ValueError for a fact without enough wrong answers.
+    With ``form`` "text", the choices are the options themselves. With "completion", the prompt is the question alone
+    and the options continue it. Every form asks the same questions with the same options. ``seed`` sets the order of
+    the facts; once all have been asked, they repeat with other options. ``facts`` are `Fact` or tuples of its fields.
+    Raises ValueError for a fact without enough wrong answers.
     """
 
     name: ClassVar[str] = "letter_choice"
@@ -105,10 +105,10 @@ class LetterChoice(SeededProbe):
     def from_file(
         cls, facts: str | Path | None = None, n_options: int = 4, seed: int = 0, form: Form = "letter"
     ) -> LetterChoice:
-        """Read the facts of a JSON-lines file, by default those that the embedded teacher was taught.
+        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained on.
 
-        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (those that are not the answer are distractors)
-        and ``"kind"``. Raises ValueError for a file that cannot be read as such, naming the line.
+        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become distractors) and
+        ``"kind"``. Raises ValueError for an unreadable file, naming the line.
         """
         expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
         return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, form)
@@ -125,12 +125,12 @@ class LetterChoice(SeededProbe):
 
     @cached_property
     def _answers(self) -> dict[str, list[str]]:
-        """Different answers of each kind of fact, in the facts' order."""
+        """Distinct answers to each kind of fact, in the order of the facts."""
         kinds = {fact.kind for fact in self.facts}
         return {kind: list(dict.fromkeys(fact.answer for fact in self.facts if fact.kind == kind)) for kind in kinds}
 
     def _others(self, fact: Fact) -> list[str]:
-        """Return answers of facts of the same kind that are not the fact's answer or one of its distractors."""
+        """Return answers to facts of the same kind, except the fact's own answer and distractors."""
         return [answer for answer in self._answers[fact.kind] if answer not in (fact.answer, *fact.distractors)]
 
     @cached_property
@@ -151,7 +151,7 @@ class LetterChoice(SeededProbe):
         return Example(prompt, choices[options.index(fact.answer)], choices)
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; the facts as a hash."""
+        """Return the settings that determine every prompt, with the facts as a hash."""
         return {
             "name": "letter_choice",
             "n_options": self.n_options,
@@ -163,7 +163,7 @@ class LetterChoice(SeededProbe):
 
 
 def _read_fact(record: Record) -> Fact:
-    """Make a fact of a line's entries, without spaces around them. Raises ValueError for an empty one."""
+    """Make a fact from a line's entries, stripped of spaces. Raises ValueError for empty or repeated texts."""
     answer, kind = record["answer"].strip(), record.get("kind", "").strip()
     choices = [choice.strip() for choice in record.get("choices", ())]
     fact = Fact(record["prompt"].strip(), answer, tuple(choice for choice in choices if choice != answer), kind)

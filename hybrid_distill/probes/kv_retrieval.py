@@ -1,4 +1,4 @@
-"""Key-value retrieval: a dictionary in the prompt and a question for one of its values (arXiv 2504.18574)."""
+"""Key-value retrieval: a dictionary in the prompt and a question about one of its values (arXiv 2504.18574)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..limits import Count, Limits
 from . import Example, SeededProbe, as_tuple, check_queries, checked_words
 
 Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]
-"""Entries of a dictionary; values are distinct."""
+"""Number of entries in a dictionary; limited because values are distinct."""
 
 
 class Wording(NamedTuple):
-    """Wording of a dictionary: its first line ("" for none), an entry, the question."""
+    """Wording of a dictionary prompt: first line ("" for none), entry, question."""
 
     header: str = HEADER
     entry: str = "{key}:{value}"
@@ -29,12 +29,12 @@ DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of t
 
 @dataclass(frozen=True)
 class KVRetrieval(SeededProbe):
-    """Dictionaries of ``n_pairs`` distinct nouns with distinct values 0 to 99, which are the choices.
+    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the values are the choices.
 
-    Of several ``n_pairs``, dictionaries take one after the other, in turn; ``n_queries`` examples in a row ask for
-    different keys of one dictionary. Keys, values, their order and the keys asked for all follow from ``seed``.
-    ``keys`` replaces the default nouns, for a model that knows few words, ``wording`` the words around them.
-    Raises ValueError for repeated or too few keys, and for more queries than pairs.
+    With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary yields ``n_queries``
+    consecutive examples that ask for different keys. ``seed`` determines the keys, the values, their order and the
+    keys asked for. ``keys`` replaces the default nouns, for a model that knows few words; ``wording`` replaces the
+    text around them. Raises ValueError for repeated or too few keys, and for more queries than pairs.
     """
 
     name: ClassVar[str] = "kv_retrieval"
@@ -58,7 +58,7 @@ class KVRetrieval(SeededProbe):
 
     @property
     def chance(self) -> float:
-        """Accuracy of naming any value of the dictionary, mean over sizes."""
+        """Accuracy of guessing among the dictionary's values, averaged over sizes."""
         return sum(1 / n_pairs for n_pairs in self._sizes) / len(self._sizes)
 
     def _example(self, index: int) -> Example:
@@ -75,6 +75,6 @@ class KVRetrieval(SeededProbe):
         return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; the keys as a hash, others than the defaults' wording."""
+        """Return the settings that determine every prompt: keys as a hash, default wording and n_queries omitted."""
         usual = {"wording": list(DICTIONARY), "n_queries": 1}
         return {name: value for name, value in super().describe().items() if usual.get(name) != value}

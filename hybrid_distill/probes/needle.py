@@ -1,4 +1,4 @@
-"""A needle in filler text: one fact, at a given depth of a text of a given length, asked for at the text's end."""
+"""Needle in a haystack: one fact at a given depth in filler of a given length, asked for at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ good meal|because there was time|as they often did""".replace("\n", " ").split("
 
 @cache
 def filler_sentences() -> list[str]:
-    """Return about 4,500 words of plain sentences, in an order that never changes, without numbers and `NOUNS`."""
+    """Return about 4,500 words of plain sentences in a fixed order, without numbers or `NOUNS`."""
     sentences = [" ".join(parts) + "." for parts in product(SUBJECTS, ACTIONS, TIMES)]
     random.Random("needle filler").shuffle(sentences)
     return sentences
@@ -33,11 +33,11 @@ def filler_sentences() -> list[str]:
 
 @dataclass(frozen=True)
 class Needle(SeededProbe):
-    """``NEEDLE`` between the sentences of a passage, at every pair of ``lengths`` and ``depths`` in turn.
+    """``NEEDLE`` between the sentences of a passage; examples cycle through all pairs of ``lengths`` and ``depths``.
 
-    A passage is as many whole sentences as it takes to reach ``length`` words, from a random sentence of the filler
-    on, beginning again at the filler's end. Depth 0 is before the first sentence, 1 after the last. The answer is one
-    of ``n_choices`` numbers. Raises ValueError for settings named twice.
+    A passage starts at a random sentence of the filler, wraps around at its end, and takes whole sentences until it
+    reaches ``length`` words. Depth 0 is before the first sentence, 1 after the last. The answer is one of
+    ``n_choices`` numbers. Raises ValueError for duplicate lengths, depths or keys.
     """
 
     name: ClassVar[str] = "needle"
@@ -55,7 +55,7 @@ class Needle(SeededProbe):
         super().__post_init__()
 
     def _example(self, index: int) -> Example:
-        """Make an example. Lengths change from example to example, depths after each round of lengths."""
+        """Make an example. The length changes with every example, the depth after each round of lengths."""
         settings = list(product(self.depths, self.lengths))
         depth, length = settings[index % len(settings)]
         rng = random.Random(f"needle {self.seed} {length} {depth} {index}")
@@ -72,5 +72,5 @@ class Needle(SeededProbe):
         return Example(prompt, answer=f" {answer}", choices=tuple(f" {value}" for value in values))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; filler and keys as hashes."""
+        """Return the settings that determine every prompt, with filler and keys as hashes."""
         return {**super().describe(), "filler_sha256": digest(filler_sentences())}

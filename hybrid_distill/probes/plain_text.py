@@ -1,4 +1,4 @@
-"""Plain text: the loss of predicting each next token.
+"""Next-token loss on plain text.
 
 Shapes: B batch, L length, T predicted tokens (L - 1), V vocabulary.
 """
@@ -15,18 +15,18 @@ from ..teacher import text_config
 from .answering import Tokens, forward, left_pad, tokenize
 
 LOGITS_AT_ONCE = 2**27
-"""Most logits in memory at a time: half a gigabyte in float32."""
+"""Maximum number of logits in memory: half a gigabyte in float32."""
 
 
 class TextBatch:
-    """Left-padded texts. ``counts_BT`` marks the tokens to predict: all but each text's first."""
+    """Left-padded texts. ``counts_BT`` marks the predicted tokens: all except each text's first."""
 
     def __init__(self, rows: Sequence[Tokens], device: torch.device) -> None:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
         self.counts_BT = (self.mask_BL[:, 1:] * self.mask_BL[:, :-1]).bool()
 
     def logits(self, model: PreTrainedModel) -> Tensor:
-        """Return logits_BTV of each token but the first, in float32."""
+        """Return logits_BTV that predict each token except the first, in float32."""
         return forward(model, self.input_ids_BL, self.mask_BL).logits[:, :-1].float()
 
     def token_losses(self, logits_BTV: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def text_batches(
     max_tokens: int,
     batch_size: int,
 ) -> Iterator[TextBatch]:
-    """Yield the rows of `text_rows` in batches small enough for their logits to fit."""
+    """Yield the rows of `text_rows` in batches whose logits fit in memory."""
     rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
     n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
     for start in range(0, len(rows), n_rows):
@@ -57,9 +57,9 @@ def text_batches(
 
 
 def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int) -> list[Tokens]:
-    """Return the first ``max_tokens`` tokens of each text; those of a single token predict nothing and are left out.
+    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which predict nothing.
 
-    Raises ValueError when that leaves none of them.
+    Raises ValueError if that skips every text.
     """
     rows = [row[:max_tokens] for row in tokenize(tokenizer, texts) if len(row[:max_tokens]) > 1]
     if texts and not rows:

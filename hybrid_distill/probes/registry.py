@@ -1,4 +1,4 @@
-"""Probes by name, for the command line and for configs."""
+"""Registry of probes by name, for the command line and for configs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .words import MQAR, Copying, TwoHop, single_token_words
 
 
 def make_probe(name: str, **options: object) -> Probe:
-    """Make the probe called ``name``, one of ``PROBES`` or ``RULER``, with those of the options that it has.
+    """Make the probe ``name`` from ``PROBES`` or ``RULER``, ignoring options that it does not have.
 
-    Raises ValueError for an unknown name, and for what the probe refuses.
+    Raises ValueError for an unknown name, and for options that the probe rejects.
     """
     probes = {**PROBES, **RULER}
     if name not in probes:
@@ -41,7 +41,7 @@ def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0) -> TwoHop:
 def _mqar(
     pairs: int | Sequence[int] = 16, n_queries: int = 4, seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> MQAR:
-    """Draw keys and values from the tokenizer's words of one token, from common nouns without one."""
+    """Draw keys and values from the tokenizer's single-token words; without a tokenizer, from common nouns."""
     words = NOUNS if tokenizer is None else single_token_words(tokenizer)
     return MQAR(_one("mqar", pairs), n_queries, seed, words)
 

@@ -1,8 +1,8 @@
-"""RULER's tasks (arXiv 2404.06654) at any length, without a network: needles, variable tracking, frequent words.
+"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and frequent words.
 
-lm-eval's generators write the questions. What they would download is replaced: Paul Graham's essays by
-`needle.filler_sentences`, nltk's sentence splitter by a regular expression. Haystacks fill a length to the token, where
-lm-eval goes in steps of up to 500 words; so 256 tokens are possible too.
+lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by `needle.filler_sentences`,
+and nltk's sentence splitter by a regular expression. Haystacks grow one unit of filler at a time, while lm-eval uses
+steps of up to 500 words; lengths such as 256 tokens therefore work too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .needle import filler_sentences
 
 
 class Needles(NamedTuple):
-    """Settings of lm-eval's generator of needles in a haystack, by its names: keys (k), values (v), queries (q)."""
+    """Settings of lm-eval's needle-in-a-haystack generator, under its names: keys (k), values (v), queries (q)."""
 
     type_haystack: str
     type_needle_k: str = "words"
@@ -40,7 +40,7 @@ class Needles(NamedTuple):
 
 
 class RulerQuestion(NamedTuple):
-    """A question, how its answer begins, and the strings that the answer must hold."""
+    """A question, the beginning of its answer, and the strings that the answer must contain."""
 
     question: str
     delimiter: str
@@ -49,7 +49,7 @@ class RulerQuestion(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """Text for a model to continue."""
+        """Text that the model continues."""
         return f"{self.question}{self.delimiter}{self.answer_prefix}"
 
 
@@ -64,20 +64,20 @@ NEEDLES = {
     "niah_multiquery": Needles("essay", num_needle_k=4, num_needle_q=4),
 }
 LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}
-"""Tokens that lm-eval lets a model generate."""
+"""Limit on generated tokens in lm-eval, by task."""
 TASKS = tuple(LONGEST_ANSWER)
-VT_EXAMPLE = 500  # tokens of the worked example before a question of ruler_vt, at most half of the length
-FEWEST_CODED_WORDS = 54  # of ruler_fwe: with fewer, the third most frequent word is as frequent as the fourth
+VT_EXAMPLE = 500  # tokens of the worked example before a ruler_vt question; at most half the length
+FEWEST_CODED_WORDS = 54  # in ruler_fwe: with fewer, the third and fourth most frequent words tie
 OFFERED = {
     "niah": r"is: ([\da-f-]{7,36})\.",
     "ruler_vt": r"VAR ([A-Z]+)",
     "ruler_cwe": r"\d+\. (\S+)",
     "ruler_fwe": r"\.\.\. ([a-z]{6})(?= \.\.\.)",
 }
-"""Strings of a prompt that could be taken for an answer, by the beginning of a task's name."""
+"""Patterns for strings in a prompt that can serve as wrong choices, by prefix of the task name."""
 
 _Write = Callable[[int], RulerQuestion]
-"""Writes a question with so many units of filler: words, sentences or needles."""
+"""Function that writes a question with a given number of filler units: words, sentences or needles."""
 
 
 def ruler_questions(
@@ -85,10 +85,10 @@ def ruler_questions(
 ) -> Iterator[RulerQuestion]:
     """Yield the first ``n`` questions of one of `TASKS`; question i is the same for any ``n``.
 
-    A prompt and `tokens_to_generate` together take at most ``length`` tokens.
+    A prompt plus `tokens_to_generate` takes at most ``length`` tokens.
 
-    Raises ValueError for a length too short for the task, a tokenizer without its words, and where lm-eval or its extra
-    is missing.
+    Raises ValueError if the length is too short for the task, the tokenizer lacks its words, or lm-eval or its ruler
+    extra is not installed.
     """
     generators = load_generators()
     room = length - tokens_to_generate(task, length)
@@ -114,17 +114,17 @@ def ruler_questions(
 
 
 def tokens_to_generate(task: str, length: int) -> int:
-    """Return lm-eval's limit on an answer, but at most a quarter of the length."""
+    """Return lm-eval's limit on generated tokens, capped at a quarter of the length."""
     return min(LONGEST_ANSWER[task], length // 4)
 
 
 def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -> int:
-    """Return the most units of filler that fit, or the least that a task needs. A unit has a token or more."""
+    """Return the most filler units that fit, or the task's minimum. A unit takes at least one token."""
     return least - 1 + max(1, bisect_left(range(least, length), True, key=lambda units: not fits(write(units).prompt)))
 
 
 def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]) -> tuple[_Write, int]:
-    """Return what writes a question of a task, and the least units of filler it needs."""
+    """Return a function that writes questions of a task, and the minimum number of filler units."""
     if task in NEEDLES:
         return _needle_writer(generators, NEEDLES[task], length)
     if task == "ruler_cwe":
@@ -137,7 +137,7 @@ def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[
     if task == "ruler_fwe":
 
         def frequent_words(units: int) -> RulerQuestion:
-            tokens = {"max_len": 1, "tokenizer": lambda text: SimpleNamespace(input_ids=())}  # it is never too long
+            tokens = {"max_len": 1, "tokenizer": lambda text: SimpleNamespace(input_ids=())}  # no length limit
             text, answers, _ = generators.fwe.generate_input_output(**tokens, num_words=units, vocab_size=length // 50)
             return _split(text, generators.fwe.CONFIG["answer_prefix"], answers)
 
@@ -177,14 +177,14 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
 
 
 def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = " ") -> RulerQuestion:
-    """Separate a question from the beginning of its answer."""
+    """Split a text into the question and the beginning of its answer."""
     at = text.rfind(answer_prefix)
     return RulerQuestion(text[:at].strip(), delimiter, text[at:].strip(), tuple(answers))
 
 
 @cache
 def load_generators() -> SimpleNamespace:
-    """Import lm-eval's generators, without the download that one of them starts. Raises ValueError without lm-eval."""
+    """Import lm-eval's generators, blocking the download that one of them starts. Raises ValueError without lm-eval."""
     try:
         from nltk import data
 
@@ -204,7 +204,7 @@ def load_generators() -> SimpleNamespace:
 
 @contextmanager
 def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
-    """Seed what the generators draw from; the program gets its own random state back."""
+    """Seed the generators' sources of randomness; restore the global random states on exit."""
     before, before_numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -218,10 +218,10 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RulerProbe:
-    """Questions of a RULER ``task`` of up to ``n_tokens`` tokens.
+    """Questions from a RULER ``task``, up to ``n_tokens`` tokens long.
 
-    Where a question has several answers, all but the last are written behind it and the last is asked for. Wrong
-    choices are other needles, variables or words of the prompt, made up alike where it does not hold ``n_choices``.
+    If a question has several answers, the prompt includes all except the last, which is asked for. Wrong choices are
+    other needles, variables or words from the prompt, or similar made-up strings if it has too few for ``n_choices``.
     """
 
     task: str
@@ -235,11 +235,11 @@ class RulerProbe:
 
     @property
     def chance(self) -> float:
-        """Accuracy of naming any choice."""
+        """Accuracy of guessing, 0 to 1."""
         return 1 / self.n_choices
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples. Raises ValueError for a length too short, and without lm-eval."""
+        """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as `ruler_questions` does."""
         if self.tokenizer is None:
             raise ValueError("haystacks are as long as a model's tokens; pass its tokenizer.")
         asked = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
@@ -258,10 +258,10 @@ class RulerProbe:
         return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shown))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings every prompt follows from; its tokens are those of the model that is scored."""
+        """Return the settings that determine every prompt, except the tokenizer, which is the scored model's."""
         return {"name": self.task, "length": self.n_tokens, "seed": self.seed, "n_choices": self.n_choices}
 
 
 def _alike(character: str) -> str:
-    """Return characters to put in another's place; lower-case letters stand in hexadecimal numbers."""
+    """Return characters that can replace another; lower-case letters are treated as hexadecimal digits."""
     return digits if character.isdigit() else ascii_uppercase if character.isupper() else "abcdef"

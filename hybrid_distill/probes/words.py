@@ -1,4 +1,4 @@
-"""Tasks over lists of words: copying (induction), two hops, and associative recall of many keys (MQAR)."""
+"""Word-list tasks: copying (induction), two-hop lookup, and multi-query associative recall (MQAR)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QUESTION = "Followed to its end, '{key}' stands for the number"
 
 @dataclass(frozen=True)
 class Copying(SeededProbe):
-    """Lists of ``length`` different ``words`` on a line, and the same list again up to some word after the first.
+    """Lists of ``length`` different ``words`` on one line, repeated on the next up to a random word before the last.
 
-    The answer is the word that comes next; choices are the words of the list. Raises ValueError for repeated or
-    too few words.
+    The answer is the next word; the choices are the words of the list. Raises ValueError for repeated or too few
+    words.
     """
 
     name: ClassVar[str] = "copying"
@@ -46,18 +46,18 @@ class Copying(SeededProbe):
 
 @dataclass(frozen=True)
 class TwoHop(SeededProbe):
-    """Dictionaries of ``n_pairs`` entries in any order: half of them lead to another key, the rest to a number.
+    """Dictionaries of ``n_pairs`` shuffled entries: half of them point to another key, the rest to a number.
 
-    The value of the key asked for is a key, and that one's value is the answer. Every leading key has an end of its
-    own, so each other chain is a distractor. Choices are the numbers. Raises ValueError for repeated or too few
-    ``keys``.
+    The question asks for a key whose value is another key; the value of that second key is the answer. No two chains
+    end in the same key, so every other chain is a distractor. The choices are the numbers. Raises ValueError for
+    repeated or too few ``keys``.
     """
 
     name: ClassVar[str] = "two_hop"
     lead: ClassVar[str] = "The number is"
 
     n_pairs: Annotated[int, Limits(4, 2 * N_VALUES, whole=True)] = 8
-    """At least two chains; half of them use up the numbers at most."""
+    """Number of entries: enough for two chains, and at most twice the available numbers."""
     seed: int = 0
     keys: tuple[str, ...] = field(default=NOUNS, repr=False)
 
@@ -80,12 +80,12 @@ class TwoHop(SeededProbe):
 
 @dataclass(frozen=True)
 class MQAR(SeededProbe):
-    """Rows of ``n_pairs`` keys, each before its value, then ``n_queries`` keys to recall (arXiv 2312.04927).
+    """Rows of ``n_pairs`` keys, each followed by its value, then ``n_queries`` keys to recall (arXiv 2312.04927).
 
-    Keys and values are words that are one token each, so a row is made of tokens of the model's own vocabulary, in no
-    sentence. One row gives ``n_queries`` examples: each asks for one more key, behind the answered ones. Choices are
-    the row's values. ``words`` replaces those of the ``tokenizer``. Raises ValueError for too many queries, and for
-    repeated or too few words.
+    Keys and values are drawn from ``words``; with `single_token_words`, a row is a plain sequence of tokens from the
+    model's vocabulary. Each row yields ``n_queries`` examples: each asks for one more key, after those already
+    answered. The choices are the row's values. Raises ValueError for too many queries, and for repeated or too few
+    words.
     """
 
     name: ClassVar[str] = "mqar"
@@ -112,7 +112,7 @@ class MQAR(SeededProbe):
 
 
 def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return lower-case words of the vocabulary that are one token behind a space, in the vocabulary's order."""
+    """Return the lower-case words that are a single token after a space, in vocabulary order."""
     vocabulary = tokenizer.get_vocab()
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     begun = [piece[1:] for piece in pieces if piece[:1] in ("Ġ", "▁")] or pieces  # not the middles of words

@@ -1,13 +1,13 @@
-"""Rank attention heads: zero one head at a time, measure the loss, put the head back.
+"""Head ranking by ablation: zero one head, measure what the model loses, restore the head.
 
-The drop in accuracy on a retrieval probe is a head's score (arXiv 2504.18574); the log-probability of the
-answer orders heads where accuracy does not, and the loss on plain text tells heads that matter for all tasks.
+A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). The log-probability of the answer
+breaks ties in accuracy; the loss on plain text reveals heads that matter for every task.
 
-    the model as it is, on all examples                                                  -> baseline
-    for each round of examples (one round; in a race several, each for the heads left)
+    model before ablation, on all examples                                               -> baseline
+    for each round of examples (one round; a race has several, each for the remaining heads)
         for each layer, bottom to top
             several heads at once, from that layer up (`forwards`)                       -> right, logprob
-    drops, standard errors, intervals, agreement of halves (`measure`)                   -> HeadScores
+    drops, standard errors, intervals, split-half agreement (`measure`)                  -> HeadScores
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def score_heads(
 ) -> HeadScores:
     """Score every head of an unmodified Hugging Face decoder by exact single-head ablation.
 
-    Several connected processes share the prompts; all of them must call this, and get the same scores.
+    Connected processes split the prompts: every process must call this, and each gets the same scores.
 
     Args:
-        n_examples: Prompts, at most, for each head; one with several questions (``n_queries`` of the probe) counts
-            once, by the share of them that is answered right.
-        batch_size: Rows in a forward, a row being one prompt without one head; None finds it. Halved whenever memory
-            runs out.
-        control_texts: Plain texts whose first 256 tokens make the control loss.
-        min_accuracy: Accuracy that the model needs with all its heads; None: half way from guessing to always right.
-        race_k: Drop heads as soon as they cannot be among the first k any more (`racing`): with 99 % confidence the
-            first k are those of exhaustive scoring. A dropped head's figures are those of the examples it was tried on
-            (``n_examples_LH``), its control loss is NaN. None scores every head on every example.
+        n_examples: Maximum number of prompts per head. A prompt with several questions (the probe's ``n_queries``)
+            counts once, by the share of them answered correctly.
+        batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses it automatically.
+            Halved whenever memory runs out.
+        control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
+        min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing to always right.
+        race_k: Drop heads once they cannot be among the top k (`racing`). With 99 % confidence, the top k are the same
+            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried on
+            (``n_examples_LH``), and its control loss is NaN. None scores every head on every example.
         heads: Heads to score; others get NaN.
-        removed: Heads that are off all the time, in the baseline too (joint ablation); they get NaN.
+        removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
         kind: Kind of heads, as in `head_sites`.
-        resume_path: File that keeps the measurements after each layer; those found there, of the same task, are used.
+        resume_path: File that saves the measurements after each layer; saved measurements of the same task are reused.
 
-    Raises ValueError for a model below ``min_accuracy``, and, naming head and example, for logits that are not finite.
+    Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head and the example.
     """
     check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
     sites = head_sites(model, kind)
@@ -114,7 +114,7 @@ def score_heads(
 def _candidates(
     model: PreTrainedModel, sites: list[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
 ) -> list[HeadId]:
-    """List the heads to score, bottom to top. Raises ValueError for one that does not exist, and for none at all."""
+    """List the heads to score, bottom to top. Raises ValueError if one does not exist, or if none is left."""
     for head in heads or ():
         check_exists(model, sites, HeadId(*head))
     wanted = [head for head in heads_of(sites) if (heads is None or head in heads) and head not in removed]

@@ -1,15 +1,15 @@
-"""Run a decoder without some of its heads, and compute nothing twice.
+"""Forward passes with single heads ablated, sharing all computation that the ablation does not change.
 
-Without a head of layer l
+Ablating a head of layer l
 
-- the layers below l compute what they always do: they run once, for all heads;
-- the attention of layer l does too, but for one slice of the input of its output projection: it also runs once, several
-  heads are taken out in one batch, and each costs the output projection and the layers above.
+- does not change the layers below l: they run once for all heads;
+- changes one slice of the input of layer l's output projection: the attention also runs once, several heads are
+  ablated in one batch, and each head costs only the output projection and the layers above.
 
-All of it is exact: nothing is computed in another way than in a full forward, and nothing that is left out is read.
+The result is exact: every operation is the same as in a full forward, and skipped outputs are never read.
 
-Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P head dim, D model width, Q number read
-(`ProbeBatch.read`), X number that judgments depend on (`ProbeBatch.outcome`), E question of a row.
+Shapes: G group (one ablation), B example, R = G*B rows, L length, H head, P head dim, D model width, Q value read
+(`ProbeBatch.read`), X value that scores depend on (`ProbeBatch.outcome`), E question of a row.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .probe_batch import ProbeBatch, Row, Rows
 
 log = logging.getLogger(__name__)
 
-# A shortcut may differ from a plain forward by so many times as much as one that rounds differently.
+# Largest error of a shortcut, as a multiple of the error from different rounding alone.
 TIMES_THE_NOISE = 4
 
 
 @dataclass(eq=False)
 class Forwards:
-    """Reads batches from a model: as it is, and without each of some heads of one layer."""
+    """Full forward passes: of the model as given, or with each of several heads of one layer ablated in turn."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
@@ -62,18 +62,18 @@ class Forwards:
         return "full forwards"
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
-        """Forget everything kept of other batches."""
+        """Discard everything cached for other batches."""
 
     def work(self, rows: Sequence[Row], layers: Sequence[int]) -> int:
-        """Count tokens times layers to run these rows without a head of each of the layers."""
+        """Return the cost, in tokens times layers, of running these rows once for each ablated head's layer."""
         return sum(len(row.tokens) for row in rows) * len(decoder_blocks(self.model)) * len(layers)
 
     def whole(self, batch: ProbeBatch) -> Tensor:
-        """Return read_1Q of the model as it is."""
+        """Return read_1Q of the model without any further ablation."""
         return self.rows.fitting(batch, lambda n_rows: self._whole(batch, n_rows))
 
     def without(self, batch: ProbeBatch, layer: int, heads: Sequence[int]) -> Tensor:
-        """Return read_HQ: each of the layer's heads is ablated in turn. Ask for layers bottom to top."""
+        """Return read_HQ with each of ``heads`` ablated in turn. Call for layers from bottom to top."""
         return self.rows.fitting(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
 
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
@@ -89,9 +89,9 @@ class Forwards:
 
 @dataclass(eq=False)
 class FromLayer(Forwards):
-    """Forwards that begin at the ablated layer, with several heads ablated in one batch.
+    """Forward passes that start at the ablated layer, with several heads ablated in one batch.
 
-    Keeps the output of the layers below for each batch.
+    Caches the output of the layers below for each batch.
     """
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class FromLayer(Forwards):
     def _record(
         self, part: ProbeBatch, start: int, below_BLD: Tensor | None, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run layers ``start`` to ``layer``, and no others, on the output of the layers below.
+        """Run only layers ``start`` to ``layer``, on the output of the layers below.
 
         Returns the input of ``layer``, the input of its output projection, and its output.
         """
@@ -159,7 +159,7 @@ class FromLayer(Forwards):
     def _ablate(
         self, part: ProbeBatch, layer: int, heads: Sequence[int], below_BLD: Tensor, heads_BLHP: Tensor
     ) -> Tensor:
-        """Return read_GQ of one forward from this layer up, its rows once for each head."""
+        """Return read_GQ of one forward from this layer up, with the rows repeated for each head."""
         site = self.site_of[layer]
         heads_RLC = heads_BLHP.flatten(2).repeat(len(heads), 1, 1)
         with ExitStack() as patches:
@@ -171,11 +171,11 @@ class FromLayer(Forwards):
 
 
 class _Enough(Exception):
-    """Everything wanted of a forward has been computed."""
+    """Signal that ends a forward once everything needed is computed."""
 
 
 def _filled_like(output: object) -> Callable[[Tensor], object]:
-    """Return how a module returns a tensor: by itself, or at the head of a tuple."""
+    """Return a function that wraps a tensor like a module's output: bare, or first in a tuple filled with None."""
     n_others = len(output) - 1 if isinstance(output, tuple) else None
     return lambda tensor: tensor if n_others is None else (tensor, *[None] * n_others)
 
@@ -183,9 +183,9 @@ def _filled_like(output: object) -> Callable[[Tensor], object]:
 def fastest_exact(
     model: PreTrainedModel, sites: Sequence[HeadSite], rows: Rows, samples: Sequence[Sequence[Row]]
 ) -> Forwards:
-    """Choose the fastest way of running this model that agrees with its own full forwards on samples of rows.
+    """Return the fastest forwards for this model that agree with its full forwards on sample rows.
 
-    Layers that pass on more than their output, or share modules, cannot be cut short: these models run in full.
+    Models whose layers share modules, or pass on more than their output, cannot use the shortcut: they run in full.
     """
     in_full = Forwards(model, sites, rows)
     reason: str | None = "its layers share modules"
@@ -199,21 +199,21 @@ def fastest_exact(
 
 
 def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
-    """Return what each outcome_XGBE of all batches, side by side, loses without the heads, as scores are made of it."""
+    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head; scores are such drops."""
     whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
     without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
     return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
 
 
 def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | None:
-    """Return why a shortcut cannot be taken, judged by two heads of the first, a middle and the last layer.
+    """Return the reason not to use a shortcut, if any, from two heads of the first, a middle and the last layer.
 
-    Scores are made of drops. Those of a shortcut have to agree with those of plain forwards about as well as plain
-    forwards do with others whose layers round differently, or as logits of the type that is computed in can.
+    Compares drops, because scores are drops. The shortcut may differ from full forwards about as much as full forwards
+    whose layers round differently do, or as much as the rounding error of logits in the compute dtype.
     """
     layers = [site.layer for site in short.sites]
     batches = [ProbeBatch([row]) for row in rows]
-    # Readings round too: they are sums in float32 over the vocabulary.
+    # Reading logits also rounds: it sums over the vocabulary in float32.
     reading = torch.finfo(torch.float32).eps * text_config(short.model).vocab_size ** 0.5
     rounding = torch.finfo(computed_in(short.model)).eps
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
@@ -221,7 +221,7 @@ def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | 
         last = short.site_of[layer].n_heads - 1
         heads = sorted({last // 3, last})
         try:
-            # As in earnest: every batch reaches a layer from the one below, after other batches have run.
+            # As in real scoring: every batch reaches a layer from the one below, after other batches have run.
             for batch in batches if layer > layers[0] else ():
                 short.without(batch, layers[layers.index(layer) - 1], [0])
             found_XGBE = _drops(short, batches, layer, heads)
@@ -240,7 +240,7 @@ def _differs(short: FromLayer, in_full: Forwards, rows: Sequence[Row]) -> str | 
 
 @contextmanager
 def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
-    """Change every number that a layer returns by up to one rounding error, the same with a head as without it."""
+    """Perturb each layer's output by up to one rounding error, identically with and without a head."""
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
@@ -257,7 +257,7 @@ def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator
 
 
 def _size(in_full: Forwards, batches: Sequence[ProbeBatch]) -> float:
-    """Return how large the numbers are that readings are made of."""
+    """Return the magnitude of the logits and outcomes that rounding errors scale with."""
     ids_1L = batches[0].rows[0].ids_L[None]
     logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
     return max(logits.abs().max().item(), *(_rms(batch.outcome(in_full.whole(batch))) for batch in batches))
@@ -268,6 +268,6 @@ def _rms(numbers: Tensor) -> float:
 
 
 def computed_in(model: PreTrainedModel) -> torch.dtype:
-    """Return the type that forwards are computed in."""
+    """Return the dtype of forward passes, including autocast."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

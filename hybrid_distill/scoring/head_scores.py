@@ -1,6 +1,6 @@
-"""The result of scoring: numbers for every head, and all that they depend on, in one file.
+"""Result of scoring: the numbers for every head and their provenance, in one file.
 
-Shapes: L layer, H query head, E example (of a table [H, E]: one row for each scored head).
+Shapes: L layer, H query head, E example (a table [H, E] has one row per scored head).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
-CONTROL_FLOOR = 0.01  # nats per token: one percent of perplexity, about what a small control set can resolve
-NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
+CONTROL_FLOOR = 0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
+NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 MOST_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """Scores of every head, as float64 tensors [layer, head]; a higher drop means more is lost without it.
+    """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the head costs more.
 
-    ``accuracy_drop_LH`` is in shares of examples (-1 to 1), ``logprob_drop_LH`` in nats of the answer's
-    log-probability, ``control_drop_LH`` in nats of next-token loss per token on plain text (None without
-    texts). Standard errors are of paired differences: the same examples with and without the head.
+    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the answer's
+    log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text in nats per token (None
+    without texts). Standard errors are for paired differences: the same examples with and without the head.
 
-    Optional, None where not measured: intervals (low, high) of the three drops, ``n_examples_LH``, the examples
-    each head was tried on (int64), and ``agreement`` of disjoint halves of the examples (`split_half`). A NaN
-    accuracy drop marks a head that the layer does not have (hybrid teachers).
+    Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the number of examples
+    each head was tried on (int64); ``agreement`` between disjoint halves of the examples (`split_half`). A NaN
+    accuracy drop marks a head that was not scored or that its layer does not have (hybrid teachers).
     """
 
     n_kv_heads: int
@@ -70,16 +70,16 @@ class HeadScores:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the teacher that was scored."""
+        """Fingerprint of the scored teacher."""
         return self.provenance.get("fingerprint", "")
 
     def value_LH(self, by: str = "retrieval") -> Tensor:
-        """Return each head's worth, higher is better, NaN where there is no head.
+        """Return each head's value by one criterion: higher is better, NaN means no score.
 
         "retrieval": the accuracy drop. "logprob": the answer's log-probability drop. "retrieval_minus_control": the
-        latter less the control drop, both in nats (of one answer, of one token). "ratio": the one over the other, a
-        control drop below 0.01 nats counting as 0.01. The last two put back heads that matter for everything.
-        Raises ValueError for another way, or without a control drop where one is needed.
+        log-probability drop (nats per answer) minus the control drop (nats per token). "ratio": the first divided by
+        the second, with control drops below 0.01 nats raised to 0.01. The last two rank heads that matter for all
+        text lower. Raises ValueError for any other criterion, or if it needs a control drop that was not measured.
         """
         if by not in WAYS:
             raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
@@ -97,17 +97,17 @@ class HeadScores:
         return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        """List all heads that exist, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
+        """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
         both_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
         found = (~both_LH2.isnan().any(-1)).nonzero().tolist()
         worth = {HeadId(*head): (-both_LH2[tuple(head)]).tolist() for head in found}
         return sorted(worth, key=lambda head: (worth[head], head))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """Return a warning if the scores do not tell the ``k``-th head from the next, else None.
+        """Return a warning if the scores cannot separate the ``k``-th head from the next, else None.
 
-        Two heads are tied when their scores are equal and, by retrieval, the intervals of their log-probability drops
-        overlap (without intervals: 1.96 standard errors to each side).
+        Two heads tie if their values are equal and, for "retrieval", the intervals of their log-probability drops
+        overlap too (without intervals: 1.96 standard errors on each side).
         """
         value_LH, logprob_LH, interval_LH2 = self.value_LH(by), self.logprob_drop_LH, self.logprob_interval_LH2
         if interval_LH2 is None:
@@ -144,10 +144,10 @@ class HeadScores:
         baseline: Record,
         provenance: Record,
     ) -> HeadScores:
-        """Average one difference per head and example, with the standard error of the mean.
+        """Average the differences of each head over the examples, with the standard error of the mean.
 
-        ``differences`` holds [H, E] for ``heads`` by name: accuracy, logprob and, if measured, control; NaN marks an
-        example on which a head was not tried. Heads not named get NaN.
+        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row for each of
+        ``heads``; NaN marks an example that a head was not tried on. All other heads get NaN.
         """
         tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
         for name, difference_HE in differences.items():
@@ -158,7 +158,7 @@ class HeadScores:
         return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as JSON, NaN as null; an interrupted write leaves an earlier file as it was."""
+        """Write the scores as JSON, NaN as null; an interrupted write leaves an existing file intact."""
         tables = {name: _to_rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
         record = {
             "format": FORMAT,
@@ -170,7 +170,7 @@ class HeadScores:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
-        """Read scores written by `save`, now or by an earlier version. Raises ValueError for any other file."""
+        """Read scores written by `save` in this or an earlier version. Raises ValueError for any other file."""
         with refused(f"{path} does not hold head scores", "write them with hybrid-distill score"):
             record = json.loads(Path(path).read_text())
             if record["format"] not in READABLE:
@@ -190,7 +190,7 @@ class HeadScores:
 
 
 def spread(model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor) -> Tensor:
-    """Put one entry per head into a float64 table [L, H, ...]; NaN for other heads."""
+    """Scatter one entry per head into a float64 table [L, H, ...]; other heads get NaN."""
     shape = (len(decoder_blocks(model)), max(site.n_heads for site in sites), *entry_H.shape[1:])
     table_LH = torch.full(shape, math.nan, dtype=torch.float64)
     table_LH[[head.layer for head in heads], [head.head for head in heads]] = entry_H.double()
@@ -215,7 +215,7 @@ def _to_table(rows: list[float] | None) -> Tensor | None:
 
 
 def describe_run(model: PreTrainedModel) -> Record:
-    """Describe the measured model and the software, for the provenance of a result."""
+    """Describe the measured model and the software versions, for the provenance of a result."""
     return {
         "model": model.name_or_path,
         "imported_from": imported_from(str(model.name_or_path)),

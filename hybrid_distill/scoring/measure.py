@@ -1,8 +1,8 @@
-"""The questions that every ablated model is asked, and the measurements of each head.
+"""Measurements of each head: the same questions and texts for every ablated model.
 
-Shapes: L layer, H query head (in `Measured`: every head that is scored), E prompt (in the order they are tried; mean
-over its questions), T text, B row of a batch, X number that scores depend on (prompts: share of right answers and the
-answer's log-probability; texts: the loss).
+Shapes: L layer, H query head (in `Measured`: every scored head), E prompt (in the order of measurement; mean over its
+questions), T text, B row of a batch, X value that scores depend on (prompts: share of correct answers and the answer's
+log-probability; texts: the loss).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Measured:
-    """The result of each of ``heads`` on each prompt, in the order in which they are tried; NaN: not tried."""
+    """Results of each of ``heads`` on each prompt, in the order of measurement; NaN marks prompts not tried."""
 
     model: PreTrainedModel
     questions: list[Question]
@@ -56,7 +56,7 @@ class Measured:
         self.loss_HT = torch.full((len(self.heads), len(self.texts)), math.nan, dtype=torch.float64)
 
     def samples(self) -> list[list[Row]]:
-        """Choose questions of several lengths, one whose choices need a tree, and beginnings of texts, for a trial."""
+        """Choose rows for `fastest_exact`: questions of two lengths, one with a tree of choices, and short texts."""
         by_length = sorted(self.questions, key=lambda row: -len(row.tokens))
         chosen = [by_length[0], by_length[len(by_length) // 2], *[row for row in by_length if row.node][:1]]
         texts = sorted(self.texts, key=lambda row: -len(row.tokens))[:2]
@@ -68,9 +68,9 @@ class Measured:
     def _collect(
         self, forwards: Forwards, batches: Sequence[ProbeBatch], heads: Sequence[HeadId], phase: Phase | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Measure every batch without each of a layer's heads, or as the model is; share it with all processes.
+        """Measure every batch with each of a layer's heads ablated, or with none; share results among processes.
 
-        Returns found_XHE of the prompts and found_XHT of the texts, by number; NaN where nothing was read.
+        Returns found_XHE of the prompts and found_XHT of the texts, by number; NaN where not measured.
         """
         n_rows = max(1, len(heads))
         found_XHE = torch.full((2, n_rows, len(self.questions)), math.nan, dtype=torch.float64)
@@ -83,7 +83,7 @@ class Measured:
                 outcome_XHB_ = batch.outcome(read_HQ)
                 _check_finite(outcome_XHB_[-1].sum(-1), batch, heads)
                 if batch.kind is not Text:
-                    outcome_XHB_[0] = outcome_XHB_[0] > 0  # from margins to right answers
+                    outcome_XHB_[0] = outcome_XHB_[0] > 0  # from margins to correct answers
                 found.append((batch.kind is Text, [row.number for row in batch.rows], outcome_XHB_.mean(-1)))
                 if phase is not None:
                     phase.update(rank_and_world()[1] * forwards.work(batch.rows, [head.layer for head in heads]))
@@ -94,7 +94,7 @@ class Measured:
         return found_XHE, found_XHT
 
     def baseline(self, forwards: Forwards) -> None:
-        """Measure the model as it is, on everything; log how long the ablations will take."""
+        """Measure the model before ablation on all prompts and texts; log the estimated time for the ablations."""
         start = time.perf_counter()
         found_X1E, found_X1T = self._collect(forwards, [*own_batches(self.questions), *own_batches(self.texts)], [])
         self.right_E, self.logprob_E = found_X1E[:, 0, self.order]
@@ -106,7 +106,7 @@ class Measured:
         log.info("%s, about %.1f minutes%s", asked, minutes, "" if self.race is None else " or less, by racing")
 
     def ablate(self, forwards: Forwards, steps: Steps, progress: bool) -> None:
-        """Measure every head on every example, or in a race as long as a head stays in it."""
+        """Measure every head on every example; in a race, only until it drops out."""
         try:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._ablate(forwards, steps, phase)
@@ -133,7 +133,7 @@ class Measured:
                 if "loss" in step:
                     self.loss_HT[of_layer] = torch.tensor(step["loss"], dtype=torch.float64)
                 done += forwards.work([*questions, *texts], [layer] * len(heads))
-                phase.update(done - phase.done)  # steps that were read from the file too
+                phase.update(done - phase.done)  # includes steps read from the file
             if self.race is not None and end < len(self.order):
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :end])
                 racing = [index for index, stay in zip(racing, stays) if stay]
@@ -147,11 +147,11 @@ class Measured:
         right_HE, logprob_HE = found_XHE[:, :, self.order[tried]]
         tables = {"right": right_HE, "logprob": logprob_HE}
         if tried.stop == len(self.order):
-            tables["loss"] = found_XHT[0]  # this process may have had no text, but others have
+            tables["loss"] = found_XHT[0]  # even if this process had no text: results are shared
         return {name: table.tolist() for name, table in tables.items()}
 
     def scores(self, sites: Sequence[HeadSite], baseline: Record, provenance: Record) -> HeadScores:
-        """Return all tables; heads that were not measured get NaN."""
+        """Return the scores; heads that were not measured get NaN."""
         differences = {"accuracy": self.right_E - self.right_HE, "logprob": self.logprob_E - self.logprob_HE}
         if self.texts:
             differences["control"] = self.loss_HT - self.loss_T
@@ -174,7 +174,7 @@ class Measured:
 
 
 def _check_finite(found_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
-    """Raise ValueError, naming head and example, for a reading that is not finite."""
+    """Raise ValueError for a non-finite result, naming the head and the example."""
     bad = (~found_HB.isfinite()).nonzero().tolist()
     if bad:
         index, row = bad[0]
@@ -186,20 +186,20 @@ def _check_finite(found_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) 
 
 
 class Steps:
-    """A file of measurements, from which an interrupted call continues; scoring's are one layer's heads in one round.
+    """File of measurements to resume from after an interruption; in scoring, a step is a layer's heads in one round.
 
-    Without a path nothing is read or written. Steps of another model, task or version are not used, which is logged.
+    Without a path, nothing is read or written. Steps from another model, task or version are ignored with a warning.
     """
 
     def __init__(self, path: str | Path | None, provenance: Record) -> None:
         self.path = None if path is None else Path(path)
         self.task = json.loads(json.dumps({name: value for name, value in provenance.items() if name != "date"}))
-        # All processes use what the first one reads: not all machines may see the file.
+        # All processes use what the main process reads: other machines may not have the file.
         self.measured: list[Record] = agree_on(self._read)
         self.n_used = 0
 
     def next(self, measure: Callable[[], Record]) -> Record:
-        """Return the next step: read from the file, or else measured and added to it, whole or not at all."""
+        """Return the next step from the file; if it is not there, measure it and add it atomically."""
         if self.n_used == len(self.measured):
             self.measured.append(measure())
             if self.path is not None and rank_and_world()[0] == 0:

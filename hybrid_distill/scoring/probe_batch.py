@@ -1,12 +1,11 @@
-"""Questions and texts as rows of tokens, batches of rows of one length, and how answers are read from logits.
+"""Questions and texts as rows of tokens, batches of rows of equal length, and reading answers from logits.
 
-Rows of one length need no padding and no mask. Several questions about one prompt, and the beginnings of choices of
-several tokens, follow what they share as a tree, in which a token sees what it continues: one forward reads them all.
+Rows of equal length need no padding and no mask. Several questions about one prompt, and choices of several tokens,
+form a tree after their shared prefix. Each token attends only to the path it continues, so one forward reads them all.
 
 Shapes: G group (of rows with the same head ablated), B example, L length, S positions read (the last ones),
-V vocabulary, Q number read (a question has many, a text has one), X number that scores depend on (questions: the
-answer's distance from the best other choice, and its log-probability; texts: the loss), E question of a row (texts
-have one).
+V vocabulary, Q value read (many per question, one per text), X value that scores depend on (questions: the answer's
+margin over the best other choice, and its log-probability; texts: the loss), E question of a row (texts have one).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, accepts, com
 from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
 from ..teacher import text_config
 
-# More tokens in a batch make it no faster: on a CPU they leave its caches, a GPU is busy with these.
+# Larger batches are not faster: they overflow a CPU's caches, and a GPU is already saturated.
 CPU_TOKENS, GPU_TOKENS = 2**11, 2**17
 
 T = TypeVar("T")
@@ -38,13 +37,13 @@ log = logging.getLogger(__name__)
 
 
 class Row:
-    """A prompt with its questions, or a text. ``number`` is its place among all of them, ``n_read`` counts the
-    positions at its end whose logits are read, ``n_numbers`` the numbers read from them."""
+    """A prompt with its questions, or a text. ``number`` is its index among all prompts or all texts, ``n_read`` the
+    number of final positions whose logits are read, ``n_numbers`` the number of values read from them."""
 
     read: ClassVar[Callable[..., Tensor]]
-    """Reads read_GQ of rows of this kind, in nats, row after row, from the logits of the last positions."""
+    """Function that reads read_GQ, in nats, row after row, from the logits of the last positions."""
     read_plainly: ClassVar[Callable[..., Tensor]]
-    """Reads read_1Q of rows of this kind by ordinary forwards, for models that take no others."""
+    """Function that reads read_1Q by ordinary forwards, for models that support no others."""
 
     def __init__(self, number: int, tokens: Tokens, n_read: int, n_numbers: int, device: torch.device) -> None:
         self.number, self.tokens, self.n_read, self.n_numbers = number, tokens, n_read, n_numbers
@@ -56,7 +55,7 @@ class Row:
 
 
 class Text(Row):
-    """A text, read by its mean next-token loss."""
+    """A text, measured by its mean next-token loss."""
 
     def __init__(self, number: int, tokens: Tokens, device: torch.device) -> None:
         super().__init__(number, tokens, len(tokens), 1, device)
@@ -79,9 +78,9 @@ class Text(Row):
 
 
 class Question(Row):
-    """Questions about one prompt, read by the log-probabilities that their choices are made of.
+    """Questions about one prompt, measured by the log-probabilities that make up their choices.
 
-    Its tokens are what everything read comes after, then the tree of what follows.
+    The tokens are the prefix shared by everything read, then the tree of continuations.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Question(Row):
         self.examples, self.encoded = examples, encoded
         reads = [(e.prompt + path, token) for e in encoded for path, token in e.reads]
         ends = sorted({end for end, _ in reads})
-        # In this order, what begins another end comes right before one that it begins.
+        # In sorted order, a prefix of other ends comes right before one of them.
         leaves = [end for end, after in zip(ends, [*ends[1:], ()]) if after[: len(end)] != end]
         base = leaves[0][: common_prefix(leaves)]
         paths = {leaf[len(base) : t] for leaf in leaves for t in range(len(base) + 1, len(leaf) + 1)}
@@ -115,7 +114,7 @@ class Question(Row):
 
     @cached_property
     def position_L(self) -> Tensor:
-        """Position of each token behind what it continues."""
+        """Position id of each token along its path in the tree."""
         depths = [self.n_base + len(path) - 1 for path in self.node]
         return torch.tensor([*range(self.n_base), *depths], device=self.ids_L.device)
 
@@ -153,22 +152,22 @@ class ProbeBatch:
 
     @cached_property
     def ids_BL(self) -> Tensor:
-        """Tokens of rows that have one length."""
+        """Token ids of rows of equal length."""
         return torch.stack([row.ids_L for row in self.rows])
 
     def parts(self, n_rows: int) -> Iterator[tuple[slice, ProbeBatch]]:
-        """Yield up to ``n_rows`` rows at a time as a batch of their own, and their place in this one."""
+        """Split into batches of up to ``n_rows`` rows; yield each with its slice of this batch."""
         for start in range(0, len(self), n_rows):
             place = slice(start, start + n_rows)
             yield place, ProbeBatch(self.rows[place])
 
     def logits(self, model: PreTrainedModel, groups: int = 1) -> Tensor:
-        """Compute logits_GBSV of ``groups`` copies of the rows, one behind the other."""
+        """Compute logits_GBSV of ``groups`` consecutive copies of the rows."""
         extras: dict[str, object] = {"logits_to_keep": self.n_read} if accepts(model, "logits_to_keep") else {}
         questions = [row for row in self.rows if isinstance(row, Question)]
         if any(row.node for row in questions):
             mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
-            if model.config._attn_implementation != "sdpa":  # only sdpa takes a Boolean mask
+            if model.config._attn_implementation != "sdpa":  # only sdpa accepts a Boolean mask
                 unseen = torch.finfo(model.dtype).min
                 mask_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill(~mask_B1LL, unseen)
             position_BL = torch.stack([row.position_L for row in questions])
@@ -180,34 +179,34 @@ class ProbeBatch:
         return output.logits[:, -self.n_read :].unflatten(0, (groups, len(self)))
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ: the numbers that rows are judged by; float64, on the CPU."""
+        """Return read_GQ, the values that determine each row's outcome, in float64 on the CPU."""
         return self.kind.read(self.rows, logits_GBSV).double().cpu()
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
-        """Return read_1Q by ordinary forwards: for models that take no others, and to compare with."""
+        """Return read_1Q by ordinary forwards: the fallback and the reference for `read`."""
         return self.kind.read_plainly(self.rows, model)
 
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return outcome_XGBE; all rows have equally many questions."""
+        """Return outcome_XGBE; all rows must have the same number of questions."""
         by_row = zip(self.rows, read_GQ.split([row.n_numbers for row in self.rows], dim=1))
         return torch.stack([row.outcome(of_row_GQ) for row, of_row_GQ in by_row], dim=2)
 
 
 class Rows:
-    """The number of rows in a batch: ``batch_size``, or as many as the device holds if that is None."""
+    """Number of rows in a batch: ``batch_size``, or chosen automatically if None; halved when memory runs out."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
         self.model, self.batch_size, self.halvings = model, batch_size, 0
 
     def number(self, batch: ProbeBatch) -> int:
-        """Return how many rows of this length run together, at least one; automatic numbers are powers of two."""
+        """Return the number of rows of this length to run together, at least one."""
         tokens = GPU_TOKENS if self.model.device.type == "cuda" else CPU_TOKENS
         wanted = self.batch_size or 2 ** (max(1, tokens // batch.length).bit_length() - 1)
         wanted = min(wanted, LOGITS_AT_ONCE // (batch.n_read * text_config(self.model).vocab_size))
         return max(1, wanted >> self.halvings)
 
     def fitting(self, batch: ProbeBatch, work: Callable[[int], T]) -> T:
-        """Run ``work(n_rows)``, again with half the rows for as long as memory runs out.
+        """Run ``work(n_rows)``; while memory runs out, retry with half the rows.
 
         Raises MemoryError if not even one row fits.
         """
@@ -224,7 +223,7 @@ class Rows:
                         "load the model in bfloat16, ask shorter questions, or use a larger device."
                     ) from error
                 reason = first_line(error)
-            # Outside of the handler, whose traceback holds the tensors of the batch that failed.
+            # Outside the handler: its traceback keeps the tensors of the failed batch alive.
             while self.number(batch) >= n_rows:
                 self.halvings += 1
             clear_device_cache(garbage_collection=True)
@@ -232,7 +231,7 @@ class Rows:
 
 
 def batches_of(rows: Iterable[Row]) -> list[ProbeBatch]:
-    """Batch rows of one kind: one batch for each length."""
+    """Group rows of one kind into one batch per length."""
     by_length: dict[int, list[Row]] = {}
     for row in rows:
         by_length.setdefault(len(row.tokens), []).append(row)

@@ -1,13 +1,13 @@
-"""Racing: heads that cannot be among the first k any more are not tried on further examples.
+"""Racing: stop measuring heads that can no longer be among the top k.
 
-The race is for the accuracy drop over all N examples. These are a finite population, and the first n of them, in an
-order drawn at random, are a sample of it. So the number of right answers that become wrong without a head, and of wrong
-ones that become right, follow hypergeometric distributions; where an example asks several questions, the numbers of
-examples in which at least one, two, ... do. Their exact confidence bounds hold for any model and any examples: the only
-randomness is that of the order. A head leaves when its upper bound is below the k-th largest lower
-bound. All bounds, of all heads after all rounds, hold together with the stated confidence (a union bound), and then the
-first k heads, and their order, are those of exhaustive scoring: heads that might still tie in accuracy stay. Racing
-saves much where k heads stand out, and little where the k-th and the next lose about the same.
+Heads race by accuracy drop over all N examples. The examples are a finite population, and the first n in random order
+are a sample of it. The number of correct answers that become wrong when a head is ablated, and of wrong answers that
+become correct, are therefore hypergeometric. If examples have several questions, so are the numbers of examples with at
+least one, two, ... such changes. The exact confidence bounds hold for any model and any examples: only the order is
+random. A head drops out when its upper bound is below the k-th largest lower bound. By a union bound, all bounds, for
+all heads and rounds, hold together with the stated confidence; then the top k and their order are the same as in
+exhaustive scoring, because heads that might still tie in accuracy stay. Racing saves much if k heads stand out, and
+little if the k-th and the next have similar drops.
 
 Shapes: H head, E example.
 """
@@ -29,7 +29,7 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
 @dataclass(frozen=True)
 class Race:
-    """A race for the first ``k`` of ``n_heads`` heads on ``n_examples`` examples, right with ``confidence``.
+    """Race for the top ``k`` of ``n_heads`` heads on ``n_examples`` examples, correct with probability ``confidence``.
 
     Raises ValueError for a ``k`` below 1.
     """
@@ -40,33 +40,33 @@ class Race:
     confidence: float = 0.99
     seed: int = 0
     n_queries: int = 1
-    """Questions in each example."""
+    """Number of questions per example."""
 
     def __post_init__(self) -> None:
         check_counts(race_k=self.k)
 
     @property
     def rounds(self) -> list[int]:
-        """Number of examples that the heads in the race have seen after each round; all of them after the last."""
+        """Cumulative number of examples after each round; all examples after the last."""
         return sorted({math.ceil(share * self.n_examples) for share in SHARES})
 
     def order(self) -> list[int]:
-        """Return the examples in the order in which they are tried."""
+        """Return the indices of the examples in the order of measurement."""
         return torch.randperm(self.n_examples, generator=torch.Generator().manual_seed(self.seed)).tolist()
 
     def bounds(self, right_E: Tensor, right_HE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (low_H, high_H), which bound the number of answers lost on all examples.
+        """Return (low_H, high_H), bounds on the net number of correct answers that ablation loses on all examples.
 
-        ``right_E`` is the baseline's share of right answers on all examples in order, ``right_HE`` each head's on the
-        first of them.
+        ``right_E`` is the baseline's share of correct answers on all examples, in order; ``right_HE`` is the share on
+        the examples measured so far, with each head ablated.
         """
-        # Lost and gained answers are bounded from both sides; after the last round everything is known.
+        # Lost and gained answers have two bounds each (the 4); after the last round, counts are exact (the -1).
         alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1) * self.n_queries)
         n_right_E, n_right_HE = ((self.n_queries * share).round().long() for share in (right_E, right_HE))
         n_before_E = n_right_E[: right_HE.shape[1]]
         low_H, high_H = torch.zeros(2, len(right_HE), dtype=torch.long)
         for n in range(1, self.n_queries + 1):
-            # Questions that can be lost, and that can be gained, and how many were.
+            # Answers that can be lost, then answers that can be gained: possible, measured, and changed.
             for sign, can, seen, found_HE in (
                 (1, n_right_E, n_before_E, n_before_E - n_right_HE),
                 (-1, self.n_queries - n_right_E, self.n_queries - n_before_E, n_right_HE - n_before_E),
@@ -79,20 +79,20 @@ class Race:
         return low_H, high_H
 
     def stay(self, right_E: Tensor, right_HE: Tensor) -> list[bool]:
-        """Return which heads may still be among the first k; at least k do."""
+        """Return one bool per head: whether it may still be among the top k. At least k heads stay."""
         low_H, high_H = self.bounds(right_E, right_HE)
-        to_reach = low_H.sort(descending=True).values[: self.k][-1]  # of all heads, if there are fewer than k
+        to_reach = low_H.sort(descending=True).values[: self.k][-1]  # the minimum, if there are fewer than k heads
         return (high_H >= to_reach).tolist()
 
 
 def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tuple[int, int]:
-    """Bound the count in the population, given ``found`` among ``n_drawn``; each bound fails with chance alpha."""
+    """Bound the count in the population, given ``found`` in ``n_drawn``; each bound fails with probability <= alpha."""
     return population - _upper(population, n_drawn, n_drawn - found, alpha), _upper(population, n_drawn, found, alpha)
 
 
 @cache
 def _upper(population: int, n_drawn: int, found: int, alpha: float) -> int:
-    """Return the largest count under which drawing ``found`` or fewer is likelier than alpha."""
+    """Return the largest population count for which P(drawing ``found`` or fewer) exceeds alpha."""
     from scipy.stats import hypergeom  # slow to import
 
     if n_drawn == population:

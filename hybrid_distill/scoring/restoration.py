@@ -1,8 +1,8 @@
-"""Rank heads by the gain of putting one attention head at a time into a student that has none.
+"""Head ranking by restoration: the gain from adding one attention head to a student that has none.
 
-Single ablation overlooks heads that stand in for one another and overrates those that a recurrent head imitates well.
-Restoration measures what an aligned, fully recurrent student gains with the head (arXiv 2504.18574, for whole layers).
-Heads that work in pairs show only together, so `greedy_restoration` continues from the best head found so far.
+Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well. Restoration
+measures the gain of an aligned, fully recurrent student from each head (arXiv 2504.18574, for whole layers). Heads that
+work in pairs show a gain only together, so `greedy_restoration` adds the best head, one at a time.
 
 Shapes: H query head, E example.
 """
@@ -30,9 +30,9 @@ from .head_scores import HeadScores, describe_run, heads_of
 
 @contextmanager
 def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
-    """Let these heads of the student compute what the teacher's heads do on the student's own inputs.
+    """Replace these heads of the student by the teacher's heads, run on the student's own inputs.
 
-    For forwards without a cache. Raises ValueError for a head that does not exist, and for a forward with a cache.
+    Raises ValueError for a head that does not exist, and for a forward with a cache.
     """
     by_layer: dict[int, list[int]] = {}
     ours, theirs = attention_sites(student), attention_sites(teacher)
@@ -48,7 +48,7 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
 
 
 def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., object], ...]:
-    """Return hooks: run the teacher's attention before the student's mixer, and swap heads in before its `o_proj`."""
+    """Return two hooks: run the teacher's attention before the student's mixer; swap its heads in before `o_proj`."""
     found: list[Tensor] = []
 
     def note(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -70,9 +70,9 @@ def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
 
 @contextmanager
 def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
-    """Run the teacher's attention in the place of these layers' mixers, output projection included.
+    """Run the teacher's attention, including its output projection, instead of these layers' mixers.
 
-    With a cache too: make it and use it within.
+    Supports a cache that is created and used inside the context.
     """
     mixers, theirs = student.mixers(), attention_sites(teacher)
 
@@ -108,10 +108,10 @@ def score_restoration(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """Score heads by what each adds to an aligned, fully recurrent student that has the ``restored`` heads already.
+    """Score heads by the gain of an aligned, fully recurrent student that already has the ``restored`` heads.
 
-    ``accuracy_drop_LH`` is the accuracy gained with the head (lost without it), ``logprob_drop_LH`` the answer's
-    log-probability, each with paired standard errors; heads already restored get 0. There is no control drop.
+    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the answer's
+    log-probability, each with paired standard errors; heads already restored get 0. Control drops are not measured.
     """
     examples, sites = probe.examples(n_examples), attention_sites(student)
 
@@ -150,9 +150,9 @@ def greedy_restoration(
     n_examples: int = 128,
     progress: bool = True,
 ) -> list[HeadId]:
-    """Choose ``k`` heads, each the one that adds most to the student with all before it.
+    """Choose ``k`` heads one by one, each with the largest gain given the heads chosen before it.
 
-    The gain is read as log-probability of the answer: accuracy does not move before a whole circuit is there.
+    The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in place.
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:

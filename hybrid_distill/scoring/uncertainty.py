@@ -1,4 +1,4 @@
-"""How sure a ranking of heads is: bootstrap intervals, and the agreement of halves of the examples.
+"""Uncertainty of a head ranking: bootstrap intervals, and split-half agreement.
 
 Shapes: H head (any number of them, in any order), E example.
 """
@@ -15,9 +15,9 @@ NUMBERS_AT_ONCE = 2**24
 
 
 def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
-    """Return [H, 2]: the 95 % interval of each head's mean over the examples, by the percentile bootstrap.
+    """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the examples.
 
-    NaN marks an example on which a head was not tried. Heads that were tried on equally many see the same resamples.
+    NaN marks an example that a head was not tried on. Heads tried on equally many examples share resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
@@ -28,7 +28,7 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     for n in set(n_tried_H.tolist()) - {0}:
         alike_H = n_tried_H == n
         sample_HE = difference_HE[alike_H][tried_HE[alike_H]].view(-1, n)
-        if n == 1:  # which scipy refuses
+        if n == 1:  # scipy rejects a single observation
             interval_H2[alike_H] = sample_HE.expand(-1, 2)
             continue
         found = bootstrap(
@@ -48,12 +48,12 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
 def split_half(
     accuracy_HE: Tensor, logprob_HE: Tensor, ks: Sequence[int], *, n_splits: int = 20, seed: int = 0
 ) -> dict[str, object]:
-    """Measure how well the rankings by two disjoint random halves of the examples agree, on average over splits.
+    """Measure how well rankings from two disjoint random halves of the examples agree, averaged over splits.
 
-    Both tensors hold differences on two examples or more, NaN where a head was not tried. Returns
-    ``overlap[str(k)]``, the share of common heads among the two first k (for each k of ``ks`` below the number of
-    heads), the same for rankings by log-probability alone (``overlap_by_logprob``), and ``spearman``, the correlation
-    of all ranks: lower bounds for all examples, which rank better.
+    Both tensors hold differences on at least two examples, NaN where a head was not tried. Returns
+    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below the number of heads);
+    ``overlap_by_logprob``, the same for rankings by log-probability alone; ``spearman``, the correlation of all ranks.
+    All are lower bounds for the full set of examples, which ranks heads better than a half.
     """
     from scipy.stats import spearmanr  # slow to import
 
@@ -65,7 +65,7 @@ def split_half(
     overlaps_SK, spearman_S = ([], []), []
 
     def order(mean_HK: Tensor) -> np.ndarray:
-        """Number heads from worst up: by the first column, equal ones by the next; NaN, not tried, is worst."""
+        """Rank heads from the worst up by the first column, ties by the next; NaN (not tried) ranks worst."""
         return mean_HK.nan_to_num(nan=-torch.inf).unique(dim=0, return_inverse=True)[1].numpy()
 
     for _ in range(n_splits):
@@ -76,7 +76,7 @@ def split_half(
             first = [np.argsort(-rank_H, kind="stable").tolist() for rank_H in ranks]
             overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
         a, b = by_accuracy
-        # 1 if all heads are equal in both halves, 0 if only one half tells heads apart.
+        # 1 if all heads tie in both halves, 0 if they tie in only one.
         spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
     return {
         "n_splits": n_splits,
@@ -91,5 +91,5 @@ def split_half(
 
 
 def statistic(result: object) -> float:
-    """Return the figure of a scipy test, whose type its annotations do not tell."""
+    """Return the statistic of a scipy test as a float; scipy's annotations do not give its type."""
     return float(np.asarray(result)[0])
