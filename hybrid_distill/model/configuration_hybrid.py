@@ -159,8 +159,8 @@ def check_version(oldest: Any) -> None:
         raise ValueError(f"oldest_transformers is {shortened(oldest)}; it must be a version such as 5.0.0.")
     if release(transformers.__version__) < release(oldest):
         raise ValueError(
-            f"this student computes what was recorded from transformers {oldest} on, and this is transformers "
-            f"{transformers.__version__}; pip install 'transformers>={oldest}'."
+            f"this student needs transformers {oldest} or newer, found {transformers.__version__}; "
+            f"pip install 'transformers>={oldest}'."
         )
 
 
@@ -220,8 +220,7 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
     n_layers, n_heads = teacher.num_hidden_layers, teacher.num_attention_heads
     if not isinstance(kept, (list, tuple)) or len(kept) != n_layers:
         raise ValueError(
-            f"kept is {shortened(kept)}; it lists the kept heads of each layer, "
-            f"so it needs {n_layers} lists for this backbone."
+            f"kept is {shortened(kept)}; it must be {n_layers} lists of heads, one per layer of this backbone."
         )
     for layer, heads in enumerate(kept):
         valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
@@ -241,15 +240,15 @@ def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
     except Exception as error:  # errors for fields of a wrong type vary by version of transformers
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"backbone describes no {backbone['model_type']} model ({type(error).__name__}: {reason}); "
+            f"backbone is not a valid {backbone['model_type']} config ({type(error).__name__}: {reason}); "
             "pass the teacher's config.to_dict()."
         ) from error
     wanted, understood = backbone.get("rope_parameters"), getattr(config, "rope_parameters", None)
     by_type = _rope_by_layer_type(wanted)
     if isinstance(understood, dict) and not _rope_by_layer_type(understood) and len({*map(str, by_type.values())}) > 1:
         raise ValueError(
-            f"transformers {transformers.__version__} gives all layers of {backbone['model_type']} one RoPE, and this "
-            "backbone has another for each type of layer; pip install --upgrade transformers."
+            f"transformers {transformers.__version__} has one RoPE for all layers of {backbone['model_type']}, but "
+            "this backbone has one per layer type; pip install --upgrade transformers."
         )
     return config
 
@@ -263,7 +262,7 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
     model_type = backbone["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or model_type == HybridConfig.model_type:
         raise ValueError(
-            f"backbone has model_type {shortened(model_type)}, which this transformers does not know as a teacher's; "
+            f"backbone has model_type {shortened(model_type)}, which this transformers does not support; "
             "use a teacher of a model type that transformers implements."
         )
     cleaned = {name: value for name, value in backbone.items() if name not in _NOT_ARCHITECTURE}

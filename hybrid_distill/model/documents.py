@@ -24,7 +24,7 @@ FULL = "full_attention"
 LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 CACHE_WITH_PACKING = (
     "packed documents (seq_idx, cu_seq_lens_q, or position_ids that restart) cannot be continued from a cache; "
-    "drop the cache, or pass positions that go on from it."
+    "drop the cache, or pass positions that continue from it."
 )
 FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 

@@ -177,7 +177,7 @@ def _kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_stat
     if importlib.util.find_spec("fla") is None:
         reason = "flash-linear-attention is not installed"
     elif dtype not in (torch.bfloat16, torch.float16):
-        reason = f"it takes bfloat16 and float16, and this is {dtype}"
+        reason = f"it takes bfloat16 and float16, not {dtype}"
     else:
         reason = _mistake(device, dtype, head_dim, d_state)
     if reason:

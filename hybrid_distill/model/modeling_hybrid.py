@@ -94,7 +94,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) or "this checkpoint"
             raise ValueError(
-                f"the tensors of {where} are not this model's under transformers {__version__} "
+                f"the tensors of {where} do not match this model under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
             )
         return model
@@ -312,8 +312,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
         if follows_padding_BS.any():
             raise ValueError(
-                f"attention_mask has padding between the tokens of a row, and some layers see {min(kept)} tokens back, "
-                "in which transformers counts padding too; pad on the left."
+                f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "
+                "tokens, in which transformers counts padding; pad on the left."
             )
 
 

@@ -25,7 +25,7 @@ class Example:
 
     def __post_init__(self) -> None:
         if not self.prompt or not all(self.choices):
-            raise ValueError(f"a prompt or a choice of {self!r} is empty; nothing can be compared with it.")
+            raise ValueError(f"a prompt or a choice of {self!r} is empty; give it text.")
         if len(set(self.choices)) != len(self.choices) or self.answer not in self.choices:
             raise ValueError(
                 f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold the answer."
@@ -94,7 +94,7 @@ def check_counts(**counts: int) -> None:
 def check_queries(n_queries: int, n_pairs: int) -> None:
     """Raise ValueError if a prompt has more questions than pairs."""
     if n_queries > n_pairs:
-        raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most that.")
+        raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}.")
 
 
 def queries_of(probe: Probe) -> int:
@@ -106,11 +106,11 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
     """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct single words."""
     counted = Counter(map(str, words := as_tuple(name, words)))
     if repeated := [word for word, count in counted.items() if count > 1]:
-        raise ValueError(f"{name}: {repeated[0]!r} is there twice; pass each once.")
+        raise ValueError(f"{name}: {repeated[0]!r} appears twice; pass each once.")
     if bad := [word for word in counted if len(word.split()) != 1 or word != word.strip()]:
-        raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without space.")
+        raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without spaces.")
     if len(counted) < at_least:
-        raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; give more, or ask for less.")
+        raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; pass more, or ask for less.")
     return words
 
 

@@ -26,7 +26,7 @@ def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizer
         named = ", ".join(repr(word) for word in missing[:NAMED])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         raise ValueError(
-            f"this tokenizer has no token for {named}{more}, so the model cannot tell such words apart; "
+            f"this tokenizer has no token for {named}{more}, so the model cannot distinguish these words; "
             "give the probe words that it knows (keys, words, facts or filler), or take another probe."
         )
     lengths = token_counts(tokenizer, examples)

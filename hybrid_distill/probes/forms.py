@@ -85,7 +85,7 @@ class FormedProbe:
                 date_string="1 January 2025",  # some templates insert today's date, so prompts would change daily
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template cannot write a question ({error}); pass plain or shots=1.") from error
+            raise ValueError(f"the chat template rejects a question ({error}); pass plain or shots=1.") from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
         return replace(example, prompt=f"{text}{lead}")
 
@@ -118,7 +118,7 @@ def best_form(
     if found[best] < least:
         raise ValueError(
             f"this teacher fails in every form: {told} of {N_TRIED} prompts, guessing gives {probe.chance:.1%}, "
-            f"{least:.1%} is asked for. Take fewer pairs, another probe, a larger teacher, or lower --min-accuracy."
+            f"{least:.1%} is required. Use fewer pairs, another probe, a larger teacher, or lower --min-accuracy."
         )
     log.info("form %s: %s of %d prompts, guessing gives %.1f%%", best, told, N_TRIED, 100 * probe.chance)
     return best, found

@@ -68,7 +68,7 @@ def read_questions(path: str | Path | None, read: Callable[[Record], Item], expe
             if line.strip():
                 found.append(read(json.loads(line)))
     if not found:
-        raise ValueError(f"{file} holds no questions; write one a line.")
+        raise ValueError(f"{file} holds no questions; write one per line.")
     return found
 
 

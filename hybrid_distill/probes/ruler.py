@@ -109,7 +109,7 @@ def ruler_questions(
         with _seeded(generators, f"{task} {length} {seed} {index}"):
             tried = map(write, range(most, least - 1, -1))
             if (question := next((q for q in tried if fits(q.prompt)), None)) is None:
-                raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; pass a greater length.")
+                raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; pass a larger length.")
         yield question
 
 
@@ -241,7 +241,7 @@ class RulerProbe:
     def examples(self, n: int) -> list[Example]:
         """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as `ruler_questions` does."""
         if self.tokenizer is None:
-            raise ValueError("haystacks are as long as a model's tokens; pass its tokenizer.")
+            raise ValueError("RULER's lengths are counted in tokens; pass the model's tokenizer.")
         asked = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
         return [self._example(index, question) for index, question in enumerate(asked)]
 

@@ -119,7 +119,7 @@ def _candidates(
         check_exists(model, sites, HeadId(*head))
     wanted = [head for head in heads_of(sites) if (heads is None or head in heads) and head not in removed]
     if not wanted:
-        raise ValueError("no head is left to score; name some in heads that are not in removed.")
+        raise ValueError("no head is left to score; pass heads that are not in removed.")
     return wanted
 
 
@@ -134,6 +134,6 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -
         settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
         raise ValueError(
             f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
-            f"{probe.chance:.1%}, scoring asks for {min_accuracy:.1%}: accuracy is too low for ablation to be "
+            f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for ablation to be "
             "informative. Take an easier probe (fewer pairs), another teacher, or lower --min-accuracy."
         )

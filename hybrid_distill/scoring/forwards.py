@@ -194,7 +194,7 @@ def fastest_exact(
         reason = next((r for sample in samples if (r := _differs(short, in_full, sample))), None)
         if reason is None:
             return short
-    log.warning("forwards of this %s cannot be cut short (%s): all run in full", type(model).__name__, reason)
+    log.warning("the shortcut is off for this %s (%s): all forwards run in full", type(model).__name__, reason)
     return in_full
 
 

@@ -216,8 +216,8 @@ class Steps:
             record = json.loads(self.path.read_text())
             if (record["format"], record["provenance"]) == (PARTIAL_FORMAT, self.task):
                 return record["steps"]
-            reason = "they are of another model, task or version"
+            reason = "they are from another model, task or version"
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"they cannot be read: {error}"
-        log.warning("measurements in %s are not used (%s); measuring starts again", self.path, reason)
+        log.warning("measurements in %s are not used (%s); starting over", self.path, reason)
         return []

@@ -333,7 +333,7 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         missing = sorted(set(mixer.recurrent) - set(source.recurrent))
         if missing or theirs is None or (theirs.d_state, theirs.recurrence) != (ours.d_state, ours.recurrence):
             raise ValueError(
-                f"layer {mixer.layer} of the donor cannot give recurrent heads {missing or 'of this form'}; "
+                f"layer {mixer.layer} of the donor has no recurrent heads {missing or 'of this form'}; "
                 "align a student that keeps no head, with the same d_state, conv_width and recurrence."
             )
         _copy_heads(ours, theirs, [source.recurrent.index(head) for head in mixer.recurrent])

@@ -106,7 +106,7 @@ def _published(folder: str | Path) -> Record:
     }
     for name, value in counts.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"its config.json has {name} {value!r}; a Llamba has a whole number from 1 on there")
+            raise ValueError(f"its config.json has {name} {value!r}; expected a positive whole number")
     known = {"ssm_cfg.activation": (ssm["activation"], "identity"), "lm_head_bias": (given["lm_head_bias"], False)}
     for name, (value, only) in (known | {"norm_epsilon": (given["norm_epsilon"], LAYER_EPS)}).items():
         if value != only:

@@ -132,7 +132,7 @@ def _every_site(model: nn.Module) -> Iterator[HeadSite]:
         recurrent = next((path for path in RECURRENT_PATHS if path in parts), None)
         if attention is None and recurrent is None:
             raise ValueError(
-                f"{name} ({type(block).__name__}) holds no mixer that is understood: its parts are "
+                f"{name} ({type(block).__name__}) has no supported mixer: its parts are "
                 f"{', '.join(dict(block.named_children())) or 'none'}; expected attention named self_attn or "
                 "attention, or a Mamba mixer named mixer or mamba (docs/heads.md)."
             )

@@ -425,7 +425,7 @@ def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyMo
 
     flat = family_model("olmo2").config
     monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *args, **kwargs: flat)
-    with pytest.raises(ValueError, match=r"all layers of olmo3 one RoPE.*pip install --upgrade transformers"):
+    with pytest.raises(ValueError, match=r"one RoPE for all layers of olmo3.*pip install --upgrade transformers"):
         config_with(family_model, backbone=olmo3)
 
 

@@ -95,7 +95,7 @@ def test_unknown_forms_are_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "message"), [(None, "has no chat template"), ("{{ raise_exception('no') }}", "cannot write")]
+    ("template", "message"), [(None, "has no chat template"), ("{{ raise_exception('no') }}", "rejects a question")]
 )
 def test_chats_that_cannot_be_written_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -105,7 +105,7 @@ def test_probes_are_made_by_name() -> None:
         ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
-        ("kv", {"pairs": (5, 5)}, "n_pairs: '5' is there twice"),
+        ("kv", {"pairs": (5, 5)}, "n_pairs: '5' appears twice"),
         ("copy", {"length": 1}, "length is 1"),
         ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
         ("two_hop", {"pairs": 201}, "n_pairs is 201"),

@@ -40,7 +40,7 @@ def test_prompts_are_worded_as_lm_evals(task: str) -> None:
     (ours,) = ruler_questions(task, 2000, tokenizer, 1, 1)
     theirs = f"{row['input']} {row['gen_prefix']}"
     lines = [
-        {re.sub(r" for \S+-.+? (is|mentioned)(: \S+)?", r" for X \1", line) for line in text.split("\n")}
+        {re.sub(r" for .+?-.+? (is|mentioned)(: \S+)?", r" for X \1", line) for line in text.split("\n")}
         for text in (ours.prompt, theirs)
     ]
     assert lines[0] == lines[1]

@@ -165,7 +165,7 @@ def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
 
 def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
-    refusal = r"n_pairs 8.* guessing gives 12\.5%, scoring asks for 56\.2%.* lower --min-accuracy"
+    refusal = r"n_pairs 8.* guessing gives 12\.5%, scoring requires 56\.2%.* lower --min-accuracy"
     with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError, match=refusal):
         score(model, tokenizer, PROBE, n_examples=16)
 
@@ -348,7 +348,7 @@ def test_partial_scores_of_other_things_are_not_used(teacher, tmp_path, monkeypa
     ablated = watch(monkeypatch)
     score(*teacher, probe, n_examples=2, resume_path=path)
     assert len(ablated) == N_LAYERS * N_HEADS
-    assert "measuring starts again" in caplog.text
+    assert "starting over" in caplog.text
 
 
 def test_logits_that_are_no_numbers_are_named_and_the_rest_is_kept(teacher, tmp_path, monkeypatch) -> None:

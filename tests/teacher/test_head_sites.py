@@ -327,7 +327,7 @@ UNSUPPORTED = {
     "Rwkv": ({**WIDTH, "attention_hidden_size": 32}, r"blocks\.0\.attention \(RwkvSelfAttention\) has no linear"),
     "RecurrentGemma": (
         {**ATTENTION, "lru_width": 32, "block_types": ["recurrent", "attention"]},
-        r"layers\.0 \(RecurrentGemmaDecoderLayer\) holds no mixer that is understood: its parts are "
+        r"layers\.0 \(RecurrentGemmaDecoderLayer\) has no supported mixer: its parts are "
         r"temporal_pre_norm, temporal_block.*expected attention named self_attn or",
     ),
 }  # fmt: skip

@@ -224,7 +224,7 @@ def test_tensors_that_are_not_a_llambas(fault: str, message: str, tmp_path: Path
     [
         ({"ssm_cfg": {"activation": "silu"}}, "ssm_cfg.activation 'silu'; only 'identity' is supported"),
         ({"ssm_cfg": {"n_qk_heads": 3}}, r"4 heads \(n_v_heads\) in 3 groups"),
-        ({"d_model": None}, "d_model None; a Llamba has a whole number"),
+        ({"d_model": None}, "d_model None; expected a positive whole number"),
         ({"ssm_cfg": {"d_state": 256}}, "d_state is 256; it must be a whole number from 4 to 128"),
     ],
 )
