@@ -32,6 +32,7 @@ from hybrid_distill.lab.suites.results import SuiteResult
 from hybrid_distill.lab.suites.running import run_suite
 from hybrid_distill.pipeline import Run, finished_run
 from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.forms import in_form
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.teacher import ablate_heads
 
@@ -128,11 +129,13 @@ def measure_one(out: Path, name: str) -> None:
         model, record = run.teacher, {}
     else:
         model, plan = run.trained_student()
-        record: dict[str, Any] = {"heads": len(plan.kept), "aligned": choices(run, run.build(plan))}
+        aligned_only = measure(run.build(plan), replace(retrieval(run), by_generation=False))["kv_choice"]
+        record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
         recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
         with ablate_heads(model, recurrent):
             record["perplexity without recurrence"] = measure(model, asked(run, texts=4))["perplexity"]
     record |= measure(model, asked(run, texts=TEXTS)) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
+    record["chat"] = in_chat(run, model)
     options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
     job = SuiteJob(model=name, suite=RULER, dtype="bfloat16", **options)
     record["ruler"] = scores(run_suite(model.to(torch.bfloat16), run.tokenizer, job, path.parent / "ruler"))
@@ -140,7 +143,7 @@ def measure_one(out: Path, name: str) -> None:
 
 
 def asked(run: Run, texts: int) -> Asked:
-    """The questions and texts of the run's evaluation, more of them."""
+    """Choose the questions and texts to measure on."""
     data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
     run = Run(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
@@ -156,9 +159,15 @@ def asked(run: Run, texts: int) -> Asked:
     )
 
 
-def choices(run: Run, model: PreTrainedModel) -> dict[str, Any]:
-    """What a student answers by choice before it is distilled."""
-    return measure(model, replace(asked(run, TEXTS), questions=[], texts=[], by_generation=False))["kv_choice"]
+def retrieval(run: Run) -> Asked:
+    return replace(asked(run, TEXTS), questions=[], texts=[])
+
+
+def in_chat(run: Run, model: PreTrainedModel) -> dict[str, float]:
+    """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
+    examples = in_form(KVRetrieval(SIZES[0], seed=1), "chat", run.tokenizer).examples(EXAMPLES)
+    found = measure(model, replace(retrieval(run), examples={SIZES[0]: examples}))
+    return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
 
 
 def scores(suite: SuiteResult) -> dict[str, float]:
@@ -168,7 +177,7 @@ def scores(suite: SuiteResult) -> dict[str, float]:
 
 
 def losses(out: Path, name: str) -> pd.DataFrame:
-    """Logged losses of a student's distillation, by tokens seen."""
+    """Read the logged losses of a student's distillation, by tokens seen."""
     lines = (folder(out, name) / "stages" / "1-distill" / "metrics.jsonl").read_text().splitlines()
     logged = pd.DataFrame([row for row in map(json.loads, lines) if "loss" in row])
     return pd.DataFrame({"line": name, "x": logged.step * ROWS * ROW / 1e6, "y": logged.loss})
