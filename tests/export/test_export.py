@@ -285,7 +285,7 @@ def test_an_older_transformers_is_refused_in_one_line(exports, copied, monkeypat
     assert "`transformers` 4.56.2 or newer" in (path / "README.md").read_text()
     monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.55.4")
     for load in (AutoModelForCausalLM.from_pretrained, HybridForCausalLM.from_pretrained):
-        with pytest.raises(ValueError, match=r"^this .* 4\.56\.2 on, and this is transformers 4\.55\.4; pip .*$"):
+        with pytest.raises(ValueError, match=r"^this .* 4\.56\.2 or newer, found 4\.55\.4; pip .*$"):
             load(path, trust_remote_code=True)
     monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.57.0.dev0")
     assert isinstance(HybridForCausalLM.from_pretrained(path), HybridForCausalLM)
@@ -296,7 +296,7 @@ def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch)
     for oldest in (None, "4.57.6", "5.9", "5.9.1"):
         check_version(oldest)
     for newer in ("5.10.4", "5.9.2", "6.0"):
-        with pytest.raises(ValueError, match=r"this is transformers 5\.9\.1"):
+        with pytest.raises(ValueError, match=r"found 5\.9\.1"):
             check_version(newer)
     for odd in ("newest", "5", 5.2, "5.0.0; import os"):
         with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
