@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(tm
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(ExportError, match=r"cannot write .*export \(.*too large.* is untouched: make room"):
+        with pytest.raises(ExportError, match=r"cannot write .*export \(.*too large.* is unchanged: make room"):
             export_checkpoint(student, None, path, plan=plan, gate=False, license="second")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

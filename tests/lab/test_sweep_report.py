@@ -192,7 +192,7 @@ def test_sweeps_without_an_answer(tmp_path: Path) -> None:
     for folder, job, said in (
         (nothing, RecommendJob("2MB"), "no cell of"),
         (write(tmp_path / "plain", plain), RecommendJob("2MB", quality="knowledge"), "no finished cell has"),
-        (tmp_path / "plain", RecommendJob("10 kb"), "the smallest, 0 heads, state 4, holds"),
+        (tmp_path / "plain", RecommendJob("10 kb"), "the smallest, 0 heads, state 4, needs"),
         (tmp_path / "other", RecommendJob("2MB"), "is not a table of a sweep"),
         (write(tmp_path / "4096", one_length), RecommendJob("2MB", context=100), r"measured at \[4096\]"),
     ):
