@@ -262,7 +262,7 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
     model_type = backbone["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or model_type == HybridConfig.model_type:
         raise ValueError(
-            f"backbone has model_type {shortened(model_type)}, which this transformers does not support; "
+            f"backbone has model_type {shortened(model_type)}, which this transformers does not support as a teacher; "
             "use a teacher of a model type that transformers implements."
         )
     cleaned = {name: value for name, value in backbone.items() if name not in _NOT_ARCHITECTURE}

@@ -254,13 +254,13 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
         return changed(job, part, **changes).run
 
     return {
-        r"teacher .* \(\w{16}\), but this run has \w{16}": run("teacher", path=str(other_teacher)),
+        r"the teacher .* \(\w{16}\), but this run has \w{16}": run("teacher", path=str(other_teacher)),
         "made with the tokenizer": run("teacher", path=str(other_tokenizer)),
-        "data.seq_len 16, but this run has 8": run("data", seq_len=8),
+        "the data.seq_len 16, but this run has 8": run("data", seq_len=8),
         "made with the text of data.sources": run("data", sources=(str(more_text),)),
         "made with the order of data.seed": run("data", seed=1),
-        "temperature 1.0, but this run has 2.0": run("distill", temperature=2.0),
-        r"number of rows \(steps x batch_size\) 24, but this run has 32": run("distill", steps=4),
+        "the temperature 1.0, but this run has 2.0": run("distill", temperature=2.0),
+        r"the number of rows \(steps x batch_size\) 24, but this run has 32": run("distill", steps=4),
         "nowhere/logits.json is not the header of logits": run("distill", teacher_logits=tmp_path / "nowhere"),
     }
 
