@@ -125,24 +125,27 @@ def measure_one(out: Path, name: str) -> None:
     if path.exists():
         return
     run = finished_run(folder(out, name if name in STUDENTS else next(iter(STUDENTS))))
+    everything = asked(run)
+    retrieval = replace(everything, questions=[], texts=[])
     if name == TEACHER:
         model, record = run.teacher, {}
     else:
         model, plan = run.trained_student()
-        aligned_only = measure(run.build(plan), replace(retrieval(run), by_generation=False))["kv_choice"]
+        aligned_only = measure(run.build(plan), replace(retrieval, by_generation=False))["kv_choice"]
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
         recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
+        few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
-            record["perplexity without recurrence"] = measure(model, asked(run, texts=4))["perplexity"]
-    record |= measure(model, asked(run, texts=TEXTS)) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
-    record["chat"] = in_chat(run, model)
+            record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]
+    record |= measure(model, everything) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
+    record["chat"] = in_chat(retrieval, model)
     options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
     job = SuiteJob(model=name, suite=RULER, dtype="bfloat16", **options)
     record["ruler"] = scores(run_suite(model.to(torch.bfloat16), run.tokenizer, job, path.parent / "ruler"))
     path.write_text(json.dumps(record, indent=1))
 
 
-def asked(run: Run, texts: int) -> Asked:
+def asked(run: Run) -> Asked:
     """Choose the questions and texts to measure on."""
     data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
@@ -151,22 +154,18 @@ def asked(run: Run, texts: int) -> Asked:
     return Asked(
         run.tokenizer,
         run.teacher,
-        examples={n: KVRetrieval(n, seed=1).examples(EXAMPLES) for n in SIZES} if texts == TEXTS else {},
-        questions=knowledge.examples() if knowledge and texts == TEXTS else [],
-        texts=run.held_out_texts(texts),
+        examples={n: KVRetrieval(n, seed=1).examples(EXAMPLES) for n in SIZES},
+        questions=knowledge.examples() if knowledge else [],
+        texts=run.held_out_texts(TEXTS),
         max_text_tokens=ROW,
         batch_size=32,
     )
 
 
-def retrieval(run: Run) -> Asked:
-    return replace(asked(run, TEXTS), questions=[], texts=[])
-
-
-def in_chat(run: Run, model: PreTrainedModel) -> dict[str, float]:
+def in_chat(retrieval: Asked, model: PreTrainedModel) -> dict[str, float]:
     """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
-    examples = in_form(KVRetrieval(SIZES[0], seed=1), "chat", run.tokenizer).examples(EXAMPLES)
-    found = measure(model, replace(retrieval(run), examples={SIZES[0]: examples}))
+    examples = in_form(KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer).examples(EXAMPLES)
+    found = measure(model, replace(retrieval, examples={SIZES[0]: examples}))
     return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
 
 

@@ -40,7 +40,7 @@ def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
     if is_launched_main():
         print(f"{text}\n\ntable: {table}")
         if result.failed:
-            raise ValueError(f"{len(result.failed)} parts failed: {table} says why; run the same command to retry.")
+            raise ValueError(f"failed parts: {len(result.failed)}; {table} says why; run the same command to retry.")
 
 
 def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:

@@ -218,7 +218,7 @@ def test_the_command_prints_tables_and_fails_where_a_figure_is_missing(
     assert record["settings"]["seed"] == 1 and record["settings"]["versions"]["lm_eval"]
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", *flags[:-1], str(tmp_path / "other"), "--max-length", "20"])
-    assert stopped.value.code == 2 and "2 parts failed" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "failed parts: 2" in capsys.readouterr().err
 
 
 @pytest.mark.launched
