@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from provenance import about, write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_distill.data import Batch, DataConfig, PackedRows, open_rows
+from hybrid_distill.data import Batch, DataConfig, open_rows
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes.answering import answer_generation
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -49,13 +49,15 @@ def nmse(stage: LayerAlignment, batch: Batch) -> float:
     return round(float(loss.total) / len(loss.per_layer), 4)
 
 
-def trained(stage: Stage, rows: PackedRows, steps: int, options: argparse.Namespace, rate: float) -> Iterator[int]:
-    """Train; yield the number of steps done before the first one and after each."""
+def trained(stage: Stage, batches: Callable[[int], Sequence[Batch]], steps: int, rate: float) -> Iterator[int]:
+    """Train on the mean loss of each step's batches; yield the number of steps done, from 0."""
     optimizer = make_adamw(stage, learning_rate=rate, betas=(0.9, 0.95), weight_decay=0.1)
     yield 0
     for step in range(steps):
         set_learning_rate(optimizer, rate * wsd(step, steps, 0.1, 0.5))
-        stage(rows.batch(step, options.batch_size)).total.backward()
+        found = batches(step)
+        for batch in found:
+            (stage(batch).total / len(found)).backward()
         torch.nn.utils.clip_grad_norm_([p for p in stage.parameters() if p.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -90,7 +92,11 @@ def try_init(
     seconds = time.process_time() - start
     measured = LayerAlignment(aligned, teacher, AlignConfig(target="head", loss="nmse")), held_out.batch(0, 16)
     stage = LayerAlignment(aligned, teacher, AlignConfig(target="head", loss="l2"))
-    done = trained(stage, rows, options.align_steps, options, options.align_rate)
+
+    def batches(step: int) -> list[Batch]:
+        return [rows.batch(step, options.batch_size)]
+
+    done = trained(stage, batches, options.align_steps, options.align_rate)
     errors = curve(done, options.align_steps, options.align_every, lambda: nmse(*measured))
 
     student, _ = build_student(teacher, plan, d_state=options.d_state)
@@ -101,7 +107,7 @@ def try_init(
     def retrieval() -> float:
         return answer_generation(student, tokenizer, examples).double().mean().item()
 
-    done = trained(EndToEnd(student, teacher, DistillConfig()), rows, options.distill_steps, options, options.rate)
+    done = trained(EndToEnd(student, teacher, DistillConfig()), batches, options.distill_steps, options.rate)
     answered = curve(done, options.distill_steps, options.distill_every, retrieval)
     found = {"init": init, "seed": seed, "nmse": errors, "retrieval": answered, "build_cpu_seconds": round(seconds, 2)}
     print(json.dumps(found), flush=True)

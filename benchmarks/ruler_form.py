@@ -15,7 +15,6 @@ by the one before (vt). ``common``: three words listed about ten times as often 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -41,12 +40,13 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.assets.dictionaries import N_VALUES, NOUNS
-from hybrid_distill.data import DataConfig, PackedRows, open_rows
+from hybrid_distill.data import Batch
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes import Example, SeededProbe
 from hybrid_distill.probes.answering import left_pad, tokenize
 from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.scoring.restoration import greedy_restoration
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 from hybrid_distill.teacher import eval_mode, load_teacher
 from hybrid_distill.train.align import LayerAlignment
@@ -214,9 +214,10 @@ def listing(rng: random.Random, words: Words, is_common: bool, n: int) -> Docume
 
 @dataclass
 class Rows:
-    """Documents as tokens, [B, L]: which are words of an answer, and of which answer's words any will do."""
+    """Documents as tokens, [B, L]: which belong to an answer, which are its words, and of which words any will do."""
 
     ids: Tensor
+    inside: Tensor
     answer: Tensor
     any_of: dict[tuple[int, int], set[int]]
 
@@ -237,17 +238,18 @@ def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], r
         free.append(not document.asked[0].in_order)
     found = tokenizer(texts, padding=True, return_tensors="pt", return_offsets_mapping=True, padding_side="right")
     starts, ends = found.offset_mapping.unbind(-1)
-    answer = torch.zeros_like(found.input_ids, dtype=torch.bool)
+    within = torch.zeros_like(found.input_ids, dtype=torch.bool)
     any_of, blank = {}, tokenizer.convert_tokens_to_ids("\u0120")  # the token before a number
     for row, inside in enumerate(spans):
         for low, high in inside:
-            answer[row] |= (starts[row] >= low) & (ends[row] <= high) & (ends[row] > starts[row])
-        answer[row] &= found.input_ids[row] != blank
-        if free[row]:
+            within[row] |= (starts[row] >= low) & (ends[row] <= high) & (ends[row] > starts[row])
+    answer = within & (found.input_ids != blank)
+    for row, is_free in enumerate(free):
+        if is_free:
             places = answer[row].nonzero().flatten().tolist()
             for i, place in enumerate(places):
                 any_of[row, place] = set(found.input_ids[row, places[i:]].tolist())
-    return Rows(found.input_ids, answer, any_of)
+    return Rows(found.input_ids, within, answer, any_of)
 
 
 def losses(model: LlamaForCausalLM, rows: Rows, share: float = 0.1) -> tuple[Tensor, float]:
@@ -326,7 +328,7 @@ def teach(rank: int, options: argparse.Namespace, meeting: str) -> None:
             batches.words = few if progress.few_words else words
             ids, again = batches.copying(*((96, 40) if tasks else (64, 16)))
             n = max(1, (12 if tasks else 72) // world)
-            loss, hits["copying"] = losses(model, Rows(ids[:n], again[:n], {}), share=0.0)
+            loss, hits["copying"] = losses(model, Rows(ids[:n], again[:n], again[:n], {}), share=0.0)
             loss.backward()
         for task in tasks:
             top = progress.level[task]
@@ -390,16 +392,17 @@ class RulerForm(SeededProbe):
 
 
 def answered(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, lengths: Sequence[int]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, lengths: Sequence[int], wording: int = -1
 ) -> dict[str, float]:
-    """Share of each task's answers that a model generates, by length, in the wording that students never see.
+    """Share of each task's answers that a model generates, by length.
 
-    As in RULER, a code counts whole, and of several words each one that is named.
+    By default in the wording that students never see. As in RULER, a code counts whole, and of several words each one
+    that is named.
     """
     writer, found = Writer(tokenizer), {}
     for length, task in product(lengths, TASKS):
         rng = random.Random(f"measured {task} {length}")
-        documents = [writer.write(task, len(WORDING[task]) - 1, length, rng, 1) for _ in range(n)]
+        documents = [writer.write(task, len(WORDING[task]) + wording, length, rng, 1) for _ in range(n)]
         shares = []
         for part in chunked(documents, 16):
             prompts = tokenize(tokenizer, [f"{text}\n{asked[0].question}" for text, asked in part])
@@ -416,35 +419,36 @@ def answered(
     return found
 
 
-def write_text(tokenizer: PreTrainedTokenizerBase, path: Path, n_tokens: int, longest: int) -> None:
-    """Write documents of every task in all wordings but the last, a sixth of them shorter than 100 tokens."""
-    writer, rng, lines = Writer(tokenizer), random.Random("text of students"), []
-    for task in islice(cycle(TASKS), 2 * n_tokens // longest):
-        length = rng.randrange(64, longest)
-        document = writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng)
-        text = document.text + "".join(f"\n{q.question} {' '.join(q.answers)}" for q in document.asked)
-        lines.append(json.dumps({"text": text}) + "\n")
-    path.write_text("".join(lines))
+@dataclass(frozen=True)
+class Lessons:
+    """What students learn from: batches of each task in all wordings but the last, a pure function of the step.
+
+    The longest documents grow from 96 to 1,000 tokens over the first third of the steps.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    steps: int
+    tokens: int
+    on_answers: bool
+
+    def __call__(self, step: int) -> list[Batch]:
+        rng = random.Random(f"lessons {self.seed} {step}")
+        top = min(len(LENGTHS), 3 + len(LENGTHS) * 3 * step // self.steps)
+        return [self.batch(task, rng.choice(LENGTHS[:top]), rng) for task in TASKS]
+
+    def batch(self, task: str, length: int, rng: random.Random) -> Batch:
+        writer, n = Writer(self.tokenizer), max(1, round(SHARES[task] * self.tokens / length))
+        documents = [writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng) for _ in range(n)]
+        rows = as_rows(self.tokenizer, documents, rng)
+        mask = rows.inside.roll(-1, 1) if self.on_answers else rows.ids != self.tokenizer.pad_token_id
+        return {"input_ids": rows.ids, "seq_idx": torch.zeros_like(rows.ids), "mask": mask}
 
 
-def scored(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> HeadScores:
-    path = options.out / "scores.json"
-    if not path.exists():
-        probe = RulerForm(tokenizer)
-        score_heads(teacher, tokenizer, probe, n_examples=options.scoring_examples, min_accuracy=0.0).save(path)
-    return HeadScores.load(path)
-
-
-def student_plans(teacher: PreTrainedModel, scores: HeadScores) -> dict[str, HeadPlan]:
-    """Return what each kind of student keeps. Layers are evenly spread, or those with the highest sums of scores."""
-    by_layer = scores.value_LH().nansum(1).argsort(descending=True).tolist()
-    return {
-        "6 heads": HeadPlan.top_k(scores, 6),
-        "2 spread layers": HeadPlan.layers(teacher, [1, 4]),
-        "2 layers": HeadPlan.layers(teacher, sorted(by_layer[:2])),
-        "1 layer": HeadPlan.layers(teacher, by_layer[:1]),
-        "no heads": HeadPlan.none(teacher),
-    }
+SEEN, UNSEEN = "in a wording seen", "answered"
+CHOSEN = "6 heads"
+KEPT = (CHOSEN, "6 heads by ablation", "2 spread layers", "no heads")
+"""What students keep: heads chosen by greedy restoration, the first by single ablation, whole layers, nothing."""
 
 
 class Students:
@@ -454,8 +458,8 @@ class Students:
         self.options = options
         self.teacher, self.tokenizer = load_teacher(str(options.out / "teacher"))
 
-    def rows(self, seed: int) -> PackedRows:
-        return open_rows(rows_of(self.options, seed), self.tokenizer, cache_dir=self.options.out / "cache")
+    def lessons(self, seed: int, steps: int, *, on_answers: bool) -> Lessons:
+        return Lessons(self.tokenizer, seed, steps, self.options.student_tokens, on_answers)
 
     def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
         shape = {"d_state": self.options.d_state, "recurrence": self.options.recurrence}
@@ -463,34 +467,63 @@ class Students:
 
     def aligned(self, seed: int) -> HybridForCausalLM:
         """Return the student without attention, aligned layer by layer, from its file if there is one."""
-        rows, file = self.rows(seed), self.options.out / f"aligned-{seed}.pt"
-        student = self.build(HeadPlan.none(self.teacher), seed, init="fitted", calibration=rows.batch(0, 4))
+        steps, file = self.options.align_steps, self.options.out / f"aligned-{seed}.pt"
+        lessons = self.lessons(seed, steps, on_answers=False)
+        calibration = lessons.batch("needles", 512, random.Random(seed))
+        student = self.build(HeadPlan.none(self.teacher), seed, init="fitted", calibration=calibration)
         if file.exists():
             student.load_state_dict(torch.load(file))
         else:
-            stage, steps = LayerAlignment(student, self.teacher, AlignConfig(target="head")), self.options.align_steps
-            for step in trained(stage, rows, steps, self.options, self.options.align_rate):
+            stage = LayerAlignment(student, self.teacher, AlignConfig(target="head"))
+            for step in trained(stage, lessons, steps, self.options.align_rate):
                 show(f"alignment, seed {seed}", step, steps)
             torch.save(student.state_dict(), file)
         return student
 
-    def distill(self, name: str, plan: HeadPlan, seed: int) -> None:
+    def choose_heads(self, file: str) -> None:
+        """Choose heads by single ablation, or by greedy restoration in the first seed's aligned student."""
+        n, path = self.options.scoring_examples, self.options.out / file
+        if path.exists():
+            return
+        if file == "scores.json":
+            probe = RulerForm(self.tokenizer)
+            score_heads(self.teacher, self.tokenizer, probe, n_examples=5 * n, min_accuracy=0.0).save(path)
+        else:
+            student, probe = self.aligned(self.options.seeds[0]), RulerForm(self.tokenizer, length=128)
+            chosen = greedy_restoration(student, self.teacher, self.tokenizer, probe, 6, n_examples=n)
+            HeadPlan.from_pairs(self.teacher, chosen).save(path)
+
+    def plan(self, name: str) -> HeadPlan:
+        if name == CHOSEN:
+            return HeadPlan.load(self.options.out / "restored.json")
+        if name == "2 spread layers":
+            return HeadPlan.layers(self.teacher, [1, 4])
+        if name == "no heads":
+            return HeadPlan.none(self.teacher)
+        return HeadPlan.top_k(HeadScores.load(self.options.out / "scores.json"), 6)
+
+    def distill(self, name: str, seed: int) -> None:
         """Train a student, measure it half way and at the end, and write what it answers."""
-        student, steps = self.build(plan, seed, init="random"), self.options.distill_steps
+        file = self.options.out / student_file(name, seed)
+        if file.exists():
+            return
+        plan, steps = self.plan(name), self.options.distill_steps
+        student = self.build(plan, seed, init="random")
         graft_recurrent_heads(student, self.aligned(seed))
         stage, half_way = EndToEnd(student, self.teacher, DistillConfig()), {}
-        for step in trained(stage, self.rows(seed), steps, self.options, self.options.distill_rate):
+        lessons = self.lessons(seed, steps, on_answers=True)
+        for step in trained(stage, lessons, steps, self.options.distill_rate):
             show(f"{name}, seed {seed}", step, steps)
             if step == steps // 2:
-                half_way = answered(student, self.tokenizer, 32, (256,))
+                half_way = answered(student, self.tokenizer, self.options.questions, (256,))
+        student.save_pretrained(file.with_suffix(""))
         found = {"kept": name, "seed": seed, "heads": [list(heads) for heads in plan.kept], "half way": half_way}
-        found["answered"] = answered(student, self.tokenizer, self.options.questions, self.options.lengths)
-        write(self.options.out / student_file(name, seed), found)
-        show(f"{name}, seed {seed}: {json.dumps(found['answered'])}", 0, 0)
+        write(file, found | self.measured(student))
 
-
-def rows_of(options: argparse.Namespace, seed: int) -> DataConfig:
-    return DataConfig(sources=(str(options.out / "text.jsonl"),), seq_len=options.row, seed=seed)
+    def measured(self, model: PreTrainedModel) -> dict[str, dict[str, float]]:
+        """Return what a model answers in a wording that students never see, and in one that they do."""
+        asked = (model, self.tokenizer, self.options.questions, self.options.lengths)
+        return {UNSEEN: answered(*asked), SEEN: answered(*asked, wording=-2)}
 
 
 def student_file(name: str, seed: int) -> str:
@@ -502,29 +535,42 @@ def show(name: str, step: int, steps: int) -> None:
         print(f"{time.strftime('%H:%M:%S')} {name}{f': step {step} of {steps}' if steps else ''}", flush=True)
 
 
-def report(options: argparse.Namespace, scores: HeadScores) -> None:
+def report(options: argparse.Namespace) -> None:
     """Write means and deviations over seeds, beside the teacher, and the students' share of it."""
     found = [read(file) for file in sorted(options.out.glob("*-[0-9].json"))]
-    students = pd.DataFrame([{"kept": one["kept"], "seed": one["seed"], **one["answered"]} for one in found])
-    teacher = pd.Series(read(options.out / "teacher.json"))
-    by_kept = students.drop(columns="seed").groupby("kept")
-    means, deviations = by_kept.mean(), by_kept.std().fillna(0)
-    shares = (means / teacher).T.groupby(lambda name: name.split()[1], sort=False).mean().T
-    record = {
-        "teacher": teacher.to_dict(),
-        "students": {
+    teacher = pd.DataFrame(read(options.out / "teacher.json"))
+
+    def of_kept(entry: str) -> pd.DataFrame:
+        return pd.DataFrame([{"kept": one["kept"], **one[entry]} for one in found]).groupby("kept")
+
+    def shares(entry: str) -> dict[str, dict[str, float]]:
+        """Return the means of the five tasks' shares, by length."""
+        of_task = (of_kept(entry).mean() / teacher[SEEN if entry == SEEN else UNSEEN]).dropna(axis="columns").T
+        return of_task.groupby(lambda name: name.split()[1], sort=False).mean().round(4).to_dict()
+
+    by_length = shares(UNSEEN)
+
+    def answers(entry: str) -> dict[str, dict[str, str]]:
+        means, deviations = of_kept(entry).mean(), of_kept(entry).std().fillna(0)
+        return {
             name: {task: f"{means.loc[name, task]:.3f} ± {deviations.loc[name, task]:.3f}" for task in means}
             for name in means.index
-        },
-        "share of the teacher, mean of the five tasks, by tokens": shares.round(4).T.to_dict(),
-        "seeds": by_kept.size().to_dict(),
+        }
+
+    record = {
+        "teacher": teacher.to_dict(),
+        "students": answers(UNSEEN),
+        "students, in a wording seen": answers(SEEN),
+        "share of the teacher, mean of the five tasks, by tokens": by_length,
+        "the same, in a wording that students have seen": shares(SEEN),
+        "the same, half way": shares("half way"),
+        "seeds": of_kept(UNSEEN).size().to_dict(),
         "heads": {one["kept"]: one["heads"] for one in found},
-        "ranking": [str(head) for head in scores.ranking()[:12]],
         "settings": {name: value for name, value in vars(options).items() if name != "out"},
         **about("tasks in RULER's form, answered by generation"),
     }
     write(ROOT / "benchmarks" / "results" / "ruler_form.json", record)
-    print((100 * means).round(1).T.assign(teacher=100 * teacher).to_string(), shares.round(3).to_string(), sep="\n\n")
+    print((100 * of_kept(UNSEEN).mean()).round(1).T.to_string(), pd.DataFrame(by_length), sep="\n\n")
 
 
 def main() -> None:
@@ -533,52 +579,47 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the teacher")
     parser.add_argument("--steps", type=int, default=1800, help="of the teacher")
     parser.add_argument("--tokens", type=int, default=1600, help="of each task in a step of the teacher, about")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the students")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the students that keep six heads")
+    parser.add_argument("--control-seeds", nargs="+", type=int, default=[0], help="of all other students")
     parser.add_argument("--d-state", type=int, default=16)
     parser.add_argument("--recurrence", default="gdn")
-    parser.add_argument("--row", type=int, default=512, help="tokens of a row that students learn from")
-    parser.add_argument("--text-tokens", type=int, default=4_000_000)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--align-steps", type=int, default=300)
+    parser.add_argument("--student-tokens", type=int, default=800, help="of each task in a step of a student, about")
+    parser.add_argument("--align-steps", type=int, default=150)
     parser.add_argument("--align-rate", type=float, default=3e-3)
-    parser.add_argument("--distill-steps", type=int, default=600)
-    parser.add_argument("--distill-rate", type=float, default=5e-4)
-    parser.add_argument("--scoring-examples", type=int, default=200)
+    parser.add_argument("--distill-steps", type=int, default=1400)
+    parser.add_argument("--distill-rate", type=float, default=1e-3)
+    parser.add_argument("--scoring-examples", type=int, default=100)
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1000])
     parser.add_argument("--processes", type=int, default=2, help="for gradients of the teacher, then for students")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    folder, text, measured = options.out / "teacher", options.out / "text.jsonl", options.out / "teacher.json"
+    folder, measured = options.out / "teacher", options.out / "teacher.json"
     if not (folder / "config.json").exists():
         with TemporaryDirectory() as met:
             spawn(teach, (options, f"file://{met}/meeting"), options.processes)
     torch.set_num_threads(1)
-    teacher, tokenizer = load_teacher(str(folder))
     if not measured.exists():
-        write(measured, answered(teacher, tokenizer, options.questions, options.lengths))
-    if not text.exists():
-        write_text(tokenizer, text, options.text_tokens, options.row)
-    scores = scored(teacher, tokenizer, options)
-    open_rows(rows_of(options, 0), tokenizer, cache_dir=options.out / "cache")
-    jobs = [
-        (options, name, plan, seed) for name, plan in student_plans(teacher, scores).items() for seed in options.seeds
-    ]
+        students = Students(options)
+        write(measured, students.measured(students.teacher))
+    controls = [name for name in KEPT if name != CHOSEN]
+    stages = (
+        [("aligned", seed) for seed in options.seeds],
+        [("choose_heads", file) for file in ("restored.json", "scores.json")],
+        [("distill", CHOSEN, seed) for seed in options.seeds]
+        + [("distill", name, seed) for name in controls for seed in options.control_seeds],
+    )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for started in ([(options, seed) for seed in options.seeds], jobs):
-            list(pool.map(run_job, started))
-    report(options, scores)
+        for stage in stages:
+            list(pool.map(run_job, [(options, *job) for job in stage]))
+    report(options)
 
 
 def run_job(job: tuple[Any, ...]) -> None:
-    """Align the heads of a seed, or distill one student of it, in a process of its own."""
+    """Call a method of `Students` in a process of its own."""
     torch.set_num_threads(1)
-    options, *student, seed = job
-    trainer = Students(options)
-    if not student:
-        trainer.aligned(seed)
-    elif not (options.out / student_file(student[0], seed)).exists():
-        trainer.distill(*student, seed)
+    options, method, *arguments = job
+    getattr(Students(options), method)(*arguments)
 
 
 if __name__ == "__main__":

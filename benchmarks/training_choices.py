@@ -19,7 +19,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import torch
@@ -31,6 +30,7 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.assets import corpus_documents, tiny_teacher_path
 from hybrid_distill.config import from_json
+from hybrid_distill.data import Batch
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import Run
@@ -144,9 +144,12 @@ def staged(out: Path, seed: int) -> EvalResult:
     def distilled(student: HybridForCausalLM, first: int) -> HybridForCausalLM:
         graft_recurrent_heads(student, aligned)
         config = like.config.distill
-        rows, options = like.rows(config), argparse.Namespace(batch_size=config.batch_size)
-        later = SimpleNamespace(batch=lambda step, size: rows.batch(first + step, size))
-        for _ in trained(EndToEnd(student, teacher, config), later, steps, options, config.learning_rate):
+        rows = like.rows(config)
+
+        def batches(step: int) -> list[Batch]:
+            return [rows.batch(first + step, config.batch_size)]
+
+        for _ in trained(EndToEnd(student, teacher, config), batches, steps, config.learning_rate):
             pass
         return student
 
