@@ -3,8 +3,8 @@
     python benchmarks/ruler_form.py    # resumes; writes benchmarks/results/ruler_form.json
 
 From an empty folder: a teacher of the embedded one's shape and tokenizer learns five tasks (arXiv 2404.06654) in the
-embedded vocabulary, its heads are scored on them, and students are aligned and distilled on documents of the same tasks
-that are worded otherwise than the questions they are measured by.
+embedded vocabulary, and its heads are ranked on them. Students are aligned and distilled on documents of the same tasks
+and measured twice: in one of the wordings they learned from, and in one that only the teacher has seen.
 
 ``needles``: every line is a fact, one is asked for (niah_multikey_2). ``codes``: the same with keys and values of
 several words (niah_multikey_3). ``variables``: names that were given one number, one of them directly, the others each
@@ -223,7 +223,7 @@ class Rows:
 
 
 def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], rng: random.Random) -> Rows:
-    texts, spans, free = [], [], []
+    texts, spans = [], []
     for document in documents:
         text, inside = document.text, []
         for asked in document.asked:
@@ -235,7 +235,6 @@ def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], r
             text += "".join(f" {answer}" for answer in answers)
         texts.append(text)
         spans.append(inside)
-        free.append(not document.asked[0].in_order)
     found = tokenizer(texts, padding=True, return_tensors="pt", return_offsets_mapping=True, padding_side="right")
     starts, ends = found.offset_mapping.unbind(-1)
     within = torch.zeros_like(found.input_ids, dtype=torch.bool)
@@ -244,8 +243,8 @@ def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], r
         for low, high in inside:
             within[row] |= (starts[row] >= low) & (ends[row] <= high) & (ends[row] > starts[row])
     answer = within & (found.input_ids != blank)
-    for row, is_free in enumerate(free):
-        if is_free:
+    for row, document in enumerate(documents):
+        if not document.asked[0].in_order:
             places = answer[row].nonzero().flatten().tolist()
             for i, place in enumerate(places):
                 any_of[row, place] = set(found.input_ids[row, places[i:]].tolist())
@@ -426,7 +425,7 @@ class Lessons:
     The longest documents grow from 96 to 1,000 tokens over the first third of the steps.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    writer: Writer
     seed: int
     steps: int
     tokens: int
@@ -438,10 +437,10 @@ class Lessons:
         return [self.batch(task, rng.choice(LENGTHS[:top]), rng) for task in TASKS]
 
     def batch(self, task: str, length: int, rng: random.Random) -> Batch:
-        writer, n = Writer(self.tokenizer), max(1, round(SHARES[task] * self.tokens / length))
-        documents = [writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng) for _ in range(n)]
-        rows = as_rows(self.tokenizer, documents, rng)
-        mask = rows.inside.roll(-1, 1) if self.on_answers else rows.ids != self.tokenizer.pad_token_id
+        n, tokenizer = max(1, round(SHARES[task] * self.tokens / length)), self.writer.tokenizer
+        documents = [self.writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng) for _ in range(n)]
+        rows = as_rows(tokenizer, documents, rng)
+        mask = rows.inside.roll(-1, 1) if self.on_answers else rows.ids != tokenizer.pad_token_id
         return {"input_ids": rows.ids, "seq_idx": torch.zeros_like(rows.ids), "mask": mask}
 
 
@@ -459,7 +458,7 @@ class Students:
         self.teacher, self.tokenizer = load_teacher(str(options.out / "teacher"))
 
     def lessons(self, seed: int, steps: int, *, on_answers: bool) -> Lessons:
-        return Lessons(self.tokenizer, seed, steps, self.options.student_tokens, on_answers)
+        return Lessons(Writer(self.tokenizer), seed, steps, self.options.student_tokens, on_answers)
 
     def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
         shape = {"d_state": self.options.d_state, "recurrence": self.options.recurrence}
