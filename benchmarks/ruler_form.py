@@ -420,7 +420,7 @@ def answered(
 
 @dataclass(frozen=True)
 class Lessons:
-    """What students learn from: batches of each task in all wordings but the last, a pure function of the step.
+    """Batches that students learn from: each task in all wordings but the last, a pure function of the step.
 
     The longest documents grow from 96 to 1,000 tokens over the first third of the steps.
     """
@@ -447,7 +447,7 @@ class Lessons:
 SEEN, UNSEEN = "in a wording seen", "answered"
 CHOSEN = "6 heads"
 KEPT = (CHOSEN, "6 heads by ablation", "2 spread layers", "no heads")
-"""What students keep: heads chosen by greedy restoration, the first by single ablation, whole layers, nothing."""
+"""Choices of what students keep: heads by greedy restoration, heads by single ablation, whole layers, nothing."""
 
 
 class Students:
