@@ -80,7 +80,7 @@ class Words(NamedTuple):
     question: str
 
 
-# The last of each is kept for measuring: students do not see it.
+# The last of each is kept for measuring: only the teacher sees it.
 WORDING = {
     "needles": [
         Words("{k} {v}", "{k}"),
@@ -98,7 +98,7 @@ WORDING = {
     ],
     "variables": [
         Words("set {k} {v}", "which are {v}"),
-        Words("the {k} is {v}.", "What is {v}?"),
+        Words("the {k} is {v}.", "Who is {v}?"),
         Words("set {k} = {v}.", "Names with {v}:"),
         Words("The {k} has the number of {v}.", "The number {v} is that of"),
     ],
@@ -115,10 +115,50 @@ WORDING = {
         Words("- {w}\n", "What are the three frequent words?"),
     ],
 }
+
+
+def combined(questions: Sequence[str], *parts: Sequence[str]) -> list[Words]:
+    """Return each combination of a line's parts with each question. An empty question is the line up to its value."""
+    lines = map("".join, product(*parts))
+    return [Words(line, asked or line.partition("{v}")[0].rstrip()) for line, asked in product(lines, questions)]
+
+
+STARTS = ("the ", "one ", "The ", "Note the ", "In the ", "* ", "> ", "Here a ")
+MIDDLES = (" ", ": ", " = ", " has ", " is ", " > ", ", ", " still has ", " costs ")
+ENDS = ("", ".", ";", ",", " today.")
+FACTS = (STARTS, ["{k}"], MIDDLES, ["{v}"], ENDS)
+LISTED = ([" {w};", "{w}\n", " the {w}", " one {w},", "* {w}\n", "> {w};\n", "the {w}\n", " {w}:"],)
+COMBINED = {
+    "needles": combined(["", "Which number has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
+    "codes": combined(["", "Which code has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
+    "variables": combined(
+        ["Which have {v}?", "Like {v}:", "List those with {v}:", "Who has {v}?", "{v}:", "equal to {v}:"],
+        ("set ", "the ", "Now ", "let ", "> ", "In the room ", "name "),
+        ["{k}"],
+        (" ", " = ", " is ", ": ", " as ", " like ", " has "),
+        ["{v}"],
+        ENDS,
+    ),
+    "common": combined(
+        ["common:", "Which are common?", "Common ones:", "List the common ones:", "Words that are there often:"],
+        *LISTED,
+    ),
+    "frequent": combined(
+        ["frequent:", "Which are frequent?", "Frequent ones:", "List the frequent ones:", "Three, by their count:"],
+        *LISTED,
+    ),
+}
 TASKS = tuple(WORDING)
 SHARES = {"needles": 0.7, "codes": 0.7, "variables": 0.9, "common": 1.6, "frequent": 2.2}
 ENOUGH = {"needles": 0.85, "codes": 0.85, "variables": 0.85, "common": 0.72, "frequent": 0.68}
 """Accuracy from which a task's documents become longer."""
+
+
+def drawn(task: str, rng: random.Random, *, for_teacher: bool = False, is_varied: bool = True) -> Words:
+    """Draw a wording: as often a combined one as one of the others, of which the teacher alone sees the last."""
+    if is_varied and rng.random() < 0.5:
+        return rng.choice(COMBINED[task])
+    return rng.choice(WORDING[task] if for_teacher else WORDING[task][:-1])
 
 
 class Writer:
@@ -127,35 +167,27 @@ class Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_questions: int = 12) -> None:
         self.tokenizer, self.n_questions = tokenizer, n_questions
 
-        def size(text: str) -> int:
-            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def size(self, text: str) -> int:
+        """Return how many tokens a line or question takes with words of one token each."""
+        return len(self.tokenizer(text.format(k="apple", v="17", w="apple"), add_special_tokens=False)["input_ids"])
 
-        values = {"k": "apple", "v": "17", "w": "apple"}
-        more = {"codes": 5}
-        self.sizes = {
-            (task, n): (
-                size(words.line.format(**values)) + more.get(task, 0) + (task in ("needles", "codes", "variables")),
-                size(words.question) + 2,
-            )
-            for task, wordings in WORDING.items()
-            for n, words in enumerate(wordings)
-        }
-
-    def write(self, task: str, n: int, length: int, rng: random.Random, n_questions: int | None = None) -> Document:
-        """Write a document of one task in its n-th wording."""
+    def write(
+        self, task: str, words: Words, length: int, rng: random.Random, n_questions: int | None = None
+    ) -> Document:
+        """Write a document of one task."""
         n_questions = self.n_questions if n_questions is None else n_questions
-        words, (line, question) = WORDING[task][n], self.sizes[task, n]
-        if task in ("needles", "codes"):
-            return facts(rng, words, task == "codes", length, line, question, n_questions)
+        line, question = self.size(words.line), self.size(words.question) + 2
+        if task in ("common", "frequent"):
+            return listing(rng, words, task == "common", (length - question - 6) // line)
         if task == "variables":
-            return variables(rng, words, length, line)
-        return listing(rng, words, task == "common", (length - question - 6) // line)
+            return variables(rng, words, length, line + 1)
+        return facts(rng, words, task == "codes", length, line + 1, question, n_questions)
 
 
 def facts(
     rng: random.Random, words: Words, is_long: bool, length: int, line: int, question: int, n_asked: int
 ) -> Document:
-    question += 4 * is_long
+    line, question = line + 5 * is_long, question + 4 * is_long
     n_asked = min(n_asked, max(1, length // (2 * question)))
     n = max(2, min((length - n_asked * question) // line, len(NOUNS)))
     numbers = list(map(str, range(N_VALUES)))
@@ -194,7 +226,7 @@ def variables(rng: random.Random, words: Words, length: int, line: int) -> Docum
 
 
 def listing(rng: random.Random, words: Words, is_common: bool, n: int) -> Document:
-    vocabulary = rng.sample(NOUNS, len(NOUNS))
+    n, vocabulary = max(15, n), rng.sample(NOUNS, len(NOUNS))  # with fewer, words would tie
     if is_common:
         rare = 1 if n < 350 else 3
         top, rest = vocabulary[:3], vocabulary[3:]
@@ -333,7 +365,7 @@ def teach(rank: int, options: argparse.Namespace, meeting: str) -> None:
             top = progress.level[task]
             length = LENGTHS[top if rng.random() < 0.6 else rng.randrange(top + 1)]
             n = max(1, round(SHARES[task] * options.tokens / length / world))
-            documents = [writer.write(task, rng.randrange(len(WORDING[task])), length, rng) for _ in range(n)]
+            documents = [writer.write(task, drawn(task, rng, for_teacher=True), length, rng) for _ in range(n)]
             loss, hits[task] = losses(model, as_rows(tokenizer, documents, rng))
             loss.backward()
         averaged = torch.tensor(list(hits.values()))
@@ -373,7 +405,7 @@ class RulerForm(SeededProbe):
     def _example(self, index: int) -> Example:
         rng = random.Random(f"{self.name} {self.seed} {index}")
         task = TASKS[index % len(TASKS)]
-        document = Writer(self.tokenizer).write(task, rng.randrange(len(WORDING[task]) - 1), self.length, rng, 1)
+        document = Writer(self.tokenizer).write(task, drawn(task, rng), self.length, rng, 1)
         asked = document.asked[0]
         place = rng.randrange(len(asked.answers))
         answer = asked.answers[place]
@@ -401,7 +433,7 @@ def answered(
     writer, found = Writer(tokenizer), {}
     for length, task in product(lengths, TASKS):
         rng = random.Random(f"measured {task} {length}")
-        documents = [writer.write(task, len(WORDING[task]) + wording, length, rng, 1) for _ in range(n)]
+        documents = [writer.write(task, WORDING[task][wording], length, rng, 1) for _ in range(n)]
         shares = []
         for part in chunked(documents, 16):
             prompts = tokenize(tokenizer, [f"{text}\n{asked[0].question}" for text, asked in part])
@@ -420,9 +452,9 @@ def answered(
 
 @dataclass(frozen=True)
 class Lessons:
-    """Batches that students learn from: each task in all wordings but the last, a pure function of the step.
+    """Batches that students learn from, one of each task: a pure function of the step.
 
-    The longest documents grow from 96 to 1,000 tokens over the first third of the steps.
+    The longest documents grow from 96 to 1,000 tokens over the first third of the steps; long lessons have 512 or more.
     """
 
     writer: Writer
@@ -430,15 +462,18 @@ class Lessons:
     steps: int
     tokens: int
     on_answers: bool
+    is_varied: bool = True
+    is_long: bool = False
 
     def __call__(self, step: int) -> list[Batch]:
         rng = random.Random(f"lessons {self.seed} {step}")
-        top = min(len(LENGTHS), 3 + len(LENGTHS) * 3 * step // self.steps)
-        return [self.batch(task, rng.choice(LENGTHS[:top]), rng) for task in TASKS]
+        lengths = LENGTHS[-3:] if self.is_long else LENGTHS[: 3 + len(LENGTHS) * 3 * step // self.steps]
+        return [self.batch(task, max(rng.choices(lengths, k=2)), rng) for task in TASKS]
 
     def batch(self, task: str, length: int, rng: random.Random) -> Batch:
-        n, tokenizer = max(1, round(SHARES[task] * self.tokens / length)), self.writer.tokenizer
-        documents = [self.writer.write(task, rng.randrange(len(WORDING[task]) - 1), length, rng) for _ in range(n)]
+        n, tokenizer = max(1, round(self.tokens / length)), self.writer.tokenizer
+        wordings = [drawn(task, rng, is_varied=self.is_varied) for _ in range(n)]
+        documents = [self.writer.write(task, words, length, rng) for words in wordings]
         rows = as_rows(tokenizer, documents, rng)
         mask = rows.inside.roll(-1, 1) if self.on_answers else rows.ids != tokenizer.pad_token_id
         return {"input_ids": rows.ids, "seq_idx": torch.zeros_like(rows.ids), "mask": mask}
@@ -446,8 +481,12 @@ class Lessons:
 
 SEEN, UNSEEN = "in a wording seen", "answered"
 CHOSEN = "6 heads"
-KEPT = (CHOSEN, "6 heads by ablation", "2 spread layers", "no heads")
-"""Choices of what students keep: heads by greedy restoration, heads by single ablation, whole layers, nothing."""
+"""Students with heads chosen by greedy restoration."""
+LONGER = "6 heads longer"
+"""The same, trained on with long lessons."""
+FEW = "6 heads of few wordings"
+"""Students with these heads whose lessons have no combined wordings."""
+ABLATION, LAYERS = "6 heads by ablation", "2 spread layers"
 
 
 class Students:
@@ -457,8 +496,8 @@ class Students:
         self.options = options
         self.teacher, self.tokenizer = load_teacher(str(options.out / "teacher"))
 
-    def lessons(self, seed: int, steps: int, *, on_answers: bool) -> Lessons:
-        return Lessons(Writer(self.tokenizer), seed, steps, self.options.student_tokens, on_answers)
+    def lessons(self, seed: int, steps: int, **kind: bool) -> Lessons:
+        return Lessons(Writer(self.tokenizer), seed, steps, self.options.student_tokens, **kind)
 
     def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
         shape = {"d_state": self.options.d_state, "recurrence": self.options.recurrence}
@@ -493,30 +532,30 @@ class Students:
             HeadPlan.from_pairs(self.teacher, chosen).save(path)
 
     def plan(self, name: str) -> HeadPlan:
-        if name == CHOSEN:
-            return HeadPlan.load(self.options.out / "restored.json")
-        if name == "2 spread layers":
+        if name == LAYERS:
             return HeadPlan.layers(self.teacher, [1, 4])
-        if name == "no heads":
-            return HeadPlan.none(self.teacher)
-        return HeadPlan.top_k(HeadScores.load(self.options.out / "scores.json"), 6)
+        if name == ABLATION:
+            return HeadPlan.top_k(HeadScores.load(self.options.out / "scores.json"), 6)
+        return HeadPlan.load(self.options.out / "restored.json")
 
     def distill(self, name: str, seed: int) -> None:
-        """Train a student, measure it half way and at the end, and write what it answers."""
-        file = self.options.out / student_file(name, seed)
+        """Train a student and write what it answers."""
+        file, steps = self.options.out / student_file(name, seed), self.options.distill_steps
         if file.exists():
             return
-        plan, steps = self.plan(name), self.options.distill_steps
-        student = self.build(plan, seed, init="random")
-        graft_recurrent_heads(student, self.aligned(seed))
-        stage, half_way = EndToEnd(student, self.teacher, DistillConfig()), {}
-        lessons = self.lessons(seed, steps, on_answers=True)
+        plan = self.plan(name)
+        if name == LONGER:
+            student = HybridForCausalLM.from_pretrained(file.with_name(student_file(CHOSEN, seed)).with_suffix(""))
+            steps //= 2
+        else:
+            student = self.build(plan, seed, init="random")
+            graft_recurrent_heads(student, self.aligned(seed))
+        stage = EndToEnd(student, self.teacher, DistillConfig())
+        lessons = self.lessons(seed, steps, on_answers=True, is_varied=name != FEW, is_long=name == LONGER)
         for step in trained(stage, lessons, steps, self.options.distill_rate):
             show(f"{name}, seed {seed}", step, steps)
-            if step == steps // 2:
-                half_way = answered(student, self.tokenizer, self.options.questions, (256,))
         student.save_pretrained(file.with_suffix(""))
-        found = {"kept": name, "seed": seed, "heads": [list(heads) for heads in plan.kept], "half way": half_way}
+        found = {"kept": name, "seed": seed, "heads": [list(heads) for heads in plan.kept]}
         write(file, found | self.measured(student))
 
     def measured(self, model: PreTrainedModel) -> dict[str, dict[str, float]]:
@@ -543,8 +582,8 @@ def report(options: argparse.Namespace) -> None:
         return pd.DataFrame([{"kept": one["kept"], **one[entry]} for one in found]).groupby("kept")
 
     def shares(entry: str) -> dict[str, dict[str, float]]:
-        """Return the means of the five tasks' shares, by length."""
-        of_task = (of_kept(entry).mean() / teacher[SEEN if entry == SEEN else UNSEEN]).dropna(axis="columns").T
+        """Return the means of the five tasks' shares, by length. More than the teacher's counts as all of it."""
+        of_task = (of_kept(entry).mean() / teacher[entry]).clip(upper=1).T
         return of_task.groupby(lambda name: name.split()[1], sort=False).mean().round(4).to_dict()
 
     by_length = shares(UNSEEN)
@@ -562,7 +601,6 @@ def report(options: argparse.Namespace) -> None:
         "students, in a wording seen": answers(SEEN),
         "share of the teacher, mean of the five tasks, by tokens": by_length,
         "the same, in a wording that students have seen": shares(SEEN),
-        "the same, half way": shares("half way"),
         "seeds": of_kept(UNSEEN).size().to_dict(),
         "heads": {one["kept"]: one["heads"] for one in found},
         "settings": {name: value for name, value in vars(options).items() if name != "out"},
@@ -582,7 +620,7 @@ def main() -> None:
     parser.add_argument("--control-seeds", nargs="+", type=int, default=[0], help="of all other students")
     parser.add_argument("--d-state", type=int, default=16)
     parser.add_argument("--recurrence", default="gdn")
-    parser.add_argument("--student-tokens", type=int, default=800, help="of each task in a step of a student, about")
+    parser.add_argument("--student-tokens", type=int, default=700, help="of each task in a step of a student, about")
     parser.add_argument("--align-steps", type=int, default=150)
     parser.add_argument("--align-rate", type=float, default=3e-3)
     parser.add_argument("--distill-steps", type=int, default=1400)
@@ -601,12 +639,12 @@ def main() -> None:
     if not measured.exists():
         students = Students(options)
         write(measured, students.measured(students.teacher))
-    controls = [name for name in KEPT if name != CHOSEN]
     stages = (
         [("aligned", seed) for seed in options.seeds],
         [("choose_heads", file) for file in ("restored.json", "scores.json")],
         [("distill", CHOSEN, seed) for seed in options.seeds]
-        + [("distill", name, seed) for name in controls for seed in options.control_seeds],
+        + [("distill", name, seed) for name in (ABLATION, FEW, LAYERS) for seed in options.control_seeds],
+        [("distill", LONGER, seed) for seed in options.seeds],
     )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for stage in stages:
