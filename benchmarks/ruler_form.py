@@ -127,7 +127,7 @@ STARTS = ("the ", "one ", "The ", "Note the ", "In the ", "* ", "> ", "Here a ")
 MIDDLES = (" ", ": ", " = ", " has ", " is ", " > ", ", ", " still has ", " costs ")
 ENDS = ("", ".", ";", ",", " today.")
 FACTS = (STARTS, ["{k}"], MIDDLES, ["{v}"], ENDS)
-LISTED = ([" {w};", "{w}\n", " the {w}", " one {w},", "* {w}\n", "> {w};\n", "the {w}\n", " {w}:"],)
+LISTED = (" {w};", "{w}\n", " the {w}", " one {w},", "* {w}\n", "> {w};\n", "the {w}\n", " {w}:")
 COMBINED = {
     "needles": combined(["", "Which number has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
     "codes": combined(["", "Which code has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
@@ -141,11 +141,11 @@ COMBINED = {
     ),
     "common": combined(
         ["common:", "Which are common?", "Common ones:", "List the common ones:", "Words that are there often:"],
-        *LISTED,
+        LISTED,
     ),
     "frequent": combined(
         ["frequent:", "Which are frequent?", "Frequent ones:", "List the frequent ones:", "Three, by their count:"],
-        *LISTED,
+        LISTED,
     ),
 }
 TASKS = tuple(WORDING)
@@ -506,16 +506,18 @@ class Students:
     def aligned(self, seed: int) -> HybridForCausalLM:
         """Return the student without attention, aligned layer by layer, from its file if there is one."""
         steps, file = self.options.align_steps, self.options.out / f"aligned-{seed}.pt"
+        plan = HeadPlan.none(self.teacher)
+        if file.exists():
+            student = self.build(plan, seed, init="random")
+            student.load_state_dict(torch.load(file))
+            return student
         lessons = self.lessons(seed, steps, on_answers=False)
         calibration = lessons.batch("needles", 512, random.Random(seed))
-        student = self.build(HeadPlan.none(self.teacher), seed, init="fitted", calibration=calibration)
-        if file.exists():
-            student.load_state_dict(torch.load(file))
-        else:
-            stage = LayerAlignment(student, self.teacher, AlignConfig(target="head"))
-            for step in trained(stage, lessons, steps, self.options.align_rate):
-                show(f"alignment, seed {seed}", step, steps)
-            torch.save(student.state_dict(), file)
+        student = self.build(plan, seed, init="fitted", calibration=calibration)
+        stage = LayerAlignment(student, self.teacher, AlignConfig(target="head"))
+        for step in trained(stage, lessons, steps, self.options.align_rate):
+            show(f"alignment, seed {seed}", step, steps)
+        torch.save(student.state_dict(), file)
         return student
 
     def choose_heads(self, file: str) -> None:
