@@ -150,6 +150,8 @@ COMBINED = {
 }
 TASKS = tuple(WORDING)
 SHARES = {"needles": 0.7, "codes": 0.7, "variables": 0.9, "common": 1.6, "frequent": 2.2}
+FEW_ANSWERS = {"needles": 1, "codes": 1, "variables": 2, "common": 3, "frequent": 2}
+"""How many times as many tokens a step of distillation has of a task. A long list asks for three words alone."""
 ENOUGH = {"needles": 0.85, "codes": 0.85, "variables": 0.85, "common": 0.72, "frequent": 0.68}
 """Accuracy from which a task's documents become longer."""
 
@@ -454,7 +456,8 @@ def answered(
 class Lessons:
     """Batches that students learn from, one of each task: a pure function of the step.
 
-    The longest documents grow from 96 to 1,000 tokens over the first third of the steps; long lessons have 512 or more.
+    The longest documents grow from 96 to 1,000 tokens over the first third of the steps. Equal lessons have as many
+    tokens of each task, the others more of those with few answers.
     """
 
     writer: Writer
@@ -463,15 +466,16 @@ class Lessons:
     tokens: int
     on_answers: bool
     is_varied: bool = True
-    is_long: bool = False
+    is_equal: bool = False
 
     def __call__(self, step: int) -> list[Batch]:
         rng = random.Random(f"lessons {self.seed} {step}")
-        lengths = LENGTHS[-3:] if self.is_long else LENGTHS[: 3 + len(LENGTHS) * 3 * step // self.steps]
+        lengths = LENGTHS[: 3 + len(LENGTHS) * 3 * step // self.steps]
         return [self.batch(task, max(rng.choices(lengths, k=2)), rng) for task in TASKS]
 
     def batch(self, task: str, length: int, rng: random.Random) -> Batch:
-        n, tokenizer = max(1, round(self.tokens / length)), self.writer.tokenizer
+        tokenizer, tokens = self.writer.tokenizer, self.tokens * (1 if self.is_equal else FEW_ANSWERS[task])
+        n = max(1, round(tokens / length))
         wordings = [drawn(task, rng, is_varied=self.is_varied) for _ in range(n)]
         documents = [self.writer.write(task, words, length, rng) for words in wordings]
         rows = as_rows(tokenizer, documents, rng)
@@ -482,11 +486,12 @@ class Lessons:
 SEEN, UNSEEN = "in a wording seen", "answered"
 CHOSEN = "6 heads"
 """Students with heads chosen by greedy restoration."""
-LONGER = "6 heads longer"
-"""The same, trained on with long lessons."""
+EQUAL = "6 heads of equal lessons"
+"""Students with the same heads and equal lessons. The next two are compared with them."""
+ABLATION = "6 heads by ablation"
 FEW = "6 heads of few wordings"
-"""Students with these heads whose lessons have no combined wordings."""
-ABLATION, LAYERS = "6 heads by ablation", "2 spread layers"
+"""Students with the chosen heads whose lessons have no combined wordings."""
+LAYERS = "2 spread layers"
 
 
 class Students:
@@ -511,7 +516,7 @@ class Students:
             student = self.build(plan, seed, init="random")
             student.load_state_dict(torch.load(file))
             return student
-        lessons = self.lessons(seed, steps, on_answers=False)
+        lessons = self.lessons(seed, steps, on_answers=False, is_equal=True)
         calibration = lessons.batch("needles", 512, random.Random(seed))
         student = self.build(plan, seed, init="fitted", calibration=calibration)
         stage = LayerAlignment(student, self.teacher, AlignConfig(target="head"))
@@ -529,7 +534,8 @@ class Students:
             probe = RulerForm(self.tokenizer)
             score_heads(self.teacher, self.tokenizer, probe, n_examples=5 * n, min_accuracy=0.0).save(path)
         else:
-            student, probe = self.aligned(self.options.seeds[0]), RulerForm(self.tokenizer, length=128)
+            probe = RulerForm(self.tokenizer, length=self.options.restoration_tokens)
+            student = self.aligned(self.options.seeds[0])
             chosen = greedy_restoration(student, self.teacher, self.tokenizer, probe, 6, n_examples=n)
             HeadPlan.from_pairs(self.teacher, chosen).save(path)
 
@@ -546,14 +552,11 @@ class Students:
         if file.exists():
             return
         plan = self.plan(name)
-        if name == LONGER:
-            student = HybridForCausalLM.from_pretrained(file.with_name(student_file(CHOSEN, seed)).with_suffix(""))
-            steps //= 2
-        else:
-            student = self.build(plan, seed, init="random")
-            graft_recurrent_heads(student, self.aligned(seed))
+        student = self.build(plan, seed, init="random")
+        graft_recurrent_heads(student, self.aligned(seed))
         stage = EndToEnd(student, self.teacher, DistillConfig())
-        lessons = self.lessons(seed, steps, on_answers=True, is_varied=name != FEW, is_long=name == LONGER)
+        is_equal = name in (EQUAL, ABLATION, FEW)
+        lessons = self.lessons(seed, steps, on_answers=True, is_varied=name != FEW, is_equal=is_equal)
         for step in trained(stage, lessons, steps, self.options.distill_rate):
             show(f"{name}, seed {seed}", step, steps)
         student.save_pretrained(file.with_suffix(""))
@@ -618,16 +621,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the teacher")
     parser.add_argument("--steps", type=int, default=1800, help="of the teacher")
     parser.add_argument("--tokens", type=int, default=1600, help="of each task in a step of the teacher, about")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the students that keep six heads")
-    parser.add_argument("--control-seeds", nargs="+", type=int, default=[0], help="of all other students")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of students with the chosen heads")
+    parser.add_argument("--control-seeds", nargs="+", type=int, default=[0], help="of the other students")
     parser.add_argument("--d-state", type=int, default=16)
     parser.add_argument("--recurrence", default="gdn")
-    parser.add_argument("--student-tokens", type=int, default=700, help="of each task in a step of a student, about")
+    parser.add_argument("--student-tokens", type=int, default=700, help="of a task in a student's step, at least")
     parser.add_argument("--align-steps", type=int, default=150)
     parser.add_argument("--align-rate", type=float, default=3e-3)
     parser.add_argument("--distill-steps", type=int, default=1400)
     parser.add_argument("--distill-rate", type=float, default=1e-3)
     parser.add_argument("--scoring-examples", type=int, default=100)
+    parser.add_argument("--restoration-tokens", type=int, default=128, help="of the documents that heads are chosen on")
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1000])
     parser.add_argument("--processes", type=int, default=2, help="for gradients of the teacher, then for students")
@@ -644,9 +648,8 @@ def main() -> None:
     stages = (
         [("aligned", seed) for seed in options.seeds],
         [("choose_heads", file) for file in ("restored.json", "scores.json")],
-        [("distill", CHOSEN, seed) for seed in options.seeds]
+        [("distill", name, seed) for name in (CHOSEN, EQUAL) for seed in options.seeds]
         + [("distill", name, seed) for name in (ABLATION, FEW, LAYERS) for seed in options.control_seeds],
-        [("distill", LONGER, seed) for seed in options.seeds],
     )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for stage in stages:
