@@ -25,6 +25,7 @@ from provenance import about, write
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import cache_bytes
+from hybrid_distill.model.layout import cache_argument
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
@@ -144,13 +145,14 @@ def tokens_per_second(model: PreTrainedModel, setting: Setting, context: int, ba
     on_gpu = model.device.type == "cuda"
     try:
         cache = filled_cache(model, setting, context, batch)
+        options = {cache_argument(model.forward): cache, "use_cache": True}
         token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         seconds = []
         for _ in range(3 + setting.steps):
             if on_gpu:
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            model(input_ids=token, **options)
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)

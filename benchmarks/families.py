@@ -321,7 +321,7 @@ def decoded(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
     """Logits [L, V] of half the tokens at once, then one at a time from the cache."""
     half, cache = len(ids_L) // 2, student.new_cache()
     pieces = [ids_L[:half], *ids_L[half:].split(1)]
-    return torch.cat([student(input_ids=piece_L[None], past_key_values=cache).logits[0] for piece_L in pieces])
+    return torch.cat([student(input_ids=piece_L[None], cache=cache).logits[0] for piece_L in pieces])
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

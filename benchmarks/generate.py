@@ -99,7 +99,7 @@ def contestants(setting: Setting) -> list[Contestant]:
 def read(one: Contestant, n_tokens: int) -> None:
     """Let the cache grow by some random tokens."""
     for piece in torch.randint(0, one.model.config.vocab_size, (1, n_tokens)).split(PIECE, dim=1):
-        one.model(piece, past_key_values=one.cache, use_cache=True, logits_to_keep=1)
+        one.model(piece, cache=one.cache, use_cache=True, logits_to_keep=1)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def decode(one: Contestant) -> list[tuple[float, float]]:
     for token in torch.randint(0, one.model.config.vocab_size, (BURST, 1, 1)):
         with watched(recurrent) as in_heads:
             start = time.process_time()
-            one.model(token, past_key_values=one.cache, use_cache=True)
+            one.model(token, cache=one.cache, use_cache=True)
             found.append((time.process_time() - start, sum(in_heads)))
     return found
 
@@ -172,7 +172,7 @@ def decoding(setting: Setting) -> dict[str, Any]:
 @torch.no_grad()
 def _prefill(one: Contestant, length: int, answer: Any) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    one.model(torch.zeros(1, length, dtype=torch.long), past_key_values=one.cache, use_cache=True, logits_to_keep=1)
+    one.model(torch.zeros(1, length, dtype=torch.long), cache=one.cache, use_cache=True, logits_to_keep=1)
     answer.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 

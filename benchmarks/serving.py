@@ -57,10 +57,15 @@ class Transformers(Program):
         import torch
         from transformers import AutoModelForCausalLM
 
+        from hybrid_distill.model.layout import cache_argument, cache_of
+
         torch.set_grad_enabled(False)
         torch.set_num_threads(threads)
-        self.torch, options = torch, {"trust_remote_code": True, "dtype": torch.float32}
+        options = {"trust_remote_code": True, "dtype": torch.float32}
+        self.torch = torch
+        self.cache_of = cache_of
         self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        self.cache_name = cache_argument(self.model.forward)
 
     def begin(self, prompts: Tokens, every: bool = False) -> np.ndarray:
         ids, self.mask = map(self.torch.tensor, PROGRAMS["left_padded"](prompts))
@@ -73,9 +78,9 @@ class Transformers(Program):
 
     def _read(self, ids: Any, keep: int) -> np.ndarray:
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        options = {"attention_mask": self.mask, "position_ids": places, "past_key_values": self.cache}
+        options = {"attention_mask": self.mask, "position_ids": places, self.cache_name: self.cache}
         out = self.model(ids, use_cache=True, logits_to_keep=keep, **options)
-        self.cache = out.past_key_values
+        self.cache = self.cache_of(out)
         return out.logits.numpy()
 
     def nbytes(self) -> int:

@@ -85,7 +85,7 @@ class HybridConfig(PretrainedConfig):
 
     model_type = "hybrid_distill"
     has_no_defaults_at_init = True
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,

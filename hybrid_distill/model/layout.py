@@ -5,7 +5,8 @@ Shapes: P head dim. A block is P rows of a linear: one head's query, key or valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 """Names of the attention module in a decoder layer."""
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-"""Names of the cache among the arguments of an attention module."""
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Names of the cache among a forward's arguments. transformers 5.24 renamed ``past_key_values`` to ``cache``."""
 
 Part = Literal["query", "key", "value"]
 HEAD_NORMS: dict[Part, tuple[str, ...]] = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
@@ -86,6 +87,33 @@ def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
         f"{name} ({type(attention).__name__}) has no linear {', '.join(missing)}; "
         f"expected an attention module with {expected}."
     )
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name under which ``forward`` takes a cache.
+
+    The signature decides, not the version of transformers: a family, or a model's remote code, may be older or newer.
+    """
+    parameters = inspect.signature(forward).parameters
+    named = [name for name in CACHE_NAMES if name in parameters]
+    return named[0] if named else CACHE_NAMES[0]
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model's output, whatever its field is called; None if there is none."""
+    # `past_key_values` of a newer output warns, so the new name is asked for first.
+    for name in CACHE_NAMES[:2]:
+        if hasattr(output, name):
+            return getattr(output, name)
+    return None
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among keyword arguments, under any of `CACHE_NAMES`; None if there is none."""
+    for name in CACHE_NAMES:
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
 
 
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
-from .layout import CACHE_NAMES, Part, find_layout, head_norm, is_over_all_heads
+from .layout import CACHE_NAMES, Part, cache_argument, find_layout, given_cache, head_norm, is_over_all_heads
 from .ssd import causal_conv, gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix, raw_decay, step_in_place
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")  # arguments of mixers that attention modules do not accept
@@ -449,6 +449,7 @@ class HybridMixer(nn.Module):
         for name in ("attention_type", "is_sliding"):  # decoders of some transformers versions read these
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
+        self._cache_argument = cache_argument(attention.forward)
         self._handed_out: list[int] | None = None
         self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` that the decoder layer received, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
@@ -497,7 +498,7 @@ class HybridMixer(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         *,
         token_mask: Tensor | None = None,
         seq_idx: Tensor | None = None,
@@ -510,28 +511,31 @@ class HybridMixer(nn.Module):
         read them. Kept heads read the backbone's ``attention_mask``; if ``attended`` contains their outputs, they do
         not run. Kept attention receives all other keyword arguments, including a cache under any of `CACHE_NAMES`.
         """
-        cache_name = [*[name for name in CACHE_NAMES if name in kwargs], CACHE_NAMES[0]][0]
-        past_key_values = kwargs.pop(cache_name, past_key_values)
+        if cache is None:
+            cache = given_cache(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         token_mask, seq_idx = (
             self.row.get(name) if given is None else given
             for name, given in zip(ROW_ARGUMENTS, (token_mask, seq_idx), strict=True)
         )
-        cache = None if past_key_values is None else past_key_values.layer(self.layer)
+        layer_cache = None if cache is None else cache.layer(self.layer)
         recurred = None
         if self.attention is not None and attended is None:
-            needs_store = cache is not None or self._handed_out is not None
+            store = None
+            if layer_cache is not None or self._handed_out is not None:
+                store = _KVStore(layer_cache, self._handed_out)
             y_BLD, _ = self.attention(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                **{cache_name: _KVStore(cache, self._handed_out) if needs_store else None},
+                **{self._cache_argument: store},
                 **kwargs,
             )
             attended = y_BLD.unflatten(-1, (len(self.kept), self.head_dim))
         if self.ssm is not None:
-            recurred = self.ssm(hidden_states, token_mask, seq_idx, cache)
-        if cache is not None:
-            cache.advance(hidden_states.shape[1])
+            recurred = self.ssm(hidden_states, token_mask, seq_idx, layer_cache)
+        if layer_cache is not None:
+            layer_cache.advance(hidden_states.shape[1])
         return self._in_teacher_order(attended, recurred)
 
     def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:

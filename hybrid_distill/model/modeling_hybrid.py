@@ -5,6 +5,7 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -33,11 +34,15 @@ from .documents import (
     seq_idx_of_positions,
 )
 from .gated_delta import delta_scan  # noqa: F401  # see below
-from .layout import attention_name, decoder_of
+from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
 
 # Keep every import: transformers 4 and 5.0 load only those files of an export that this file imports directly.
 from .ssd import check_implementation
+
+# Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
+OUTPUT_CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)})
+GENERATION_CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
 
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
@@ -52,7 +57,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = HybridConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flash_attn_2 = True  # name in older transformers, up to 4.5x
@@ -71,6 +76,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         name = next(name for name, module in self.model.named_modules() if module is embedding)
         self._tied_weights_keys = {"lm_head.weight": f"model.{name}.weight"}
         self._no_split_modules = backbone._no_split_modules
+        self._decoder_cache = cache_argument(self.model.forward)
         self._longrope_switch = _longrope_switch(backbone)
         for index, layer in enumerate(self.model.layers):
             name = attention_name(layer)
@@ -165,9 +171,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
                 "install version 5, or leave prefill_chunk_size out."
             )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+        if generation_config.use_cache and model_kwargs.get(GENERATION_CACHE) is None:
             _, _, max_length, *_ = args
-            model_kwargs["past_key_values"] = self.new_cache(max_length=max_length if is_static else None)
+            model_kwargs[GENERATION_CACHE] = self.new_cache(max_length=max_length if is_static else None)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache when LongRoPE switches to its long factors.
@@ -175,11 +181,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         Cached keys were rotated with the short factors; Phi-3 also recomputes all tokens at this point. For a static
         cache, pass the 2-D mask on instead of transformers' 4-D mask: recurrent heads need to know a prompt's padding.
         """
-        cache, switch = kwargs.get("past_key_values"), self._longrope_switch
+        cache = kwargs.get(GENERATION_CACHE)
+        switch = self._longrope_switch
         length = input_ids.shape[1]
         if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
             anew = {
-                "past_key_values": self.new_cache(cache.layer(0).kv_dtype),
+                GENERATION_CACHE: self.new_cache(cache.layer(0).kv_dtype),
                 "next_sequence_length": None,  # transformers 5: all tokens
                 "cache_position": torch.arange(length, device=input_ids.device),  # transformers 4
             }
@@ -206,12 +213,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: HybridCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute next-token logits.
@@ -219,11 +227,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row, ascending:
         positions restart and nothing leaks from one document to the next. The conventions of transformers also work:
         ``position_ids`` that restart within a row, or ``cu_seq_lens_q``, the document boundaries in all rows
-        concatenated. ``use_cache`` defaults to True, except in training and with packed documents. Raises ValueError
-        for a cache of another class, or a cache with packed documents.
+        concatenated. ``use_cache`` defaults to True, except in training and with packed documents.
+        ``past_key_values`` is what transformers before 5.24 calls the ``cache``. Raises ValueError for a cache of
+        another class, or a cache with packed documents.
         """
+        if cache is None:
+            cache = past_key_values
         outputs = self.backbone_outputs(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, seq_idx, **kwargs
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, seq_idx, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
@@ -233,9 +244,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{OUTPUT_CACHE: cache_of(outputs)},
         )
 
     def backbone_outputs(
@@ -243,7 +254,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
@@ -253,9 +264,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None:
             raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
-        if past_key_values is not None and not isinstance(past_key_values, HybridCache):
+        if cache is not None and not isinstance(cache, HybridCache):
             raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}, which cannot hold recurrent states; "
+                f"the cache is a {type(cache).__name__}, which cannot hold recurrent states; "
                 "pass model.new_cache(), or nothing."
             )
         batch, length = inputs.shape[:2]
@@ -264,12 +275,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             token_mask = attention_mask[:, -length:]
         backbone_packs = False
         if seq_idx is None and length > 1:
-            borders, cached = kwargs.get("cu_seq_lens_q"), past_key_values is not None or bool(use_cache)
+            borders, cached = kwargs.get("cu_seq_lens_q"), cache is not None or bool(use_cache)
             if borders is not None:
                 seq_idx = seq_idx_of_borders(borders, batch, length)
             elif position_ids is not None and position_ids.ndim == 2:
                 cached = cached or (torch.compiler.is_compiling() and use_cache is None and not self.training)
-                n_past = 0 if past_key_values is None else past_key_values.get_seq_length()
+                n_past = 0 if cache is None else cache.get_seq_length()
                 seq_idx = seq_idx_of_positions(
                     position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached
                 )
@@ -277,12 +288,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and token_mask is not None and seq_idx is None:
             self._refuse_padding_in_windows(attention_mask)
         if seq_idx is not None:
-            if past_key_values is not None or use_cache:
+            if cache is not None or use_cache:
                 raise ValueError(CACHE_WITH_PACKING)
             use_cache = False
         use_cache = not self.training if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
+        if use_cache and cache is None:
+            cache = self.new_cache()
         if not any(mixer.kept for mixer in self.mixers()):
             attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
         elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
@@ -294,11 +305,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             token_mask=token_mask,
             seq_idx=seq_idx,
+            **{self._decoder_cache: cache},
             **kwargs,
         )
 

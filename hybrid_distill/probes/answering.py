@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.layout import cache_argument, cache_of
 from ..progress import track
 from ..teacher import eval_mode, generated
 from . import Example, check_counts
@@ -29,7 +30,6 @@ class Output(Protocol):
     """Output of a causal language model."""
 
     logits: Tensor
-    past_key_values: Cache
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class ChoiceBatch:
             tails = [path[self.encoded[example].n_shared :] for example, path in self.contexts]
             ids_RT = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(example_R.device)
             mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
-            cache = output.past_key_values
+            cache = cache_of(output)
             cache.batch_select_indices(example_R)
-            output = forward(model, ids_RT, mask_RL, past_key_values=cache, use_cache=True)
+            output = forward(model, ids_RT, mask_RL, cache=cache, use_cache=True)
             self._read(output.logits, found_A, in_contexts=True)
         return found_A.split([len(e.reads) for e in self.encoded])
 
@@ -297,7 +297,7 @@ def forward(
     *,
     logits_to_keep: int = 0,
     use_cache: bool = False,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
 ) -> Output:
     """Run the model on tokens that occupy the mask's last positions; position ids skip pads.
 
@@ -309,7 +309,9 @@ def forward(
         extras["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BT.shape[1] :]
     if accepts(model, "logits_to_keep"):
         extras["logits_to_keep"] = logits_to_keep
-    extras |= {"use_cache": use_cache, "past_key_values": past_key_values}
+    extras["use_cache"] = use_cache
+    if cache is not None:
+        extras[cache_argument(model.forward)] = cache
     output = model(input_ids=input_ids_BT, attention_mask=mask_BL, **extras)
     output.logits = output.logits[:, -logits_to_keep:]
     return output

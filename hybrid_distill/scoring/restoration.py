@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.cache import HybridCache
-from ..model.layout import CACHE_NAMES
+from ..model.layout import given_cache
 from ..model.mixer import ROW_ARGUMENTS
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadId
@@ -55,7 +55,7 @@ def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) 
         found[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        if given_cache(kwargs) is not None:
             raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
         with teacher.o_proj.register_forward_pre_hook(note):
             teacher.module(*args, **_known_to_teachers(kwargs))
@@ -79,7 +79,7 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
     def attention(site: AttentionSite) -> Callable[..., object]:
         def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
             output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
-            cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+            cache = given_cache(kwargs)
             if cache is not None:
                 assert isinstance(cache, HybridCache)
                 cache.layer(site.layer).advance(hidden_states.shape[1])

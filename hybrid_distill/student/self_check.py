@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, __version__
 
 from ..model import HybridForCausalLM, packed_inputs
 from ..model.documents import LIMITED
+from ..model.layout import cache_argument, cache_of
 from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5
@@ -106,10 +107,12 @@ def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
-    cache, logits = None, []
+    name = cache_argument(model.forward)
+    cache = None
+    logits = []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output = model(input_ids=piece_1L, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=piece_1L, use_cache=True, **{name: cache})
+        cache = cache_of(output)
         logits.append(output.logits[0].float())
     return torch.cat(logits)
 

@@ -67,7 +67,7 @@ def test_cache_bytes_are_those_a_real_teachers_cache_holds(family_model, family,
     for n_steps in (0, length - 1):
         cache, ids = DynamicCache(config=model.config), torch.randint(3, 100, (2, length))
         for piece in ids.split([length - n_steps, *[1] * n_steps], dim=1):
-            model(piece, past_key_values=cache, use_cache=True)
+            model(piece, cache=cache, use_cache=True)
         held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
         assert (size.kv, size.ssm, size.conv) == (held, 0, 0)
 
@@ -84,7 +84,7 @@ def test_cache_bytes_are_those_a_real_students_cache_holds(family_model, kept, f
         student.model.config.sliding_window = window  # 1: transformers' own caches do not get along with that
         cache = student.eval().new_cache()
         for n_tokens in (length - 1, 1):
-            student(torch.randint(3, 100, (2, n_tokens)), past_key_values=cache, use_cache=True)
+            student(torch.randint(3, 100, (2, n_tokens)), cache=cache, use_cache=True)
         windows = layer_windows(student.model.config)
         size = cache_bytes(plan, length=length, conv_width=3, windows=windows, **sizes)
         assert dataclasses.asdict(size) == cache.nbytes()

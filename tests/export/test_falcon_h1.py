@@ -118,7 +118,7 @@ def test_heads_give_one_result_however_they_are_run(recurrence: str) -> None:
     out = student(ids_BL[:, :9], use_cache=True)
     steps = [out.logits]
     for t in range(9, 23):
-        out = student(ids_BL[:, t : t + 1], past_key_values=out.past_key_values)
+        out = student(ids_BL[:, t : t + 1], cache=out.cache)
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=2e-6)
     packed = student(torch.cat([ids_BL, ids_BL], dim=1), seq_idx=torch.arange(2).repeat_interleave(23)[None]).logits

@@ -182,7 +182,7 @@ def test_a_cache_is_continued_by_more_than_one_token(
     first = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
     ids = torch.cat([first.sequences, tokens(2, 7)], dim=1)
     mask = torch.cat([mask, torch.ones(2, NEW + 7, dtype=torch.long)], dim=1)
-    continued = generated(student, ids, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY)
+    continued = generated(student, ids, attention_mask=mask, cache=first.cache, **GREEDY)
     assert torch.equal(continued, generated(student, ids, attention_mask=mask, **GREEDY))
     assert torch.equal(continued[0], greedy_without_cache(student, ids[0]))
 
@@ -233,9 +233,9 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: 
     config._compile_all_devices = True
     ids, cache = tokens(2, 6), llama_student.new_cache(max_length=20)
     expected = llama_student.generate(ids, **GREEDY)
-    llama_student(ids[:, :-1], past_key_values=cache)
+    llama_student(ids[:, :-1], cache=cache)
     before = addresses()
-    found = llama_student.generate(ids, past_key_values=cache, compile_config=config, **GREEDY)
+    found = llama_student.generate(ids, cache=cache, compile_config=config, **GREEDY)
     assert torch.equal(found, expected) and len(graphs) == 1
     assert addresses() == before and len(before) == 13  # keys, values, states and counts of three layers
 
@@ -256,13 +256,13 @@ def test_decoding_compiles_into_one_graph_for_all_steps(family_model: Callable[.
     teacher = family_model("llama", num_hidden_layers=1)
     student, ids = student_of(teacher, keep(teacher, KEPT["mixed"])), tokens(2, 16)
     expected = logits(student, ids, use_cache=False)
-    cache = student(ids[:, :8], use_cache=True).past_key_values
+    cache = student(ids[:, :8], use_cache=True).cache
     graphs, backend = counting_backend()
 
     torch.compiler.reset()
     step = torch.compile(student.forward, backend=backend, fullgraph=True)
     for place in range(8, 16):
-        same_logits(step(ids[:, place : place + 1], past_key_values=cache).logits[:, 0], expected[:, place])
+        same_logits(step(ids[:, place : place + 1], cache=cache).logits[:, 0], expected[:, place])
     assert len(graphs) == 2
 
 
@@ -273,8 +273,8 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
 ) -> None:
     ids = tokens(2, 19)
     cache, stepwise = student.new_cache(kv_dtype), student.new_cache(kv_dtype)
-    whole = logits(student, ids, past_key_values=cache)
-    steps = [logits(student, piece, past_key_values=stepwise) for piece in ids.split([9, *[1] * 10], dim=1)]
+    whole = logits(student, ids, cache=cache)
+    steps = [logits(student, piece, cache=stepwise) for piece in ids.split([9, *[1] * 10], dim=1)]
     expected = logits(student, ids, use_cache=False)
     if kv_dtype is torch.bfloat16:
         assert 0 < (whole - expected).norm() < BF16_RELATIVE_ERROR * expected.norm()
@@ -285,7 +285,7 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
     for layer in cache.layers:
         assert layer.keys is None or layer.keys.dtype == layer.values.dtype == (kv_dtype or torch.float32)
         assert layer.ssm_state is None or layer.ssm_state.dtype == torch.float32
-    full = student(ids, use_cache=True).past_key_values
+    full = student(ids, use_cache=True).cache
     assert full.nbytes()["kv"] == cache.nbytes()["kv"] * (2 if kv_dtype is torch.bfloat16 else 1)
     assert full.nbytes()["ssm"] == cache.nbytes()["ssm"]
     cache.reset()

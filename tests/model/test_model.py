@@ -102,7 +102,7 @@ def test_prefill_and_steps_are_the_training_forward(teacher: PreTrainedModel) ->
     expected = logits(student, ids, use_cache=False)
     cache = student.new_cache()
     # A prompt, a second chunk, one token at a time, a chunk again.
-    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)]
+    pieces = [logits(student, piece, cache=cache) for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)]
     close(torch.cat(pieces, dim=1), expected)
     assert cache.get_seq_length() == 23
     assert all(layer.get_seq_length() == 23 for layer in cache.layers)
@@ -168,7 +168,7 @@ def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
     batch = collated(documents, **{"return_position_ids": True, **CONVENTIONS[convention]})
     for training in (False, True):
         output = student.train(training)(**batch)
-        assert output.past_key_values is None
+        assert output.cache is None
         close(output.logits, torch.cat([logits(student, document[None]) for document in documents], dim=1))
 
 
@@ -208,38 +208,38 @@ def test_positions_that_only_rise_are_of_one_document(family_model: FamilyModel)
     for padding in (0, 1, -1, None):
         positions = counted if padding is None else counted.masked_fill(~real, padding)
         output = student(ids, attention_mask=mask, position_ids=positions)
-        assert output.past_key_values is not None
+        assert output.cache is not None
         close(output.logits[real], alone)
         cache, pieces = student.new_cache(), []
         for piece in torch.arange(12).split([5, 1, 4, 2]):
             inputs = {"attention_mask": mask[:, : piece[-1] + 1], "position_ids": positions[:, piece]}
-            pieces.append(logits(student, ids[:, piece], past_key_values=cache, **inputs))
+            pieces.append(logits(student, ids[:, piece], cache=cache, **inputs))
         close(torch.cat(pieces, dim=1)[real], alone)
-    assert student(ids, position_ids=torch.arange(7, 19)[None]).past_key_values is not None
+    assert student(ids, position_ids=torch.arange(7, 19)[None]).cache is not None
     leaping = torch.arange(12)[None]  # the mask says why these leap
-    assert student(ids, attention_mask=mask, position_ids=leaping).past_key_values is not None
+    assert student(ids, attention_mask=mask, position_ids=leaping).cache is not None
 
 
 @torch.no_grad()
 def test_what_no_cache_continues_and_wrong_caches_are_refused(family_model: FamilyModel) -> None:
     student = mixed_student(family_model("llama"))
     ids, rising = tokens(2, 6), torch.arange(6)[None]
-    cache = student(ids).past_key_values
+    cache = student(ids).cache
     for options in (
-        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "past_key_values": cache},
-        {"position_ids": rising, "past_key_values": cache},
-        {"position_ids": rising, "past_key_values": cache, "attention_mask": torch.ones(2, 12)},
+        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "cache": cache},
+        {"position_ids": rising, "cache": cache},
+        {"position_ids": rising, "cache": cache, "attention_mask": torch.ones(2, 12)},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True},
         {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "use_cache": True},
-        {"seq_idx": torch.zeros_like(ids), "past_key_values": student.new_cache()},
+        {"seq_idx": torch.zeros_like(ids), "cache": student.new_cache()},
     ):
         with pytest.raises(ValueError, match=r"packed documents .* cannot be continued from a cache"):
             student(ids, **options)
     held = cache.get_seq_length()
-    student(ids, position_ids=rising + 6, past_key_values=cache)
+    student(ids, position_ids=rising + 6, cache=cache)
     assert cache.get_seq_length() == held + 6
     with pytest.raises(ValueError, match=r"DynamicCache.*new_cache"):
-        student(ids, past_key_values=transformers.DynamicCache())
+        student(ids, cache=transformers.DynamicCache())
     with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
         student()
 
@@ -256,7 +256,7 @@ def test_packed_rows_compile_into_one_graph(family_model: FamilyModel) -> None:
     prefill = torch.compile(student.eval().forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         output = prefill(ids, position_ids=torch.arange(12)[None])
-        assert output.past_key_values.get_seq_length() == 12
+        assert output.cache.get_seq_length() == 12
         with pytest.raises(RuntimeError, match="packed documents"):
             prefill(ids, position_ids=torch.arange(12)[None] % 5)
 
@@ -293,11 +293,11 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
     for length in pieces:
         end = start + length
         inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-        found.append(logits(student, ids[:, start:end], past_key_values=cache, **inputs))
+        found.append(logits(student, ids[:, start:end], cache=cache, **inputs))
         start = end
     for row in range(3):
         alone = student.new_cache()
-        expected = logits(student, ids[row, real[row]][None], past_key_values=alone)
+        expected = logits(student, ids[row, real[row]][None], cache=alone)
         compared = [(torch.cat(found, dim=1)[row, real[row]], expected[0])]
         for ours, theirs in zip(cache.layers, alone.layers):
             compared += [(ours.ssm_state[row], theirs.ssm_state[0]), (ours.conv_state[row], theirs.conv_state[0])]
@@ -327,7 +327,7 @@ def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> 
     student = mixed_student(teacher).train()
     ids = tokens(2, 19)
     output = student(ids, labels=ids)
-    assert output.past_key_values is None
+    assert output.cache is None
     output.loss.backward()
     missing = [name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0]
     assert missing == []
@@ -339,7 +339,7 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrain
     student = mixed_student(teacher)
     prompt, more = tokens(2, 9), tokens(4, 5)
     cache = student.new_cache()
-    student(prompt, past_key_values=cache)
+    student(prompt, cache=cache)
     repeated, selected, reordered = (copy.deepcopy(cache) for _ in range(3))
     repeated.batch_repeat_interleave(2)
     selected.batch_select_indices(torch.tensor([1]))
@@ -347,7 +347,7 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher: PreTrain
     rows = (repeated, prompt.repeat_interleave(2, dim=0)), (selected, prompt[1:]), (reordered, prompt.flip(0))
     for changed, read in rows:
         expected = logits(student, torch.cat([read, more[: len(read)]], dim=1))[:, 9:]
-        close(logits(student, more[: len(read)], past_key_values=changed), expected)
+        close(logits(student, more[: len(read)], cache=changed), expected)
 
 
 @torch.no_grad()
@@ -371,7 +371,7 @@ def test_a_model_from_a_config_alone_runs(family_model: FamilyModel) -> None:
     backbone = family_model("llama").config.to_dict()
     config = HybridConfig(backbone=backbone, kept=[[0, 1, 2], [], [7]], d_state=4)
     model = HybridForCausalLM(config).eval()
-    assert isinstance(model(tokens(1, 5)).past_key_values, HybridCache)
+    assert isinstance(model(tokens(1, 5)).cache, HybridCache)
     assert logits(model, tokens(1, 5)).isfinite().all()
 
 
@@ -441,9 +441,9 @@ def test_padding_inside_a_row_that_is_longer_than_a_window_is_refused(family_mod
     with refused:
         student(ids, attention_mask=mask, position_ids=positions)
     cache = student.new_cache()
-    student(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], past_key_values=cache)
+    student(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], cache=cache)
     with refused:
-        student(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=cache)
+        student(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], cache=cache)
     student_of(teacher, HeadPlan.none(teacher))(ids, attention_mask=mask, position_ids=positions)
 
 
