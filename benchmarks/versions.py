@@ -106,7 +106,7 @@ def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
     for folder in [path for paths in made.values() for path in paths]:
         file = folder / "config.json"
         config = json.loads(file.read_text())
-        config.pop("oldest_transformers", None)
+        config.pop("checked_transformers", None)
         file.write_text(json.dumps(config))
     return made
 

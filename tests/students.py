@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_distill.export import GateReport
 from hybrid_distill.export.check import run_checks
-from hybrid_distill.model import HybridForCausalLM, packed_inputs
+from hybrid_distill.model import HybridForCausalLM, HybridMixer, packed_inputs
 from hybrid_distill.model.configuration_hybrid import release
+from hybrid_distill.model.layout import CACHE_NAMES
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
@@ -124,3 +125,13 @@ def only_error(stderr: str) -> str:
     (line,) = [line for line in stderr.splitlines() if not line.startswith("loading torch")]
     assert line.startswith("error: ")
     return line
+
+
+def lose_caches(monkeypatch: Any) -> None:
+    """Keep every cache from the mixers, as transformers 5.24 did by renaming the argument."""
+    whole = HybridMixer.heads
+
+    def without_cache(self: HybridMixer, *args: Any, **kwargs: Any) -> Tensor:
+        return whole(self, *args, **{name: value for name, value in kwargs.items() if name not in CACHE_NAMES})
+
+    monkeypatch.setattr(HybridMixer, "heads", without_cache)

@@ -36,7 +36,7 @@ from .check import PACKAGES
 from .engines import absent_program, writer
 from .falcon_h1 import configuration
 from .gate import ExportError, GateReport
-from .versions import oldest_transformers
+from .versions import checked_transformers
 
 Form = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx", "onnx"]
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
         config["architectures"] = [type(student).__name__]
         config["dtype"] = str(student.dtype).removeprefix("torch.")
         config["checked_attention"] = _checked_attention(student)
-        config["oldest_transformers"] = oldest_transformers(student.config.backbone["model_type"])
+        config["checked_transformers"] = checked_transformers(student.config.backbone["model_type"])
     if form == "remote-code":
         config["auto_map"] = AUTO_MAP
     write_json(folder / "config.json", config)

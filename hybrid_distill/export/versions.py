@@ -14,6 +14,16 @@ TRIED: Record = read_json(Path(__file__).with_name("versions.json"))
 versions that are correct with that form, which cannot reject the others."""
 
 
+def checked_transformers(model_type: str) -> list[str]:
+    """List the versions that run exports with this backbone correctly, oldest first, the installed one included."""
+    installed = ".".join(map(str, release(transformers.__version__)))
+    oldest = TRIED["oldest"].get(model_type)
+    if oldest is None:
+        return [installed]
+    right = [version for version in TRIED["tried"] if release(version) >= release(oldest)]
+    return sorted({*right, installed}, key=release)
+
+
 def oldest_transformers(model_type: str) -> str:
     """Return the oldest version that runs exports with this backbone correctly; if untested, the installed one."""
-    return TRIED["oldest"].get(model_type) or ".".join(map(str, release(transformers.__version__)))
+    return checked_transformers(model_type)[0]

@@ -79,8 +79,9 @@ class HybridConfig(PretrainedConfig):
     ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
     `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the default
-    attention implementation, and ``oldest_transformers``, the oldest version with the same results. Raises ValueError
-    for invalid fields, before any tensor is allocated.
+    attention implementation, and ``checked_transformers``, the versions of transformers under which exports of its
+    family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
+    when it is loaded. Raises ValueError for invalid fields, before any tensor is allocated.
     """
 
     model_type = "hybrid_distill"
@@ -96,17 +97,17 @@ class HybridConfig(PretrainedConfig):
         conv_bias: bool = False,
         recurrence: str = "discrete",
         checked_attention: str | None = None,
-        oldest_transformers: str | None = None,
+        checked_transformers: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_version(oldest_transformers)
+        check_version(checked_transformers)
         _check_fields(kwargs)
         self.d_state = d_state
         self.conv_width = conv_width
         self.conv_bias = conv_bias
         self.recurrence = recurrence
         self.checked_attention = checked_attention
-        self.oldest_transformers = oldest_transformers
+        self.checked_transformers = checked_transformers
         for name, rule in _OWN_RULES.items():
             _check(name, getattr(self, name), rule)
         if conv_bias and recurrence != "discrete":
@@ -150,13 +151,17 @@ class HybridConfig(PretrainedConfig):
     initializer_range = property(lambda self: self.backbone.get("initializer_range", 0.02))
 
 
-def check_version(oldest: Any) -> None:
-    """Raise ValueError if transformers is older than ``oldest``, or if ``oldest`` is not a version."""
-    if oldest is None:
+def check_version(checked: Any) -> None:
+    """Raise ValueError if transformers is older than every version in ``checked``, or if one is not a version."""
+    if checked is None:
         return
-    parts = oldest.split(".") if isinstance(oldest, str) else []
-    if len(parts) not in (2, 3) or not all(part.isdecimal() and len(part) < 5 for part in parts):
-        raise ValueError(f"oldest_transformers is {shortened(oldest)}; it must be a version such as 5.0.0.")
+    if not isinstance(checked, list) or not checked:
+        raise ValueError(f"checked_transformers is {shortened(checked)}; it must be a list of versions, or null.")
+    for version in checked:
+        parts = version.split(".") if isinstance(version, str) else []
+        if len(parts) not in (2, 3) or not all(part.isdecimal() and len(part) < 5 for part in parts):
+            raise ValueError(f"checked_transformers has {shortened(version)}; it must be a version such as 5.2.0.")
+    oldest = min(checked, key=release)
     if release(transformers.__version__) < release(oldest):
         raise ValueError(
             f"this student needs transformers {oldest} or newer, found {transformers.__version__}; "

@@ -38,6 +38,7 @@ from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decod
 from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
 
 # Keep every import: transformers 4 and 5.0 load only those files of an export that this file imports directly.
+from .self_check import check_new_version
 from .ssd import check_implementation
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
@@ -90,19 +91,23 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load as transformers does, but raise ValueError for missing or unexpected tensors.
 
-        With ``output_loading_info=True``, return their names instead of raising.
+        Under a version of transformers that is not in the export's record, the model checks itself on a few tokens and
+        raises ValueError if it computes something else padded, packed or from a cache (`check_rows`). With
+        ``output_loading_info=True``, return the names of missing and unexpected tensors instead of raising.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if output_loading_info:
             return loaded
         model, info = loaded
+        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         found = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
-            where = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) or "this checkpoint"
+            where = path or "this checkpoint"
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
             )
+        check_new_version(model, path)
         return model
 
     @classmethod

@@ -34,9 +34,15 @@ from ..plan import HeadPlan
 from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
-from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
+from ..student.build import (
+    BuildReport,
+    build_student,
+    check_plan,
+    check_teacher,
+    graft_recurrent_heads,
+    unshare_weights,
+)
 from ..student.init import CALIBRATED, DEFAULT_INIT, Init
-from ..student.self_check import check_rows
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
 from ..train.config import StageConfig
@@ -116,7 +122,7 @@ class Run(RunInputs):
             on_main_process(lambda: given.save(path))
             return given
         if not is_there(path):
-            check_rows(self.teacher)  # otherwise `build_student` refuses after hours of scoring
+            check_teacher(self.teacher)  # otherwise `build_student` refuses after hours of scoring
             partial = self.out / "scores.partial.json"
             nn.Module.to(self.teacher, connect().device)
             scores = score_heads(  # all processes share the work

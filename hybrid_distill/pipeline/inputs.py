@@ -32,7 +32,7 @@ from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..scoring import HeadScores
-from ..student.build import checked_sites, empty_student
+from ..student.build import check_family, checked_sites, empty_student
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
 from ..train.checkpoint import StageManifest
 from ..train.config import DistillConfig, StageConfig, TeacherConfig
@@ -189,6 +189,7 @@ class RunInputs:
         heads = heads or HeadPlan.none(teacher)
         checked_sites(teacher, heads, options.init)
         empty_student(teacher, heads, options.d_state, options.conv_width, options.recurrence)
+        check_family(teacher, options.recurrence)  # else a new transformers is found out after hours of scoring
         if options.aligned is not None and not StageManifest.read(options.aligned):
             raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")
 

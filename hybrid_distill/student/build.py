@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,18 +12,25 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
+from ..model.self_check import check_rows
 from ..plan import HeadPlan
-from ..teacher import AttentionSite, attention_sites, eager_attention, eval_mode, fingerprint, trace_mixers
+from ..teacher import SUPPORTED, AttentionSite, attention_sites, eager_attention, eval_mode, fingerprint, trace_mixers
 from .init import CALIBRATED, DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
-from .self_check import check_rows
 
+log = logging.getLogger(__name__)
+SMALL = 256
+"""Vocabulary and MLP width of the student that `check_family` makes."""
 Action = Literal["copied", "sliced", "initialized", "dropped"]
 _REFUSED = "Its heads can be scored and ablated, but not replaced: take a teacher of another family (docs/heads.md)."
+_OTHER_TEACHER = (
+    f"Take a teacher of another family ({SUPPORTED}) or another version of transformers, or remove from its "
+    "config.json windows that its attention does not have (sliding_window)."
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def build_student(
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
     student = empty_student(teacher, plan, d_state, conv_width, recurrence)
-    check_rows(teacher)
+    check_teacher(teacher)
     traces = _trace(teacher, calibration, init)
     with torch.no_grad():
         made = list(_tensors(student, teacher, sites, init, traces, seed))
@@ -79,7 +87,7 @@ def build_student(
     _copy_buffers(student, teacher)
     student.tie_weights()
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    check_rows(student)
+    check_rows(student, _OTHER_TEACHER)
     records = [record for record, _ in made]
     used = {name for record in records for name in record.source}
     dropped = [
@@ -99,6 +107,51 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
             f"the plan was made for the teacher {plan.teacher}, this one is {found}; "
             "score this teacher and make a new plan."
         )
+
+
+def check_teacher(teacher: PreTrainedModel) -> None:
+    """Check that the teacher itself computes a document in every way alike. Raises ValueError as `check_rows` does."""
+    check_rows(teacher, _OTHER_TEACHER)
+
+
+def check_family(teacher: PreTrainedModel, recurrence: str = "discrete") -> None:
+    """Check a small random student of the teacher's family with `check_rows`, before anything is computed.
+
+    It has the teacher's config, but few layers (one of each type), a small vocabulary and narrow MLPs. The teacher may
+    be on the meta device. Raises ValueError if this version of transformers computes such a student wrongly.
+    """
+    try:
+        config = _small_config(teacher.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=teacher.config._attn_implementation,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # a family whose sizes depend on each other; its student is checked when it is built
+        log.debug("no small %s could be made: %s", type(teacher).__name__, error)
+        return
+    first_heads = [(layer, 0) for layer in range(config.num_hidden_layers)]
+    plan = HeadPlan.from_pairs(small, first_heads)
+    build_student(small, plan, d_state=4, recurrence=recurrence, init="random")
+
+
+def _small_config(config: PretrainedConfig) -> PretrainedConfig:
+    fields = config.to_dict()
+    n_layers = config.num_hidden_layers
+    types = fields.get("layer_types") or ["first", "second"][:n_layers]
+    layers = sorted({types.index(kind) for kind in types})
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == n_layers:
+            fields[name] = [value[layer] for layer in layers]
+        if name.endswith("token_id"):  # may lie outside the small vocabulary
+            fields[name] = None
+    fields |= {"num_hidden_layers": len(layers), "vocab_size": min(config.vocab_size, SMALL)}
+    if isinstance(fields.get("intermediate_size"), int):
+        fields["intermediate_size"] = min(fields["intermediate_size"], SMALL)
+    return type(config).from_dict(fields)
 
 
 def empty_student(

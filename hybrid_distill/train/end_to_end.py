@@ -19,6 +19,23 @@ from .losses import distillation_loss, next_token_labels
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 
+# transformers renames gradient to activation checkpointing: version 6 drops the old name, 5.2 lacks the new one.
+_CHECKPOINTING = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(PreTrainedModel, f"{name}_enable")
+)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer's activations in the backward pass instead of keeping them."""
+    enable = getattr(model, f"{_CHECKPOINTING}_enable")
+    enable(**{f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}})
+
+
+def keep_activations(model: PreTrainedModel) -> None:
+    """Undo `checkpoint_activations`."""
+    getattr(model, f"{_CHECKPOINTING}_disable")()
+
+
 class EndToEnd(Stage[DistillConfig]):
     """End-to-end distillation: the student learns to predict what the teacher predicts; see `losses.distillation_loss`.
 
@@ -37,9 +54,9 @@ class EndToEnd(Stage[DistillConfig]):
         every = config.train == "all"
         self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
         if config.gradient_checkpointing:
-            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(student)
         elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # set by an earlier stage
-            student.gradient_checkpointing_disable()
+            keep_activations(student)
 
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)

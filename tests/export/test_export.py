@@ -14,7 +14,7 @@ import torch
 import transformers
 from conftest import make_family_model
 from safetensors.torch import load_file, save_file
-from students import byte_tokenizer, tiny_student
+from students import byte_tokenizer, lose_caches, tiny_student
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -23,9 +23,9 @@ from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
 from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.checkpoint import write_configuration
-from hybrid_distill.export.versions import oldest_transformers
+from hybrid_distill.export.versions import checked_transformers
 from hybrid_distill.guard import MODEL_CODE, foreign_code
-from hybrid_distill.model import HybridForCausalLM, configuration_hybrid
+from hybrid_distill.model import HybridForCausalLM, configuration_hybrid, self_check
 from hybrid_distill.model.configuration_hybrid import check_version
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -281,29 +281,68 @@ def test_refuses_another_plan_and_empty_tensors(tmp_path):
 
 def test_an_older_transformers_is_refused_in_one_line(exports, copied, monkeypatch):
     path, _ = copied
-    assert json.loads((path / "config.json").read_text())["oldest_transformers"] == "4.56.2"
-    assert "`transformers` 4.56.2 or newer" in (path / "README.md").read_text()
-    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.55.4")
+    checked = json.loads((path / "config.json").read_text())["checked_transformers"]
+    assert checked[0] == "5.2.0"
+    assert checked[-1] == transformers.__version__
+    assert "`transformers` 5.2.0 or newer" in (path / "README.md").read_text()
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.1.3")
     for load in (AutoModelForCausalLM.from_pretrained, HybridForCausalLM.from_pretrained):
-        with pytest.raises(ValueError, match=r"^this .* 4\.56\.2 or newer, found 4\.55\.4; pip .*$"):
+        with pytest.raises(ValueError, match=r"^this .* 5\.2\.0 or newer, found 5\.1\.3; pip .*$"):
             load(path, trust_remote_code=True)
-    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "4.57.0.dev0")
+    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.3.0.dev0")
     assert isinstance(HybridForCausalLM.from_pretrained(path), HybridForCausalLM)
 
 
 def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch):
     monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.9.1")
-    for oldest in (None, "4.57.6", "5.9", "5.9.1"):
-        check_version(oldest)
+    for oldest in ("5.2.0", "5.9", "5.9.1"):
+        check_version([oldest, "5.23.0"])
+    check_version(None)
     for newer in ("5.10.4", "5.9.2", "6.0"):
-        with pytest.raises(ValueError, match=r"or newer, found 5\.9\.1"):
-            check_version(newer)
-    for odd in ("newest", "5", 5.2, "5.0.0; import os"):
-        with pytest.raises(ValueError, match=r"must be a version such as 5\.0\.0"):
+        with pytest.raises(ValueError, match=newer.replace(".", r"\.")):
+            check_version([newer])
+    for odd in (["newest"], ["5"], [5.2], ["5.2.0", "5.0.0; import os"], "5.2.0", []):
+        with pytest.raises(ValueError, match="checked_transformers"):
             check_version(odd)
     monkeypatch.undo()
-    assert oldest_transformers("a-model-of-tomorrow") == transformers.__version__
-    assert oldest_transformers("mixtral") == "5.0.0", "4.x leaves its experts unloaded"
+    assert checked_transformers("a-model-of-tomorrow") == [transformers.__version__]
+    assert checked_transformers("aria_text")[0] == "5.18.0"
+
+
+def test_an_export_checks_itself_once_under_a_transformers_that_is_not_in_its_record(copied, monkeypatch):
+    path, _ = copied
+    config_file = path / "config.json"
+    config = json.loads(config_file.read_text())
+    config["checked_transformers"] = ["5.2.0", "5.3.0"]
+    config_file.write_text(json.dumps(config))
+    n_checks = []
+    real = self_check.check_rows
+
+    def counted(*args):
+        n_checks.append(args)
+        real(*args)
+
+    # As transformers 5.24 did to exports of 5.23: the cache has another name, and no head is given one.
+    with monkeypatch.context() as broken:
+        lose_caches(broken)
+        with pytest.raises(ValueError, match=rf"cache with transformers {transformers.__version__}.*5\.3\.0") as error:
+            HybridForCausalLM.from_pretrained(path)
+        assert "\n" not in str(error.value)
+        assert not (path / self_check.PASSED).exists()
+    monkeypatch.setattr(self_check, "check_rows", counted)
+    for _ in range(2):
+        HybridForCausalLM.from_pretrained(path)
+    assert len(n_checks) == 1
+    assert json.loads((path / self_check.PASSED).read_text()) == [transformers.__version__]
+
+
+def test_an_offloaded_export_checks_itself_too(copied, tmp_path):
+    path, _ = copied
+    config_file = path / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"checked_transformers": ["5.2.0"]}))
+    options = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_folder": tmp_path / "offload"}
+    HybridForCausalLM.from_pretrained(path, **options)
+    assert (path / self_check.PASSED).is_file()
 
 
 def test_a_missing_and_an_unknown_tensor_are_refused_in_one_line(copied):

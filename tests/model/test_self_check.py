@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from students import close, left_padded, logits, mixed_student, packed_logits, tokens
+import transformers
+from students import close, left_padded, logits, lose_caches, mixed_student, packed_logits, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import modeling_hybrid, packed_inputs
+from hybrid_distill.model import modeling_hybrid, packed_inputs, self_check
+from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student import self_check
-from hybrid_distill.student.build import build_student
-from hybrid_distill.student.self_check import check_rows
+from hybrid_distill.student.build import build_student, check_family, check_teacher
+from hybrid_distill.train.end_to_end import checkpoint_activations
 
 FamilyModel = Callable[..., PreTrainedModel]
 
@@ -49,8 +50,8 @@ def test_a_document_is_the_same_in_every_way(shape: str, family_model: FamilyMod
         close(torch.cat([padded[i, -len(prompt) :] for i, prompt in enumerate(prompts)]), torch.cat(alone))
         cache, pieces = None, []
         for piece in prompts[1].unsqueeze(0).split([7, 4, 1, 1, 4], dim=1):
-            output = model(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(piece, use_cache=True, **{cache_argument(model.forward): cache})
+            cache = cache_of(output)
             pieces.append(output.logits[0])
         close(torch.cat(pieces), alone[1])
 
@@ -65,7 +66,7 @@ def test_a_window_that_the_attention_does_not_have(family_model: FamilyModel) ->
         config.sliding_window = 6
         close(packed_logits(model, ids, seq_idx)[:, 8:], logits(model, ids[:, 8:], use_cache=False))
     cache = student.new_cache()
-    pieces = [logits(student, piece, past_key_values=cache) for piece in ids.split([9, 1, 18], dim=1)]
+    pieces = [logits(student, piece, cache=cache) for piece in ids.split([9, 1, 18], dim=1)]
     close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
     message = r"LlamaForCausalLM does not compute a document from a cache .*differ by \S+ .*at most \S+.*sliding_window"
     with pytest.raises(ValueError, match=message):
@@ -101,11 +102,21 @@ def test_a_teacher_whose_documents_leak_is_found(dtype: Any, family_model: Famil
         return {**packed_inputs(seq_idx, *args), "attention_mask": torch.ones_like(seq_idx)}
 
     teacher = family_model("llama").to(dtype)
-    check_rows(teacher)
+    check_teacher(teacher)
     monkeypatch.setattr(self_check, "packed_inputs", without)
     monkeypatch.setattr(self_check, "_checked", {})
     with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a document packed"):
-        check_rows(teacher)
+        check_teacher(teacher)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3", "gpt_neox", "olmo3", "llama4"])
+def test_a_small_student_shows_what_a_family_does(family: str, family_model: FamilyModel, monkeypatch) -> None:
+    """Before anything is scored, on the meta device too; a cache that reaches no head is found."""
+    teacher = family_model(family).to("meta")
+    check_family(teacher)
+    lose_caches(monkeypatch)
+    with pytest.raises(ValueError, match=f"cache with transformers {transformers.__version__}"):
+        check_family(teacher)
 
 
 def test_a_deep_model_in_bfloat16_is_not_refused(family_model: FamilyModel) -> None:
@@ -124,7 +135,7 @@ def test_the_teacher_is_checked_once_and_nothing_is_drawn(family_model: FamilyMo
     monkeypatch.setattr(self_check, "_compare", count)
     teacher = family_model("mistral", sliding_window=6).train()
     before = torch.get_rng_state()
-    check_rows(teacher)
+    check_teacher(teacher)
     assert torch.equal(torch.get_rng_state(), before) and teacher.training and teacher.config.sliding_window == 6
     for _ in range(2):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
@@ -146,6 +157,6 @@ def test_gradient_checkpointing_changes_nothing(family: str, family_model: Famil
         return [p.grad.clone() for p in student.parameters()]
 
     plain = gradients()
-    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(student)
     for actual, expected in zip(gradients(), plain):
         close(actual, expected)

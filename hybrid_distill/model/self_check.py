@@ -8,18 +8,21 @@ Shapes: L length, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
+from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..model import HybridForCausalLM, packed_inputs
-from ..model.documents import LIMITED
-from ..model.layout import cache_argument, cache_of
-from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
+from .configuration_hybrid import HybridConfig, release
+from .documents import LIMITED, packed_inputs
+from .layout import cache_argument, cache_of, decoder_of, text_config
 
 BESIDE = 5
 """Number of tokens before the tested document: another document, or padding."""
@@ -31,62 +34,103 @@ MARGIN = 16
 """Tolerance of the logits, as a multiple of the effect of one extra rounding after every layer."""
 TF32_EPS = 2**-10
 """Relative rounding error of products on a GPU, which may compute float32 in TF32."""
+QUANTIZED_EPS = 2**-8
+"""Relative rounding error of a quantized model, whose activations may be rounded to 8 bits."""
+
+PASSED = Path("gate", "transformers.json")
+"""File in an export's folder that lists the versions of transformers under which it passed its check when loaded."""
 
 _checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def check_rows(model: PreTrainedModel) -> None:
+def check_rows(model: PreTrainedModel, fix: str) -> None:
     """Check that a document gives the same logits packed behind another, left-padded, cached and alone.
 
     Checks again only if the attention implementation changes. The tolerance is relative to the effect of rounding on
-    this model's logits in its dtype (`MARGIN`). Raises ValueError, with the model class, the failed case and the
-    difference, if the logits differ.
+    this model's logits in its dtype (`MARGIN`). Raises ValueError, with the model class, the failed case, the
+    difference and the ``fix``, if the logits differ.
     """
     implementation = str(model.config._attn_implementation)
     if _checked.get(model) == implementation:
         return
     generator = torch.Generator().manual_seed(0)
     ids_1L = torch.randint(text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator)
-    with eval_mode(model), _short_windows(model):
-        _compare(model, ids_1L.to(model.device), generator)
+    device = model.device
+    if device.type == "meta":  # offloaded: accelerate's hooks move the tokens to where the weights will be
+        device = torch.device("cpu")
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _short_windows(model):
+            _compare(model, ids_1L.to(device), generator, fix)
+    finally:
+        model.train(was_training)
     _checked[model] = implementation
 
 
-def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator) -> None:
+def check_new_version(model: PreTrainedModel, path: Any) -> None:
+    """Check a loaded export with `check_rows` if no one has run it under this version of transformers.
+
+    ``path`` is what it was loaded from. A version that passes is added to `PASSED`, if that folder can be written.
+    Raises ValueError, naming versions that compute it correctly, if this one does not.
+    """
+    config: Any = model.config
+    if config.checked_transformers is None or is_deepspeed_zero3_enabled():  # ZeRO-3 has scattered the weights
+        return
+    record = Path(str(path)) / PASSED
+    passed = []
+    with suppress(OSError, ValueError):
+        passed = list(json.loads(record.read_text()))
+    if __version__ in config.checked_transformers or __version__ in passed:
+        return
+    versions = sorted(config.checked_transformers, key=release)
+    fix = (
+        f"This export was checked with transformers {versions[0]} to {versions[-1]}: "
+        f"pip install 'transformers=={versions[-1]}', or export the student again under this version."
+    )
+    check_rows(model, fix)
+    if record.parent.is_dir():
+        with suppress(OSError):
+            record.write_text(json.dumps([*passed, __version__]))
+
+
+def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
     if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
-    with _refusal(model, "alone"):
+    with _refusal(model, "alone", fix):
         alone_LV = _logits(model, document_1L)
         with _rounded_once_more(model, generator):
             limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
     for way, logits in ways.items():
-        with _refusal(model, way):
+        with _refusal(model, way, fix):
             difference = _size(logits() - alone_LV)
             if not difference <= limit:
                 raise ValueError(f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)")
 
 
 @contextmanager
-def _refusal(model: PreTrainedModel, way: str) -> Iterator[None]:
+def _refusal(model: PreTrainedModel, way: str, fix: str) -> Iterator[None]:
     """Turn any error into one line with the model and the failed case; model code may raise any exception."""
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        is_student = isinstance(model, HybridForCausalLM)
-        name = f"a student made from {type(_backbone(model)).__name__}" if is_student else type(model).__name__
+        reason = " ".join(str(error).split())
+        if type(error) is not ValueError:
+            reason = f"{type(error).__name__}: {reason}"
+        name = type(model).__name__
+        if _is_student(model):
+            name = f"a student made from {type(decoder_of(model)).__name__}"
         raise ValueError(
             f"{name} does not compute a document {way} with transformers {__version__}: {reason}. "
-            f"Expected the same logits in every way. Take a teacher of another family ({SUPPORTED}) or another version "
-            "of transformers, or remove from its config.json windows that its attention does not have (sliding_window)."
+            f"Expected the same logits in every way. {fix}"
         ) from error
 
 
-def _backbone(model: PreTrainedModel) -> object:
-    return model.model if isinstance(model, HybridForCausalLM) else model
+def _is_student(model: PreTrainedModel) -> bool:
+    return isinstance(model.config, HybridConfig)
 
 
 def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
@@ -101,9 +145,9 @@ def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
 
 def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
     seq_idx_1L = (torch.arange(ids_1L.shape[1], device=ids_1L.device) >= BESIDE).long().unsqueeze(0)
-    is_student = isinstance(model, HybridForCausalLM)
-    inputs = {"seq_idx": seq_idx_1L} if is_student else packed_inputs(seq_idx_1L, model.dtype, model.config)
-    return _logits(model, ids_1L, **inputs)[BESIDE:]
+    if _is_student(model):
+        return _logits(model, ids_1L, seq_idx=seq_idx_1L)[BESIDE:]
+    return _logits(model, ids_1L, **packed_inputs(seq_idx_1L, model.dtype, model.config))[BESIDE:]
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
@@ -125,7 +169,7 @@ def _size(difference_LV: Tensor) -> float:
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make windows and chunks shorter than the document; masks and caches read the config at every forward."""
-    config = text_config(_backbone(model))
+    config = decoder_of(model).config if _is_student(model) else text_config(model)
     sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
     longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
     try:
@@ -140,7 +184,11 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
     """Perturb every decoder layer's output by about one rounding error."""
-    eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
+    eps = torch.finfo(model.dtype).eps
+    if model.device.type == "cuda":
+        eps = max(eps, TF32_EPS)
+    if getattr(model.config, "quantization_config", None) is not None:
+        eps = max(eps, QUANTIZED_EPS)
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
@@ -149,6 +197,6 @@ def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> It
         return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
 
     with ExitStack() as hooks:
-        for _, block in decoder_blocks(model):
-            hooks.enter_context(block.register_forward_hook(change))
+        for layer in decoder_of(model).layers:
+            hooks.enter_context(layer.register_forward_hook(change))
         yield
