@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-serving lint docs wheel matrix gpu-check oracle
+.PHONY: help demo test test-serving lint docs wheel matrix latest gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -71,19 +71,27 @@ lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-wheel: $(VENV)/test.stamp ## build dist/*.whl and *.tar.gz, and run the wheel in an empty environment
+# What users get: nothing is pinned but torch. The first lines of the README, with few steps.
+FEW_STEPS := --scoring.n-examples 8 --align.steps 2 --distill.steps 2 --evaluation.n-examples 4
+
+wheel: $(VENV)/test.stamp ## build dist/*.whl and *.tar.gz; install the wheel without constraints and run it
 	rm -rf dist build/empty
 	$(BIN)/python -m hatchling build
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet $(TORCH)
-	build/empty/bin/python -m pip install --quiet dist/*.whl
+	build/empty/bin/python -m pip install --quiet "$$(ls dist/*.whl)[plot]"
 	cd build/empty && bin/hybrid-distill recipes && bin/hybrid-distill run tiny --dry-run
+	cd build/empty && bin/hybrid-distill run tiny $(FEW_STEPS) && bin/hybrid-distill verify runs/hybrid_tiny/export
 	rm -rf build/empty
 
 # One environment at a time, deleted afterwards; the versions that cannot be had here are skipped.
 matrix: $(VENV)/torch.stamp ## the quick tests under other versions of Python, torch and transformers; docs/versions.md
 	$(INSTALL) nox uv
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/nox --session matrix
+
+latest: $(VENV)/torch.stamp ## the newest of everything, as users install it: quick tests, an export; docs/versions.md
+	$(INSTALL) nox uv
+	TORCH="$(TORCH)" PATH="$(abspath $(BIN)):$$PATH" $(BIN)/nox --session latest --default-venv-backend virtualenv
 
 docs: $(VENV)/docs.stamp ## the documentation as a site with search: build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
-SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.x"), "transformers": ("4.56", "5.x")}
+SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.9", "2.x"), "transformers": ("5.2", "5.24")}
 """Oldest supported versions, as in pyproject.toml, and newest ones (docs/versions.md lists those tested)."""
 
 

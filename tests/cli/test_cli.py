@@ -235,9 +235,11 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
 
 def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     project = (RECIPES.parent / "pyproject.toml").read_text()
-    needed = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={}"'}
+    needed = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={},'}
     assert all(line.format(provenance.SUPPORTED[name][0]) in project for name, line in needed.items())
     assert f'"Programming Language :: Python :: {provenance.SUPPORTED["python"][1]}"' in project
+    ceiling = ".".join(map(str, (5, int(provenance.SUPPORTED["transformers"][1].split(".")[1]) + 1)))
+    assert f",<{ceiling}" in project
     monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.13.9")
     assert check_supported() is None
     monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.14.0")
@@ -246,11 +248,11 @@ def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("command", ["-m hybrid_distill score", f"{RECIPES / 'hybrid_tiny.py'} --dry-run"])
 def test_a_command_names_an_unsupported_version_before_it_imports_anything(tmp_path: Path, command: str) -> None:
-    (tmp_path / "torch-2.5.1.dist-info").mkdir()
-    (tmp_path / "torch-2.5.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.5.1\n")
+    (tmp_path / "torch-2.8.1.dist-info").mkdir()
+    (tmp_path / "torch-2.8.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.8.1\n")
     ran = program(tmp_path, command)
     assert (ran.returncode, ran.stdout) == (2, "") and len(ran.stderr.splitlines()) == 1
-    assert ran.stderr.startswith("error: this is torch 2.5.1. Version 2.6 to 2.x is supported")
+    assert ran.stderr.startswith("error: this is torch 2.8.1. Version 2.9 to 2.x is supported")
 
 
 @pytest.mark.parametrize("command", ["run", "cache-logits"])
