@@ -19,9 +19,9 @@ from .losses import distillation_loss, next_token_labels
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 # transformers renames gradient to activation checkpointing: version 6 drops the old name, 5.2 lacks the new one.
-_CHECKPOINTING = next(
-    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(PreTrainedModel, f"{name}_enable")
-)
+_CHECKPOINTING = "gradient_checkpointing"
+if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+    _CHECKPOINTING = "activation_checkpointing"
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
