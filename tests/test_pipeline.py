@@ -11,6 +11,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import transformers
+from students import lose_caches, only_error
 from training import small_run
 
 from hybrid_distill import pipeline
@@ -180,3 +182,16 @@ def test_fields_and_flags_of_earlier_versions_are_read() -> None:
     assert current_flags(["--align.recompute", "--on-policy.no-recompute", "recompute"]) == [
         "--align.gradient-checkpointing", "--on-policy.no-gradient-checkpointing", "recompute",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_a_transformers_that_breaks_students_is_refused_before_anything_is_computed(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose_caches(monkeypatch)
+    monkeypatch.setattr(pipeline, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "tiny", "--out", str(tmp_path / "run"), *words])
+    assert exit_.value.code == 2
+    assert f"cache with transformers {transformers.__version__}" in only_error(capsys.readouterr().err)
+    assert not (tmp_path / "run" / "scores.json").exists()
