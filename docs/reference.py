@@ -21,8 +21,8 @@ from hybrid_distill.config import RunConfig
 
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = "hybrid-distill"
-FIRST = {"run": "RECIPE", "cache-logits": "RECIPE", "serve": "FOLDER"}
-"""The positional argument of commands whose other flags are a recipe's, or another program's."""
+FIRST = {"run": "RECIPE", "cache-logits": "RECIPE"}
+"""The positional argument of commands whose other flags are a recipe's."""
 HEAD = """\
 # Reference
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,9 +33,6 @@ from .train.config import (
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
-RENAMED, DROPPED = {"recompute": "gradient_checkpointing"}, {"compile_layers"}
-"""Fields in config.json files of earlier versions."""
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -274,15 +269,6 @@ def in_recipe(file: str) -> Iterator[None]:
         raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def current_flags(argv: Sequence[str]) -> list[str]:
-    """Replace flags of earlier versions and log each: ``--align.recompute`` to ``--align.gradient-checkpointing``."""
-    current = [re.sub(r"^(--[\w-]+\.(?:no[-_])?)recompute\b", r"\1gradient-checkpointing", word) for word in argv]
-    for old, new in zip(argv, current):
-        if old != new:
-            log.info("note: %s is now %s.", old.partition("=")[0], new.partition("=")[0])
-    return current
-
-
 def to_json(config: RunConfig) -> Record:
     """Convert a config to JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
@@ -298,7 +284,7 @@ def from_json(path: Path) -> RunConfig:
 
 
 def from_record(record: Record) -> RunConfig:
-    """Rebuild a run's config from the output of `to_json` in this or an earlier version."""
+    """Rebuild a run's config from the output of `to_json`."""
     config = _rebuilt(RunConfig, record)
     assert isinstance(config, RunConfig)
     return config
@@ -310,8 +296,8 @@ def _rebuilt(kind: object, value: object) -> object:
         if not isinstance(value, dict):
             raise TypeError(f"{value!r} stands for a {kind.__name__}")
         hints = get_type_hints(kind)
-        current = [(RENAMED.get(name) or name, item) for name, item in value.items() if name not in DROPPED]
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in current})
+        fields = {name: _rebuilt(hints[name], item) for name, item in value.items()}
+        return kind(**fields)
     if isinstance(value, list):
         is_tuple = get_origin(kind) is tuple  # otherwise an optional tuple
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)

@@ -18,7 +18,7 @@ from training import small_run
 from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.demo import Variant, compare
-from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig, current_flags, from_record, to_json
+from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
 from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
@@ -170,18 +170,6 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_
     config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
     with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
         run(config)
-
-
-def test_fields_and_flags_of_earlier_versions_are_read() -> None:
-    config = small_run()
-    record = to_json(replace(config, align=replace(config.align, gradient_checkpointing=True)))
-    for stage in ("align", "distill"):
-        record[stage]["recompute"] = record[stage].pop("gradient_checkpointing")
-        record[stage]["compile_layers"] = True
-    assert from_record(record) == replace(config, align=replace(config.align, gradient_checkpointing=True))
-    assert current_flags(["--align.recompute", "--on-policy.no-recompute", "recompute"]) == [
-        "--align.gradient-checkpointing", "--on-policy.no-gradient-checkpointing", "recompute",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])

@@ -8,6 +8,7 @@ import tyro
 
 from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer
 from ..lab.analysis.maps import Maps, Mask
+from ..lab.analysis.rankings import CompareRankings
 from ..lab.analysis.removal import Formats, KeepHeads, PruneLayers, RemoveHeads
 
 Experiment = (
@@ -19,6 +20,7 @@ Experiment = (
     | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
     | Annotated[HybridHeadRanking, tyro.conf.subcommand("carriers")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
+    | Annotated[CompareRankings, tyro.conf.subcommand("rankings")]
 )
 
 

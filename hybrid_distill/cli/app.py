@@ -26,18 +26,17 @@ from typing import TYPE_CHECKING
 from .. import progress
 from ..distributed import WorldError, disconnect, is_launched_main
 from ..locking import InUse
-from .aliases import in_current_words
 
 if TYPE_CHECKING:
     from ..config import RunConfig
 
 COMMANDS = {
-    "Rank heads": ("score", "compare-scores", "plan"),
+    "Rank heads": ("score", "plan"),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
     "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
-    "Pass on": ("export", "verify", "quantize", "publish", "serve"),
-    "Choose": ("memory", "sweep", "sweep-status", "recommend"),
+    "Pass on": ("export", "verify"),
+    "Choose": ("memory", "sweep", "sweep-status"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command == "--version":
         print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
         return
-    exit_cleanly(lambda: _dispatch(*in_current_words(_with_style(words))))
+    exit_cleanly(lambda: _dispatch(*_with_style(words)))
 
 
 def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
@@ -76,8 +75,8 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
 
 
 def _with_style(words: list[str]) -> list[str]:
-    """Apply and remove --quiet and --json, which all commands share except ``serve``: its flags are transformers'."""
-    asked = [word for word in words if word in STYLES] if words[0] != "serve" else []
+    """Apply and remove --quiet and --json, which all commands share."""
+    asked = [word for word in words if word in STYLES]
     command = next(word for word in words if word not in STYLES)
     if "--json" in asked and command not in WITH_JSON:
         raise ValueError(f"{command} does not write JSON; leave out --json, which is for {', '.join(WITH_JSON)}.")

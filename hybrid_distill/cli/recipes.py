@@ -97,11 +97,10 @@ def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
 
 def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:
     """Override a config with flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
-    from ..config import current_flags
 
     kind = type(default)
     if not {"-h", "--help"}.isdisjoint(words):
         print(short_help(flags_of(kind, default=default), {*FIRST, *own}, prog or sys.argv[0], description))
         sys.exit()
-    words = ["--help" if word == "--help-all" else word for word in current_flags(words)]
+    words = ["--help" if word == "--help-all" else word for word in words]
     return parse_as(kind, words, default=default, prog=prog, description=description)

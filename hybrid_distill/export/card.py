@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
@@ -23,11 +22,6 @@ from .versions import TRIED, oldest_transformers
 UNKNOWN = "unknown"
 MOST_MISSED = 10
 ABSENT = "–"
-QUANTIZED = """\
-The linear projections are stored in 8 bits ({to}), one scale a row, by torchao {torchao} and transformers
-{transformers}; other versions may read and write another layout. The figures below were measured before that: logits
-differ by at most {limit:g} of the largest one over the prompts of `gate/`.
-"""
 
 
 def model_card(
@@ -81,14 +75,6 @@ def model_card(
             windows=layer_windows(config.backbone_config()),
         ),
     )
-
-
-def quantized_card(card: str, to: str, limit: float) -> str:
-    """Turn the model card of an export into the card of its 8-bit copy."""
-    made_with = {name: version(name) for name in ("torchao", "transformers")}
-    said = QUANTIZED.format(to=to, limit=limit, **made_with)
-    card = card.replace("or newer, nothing else;", "or newer, and `torchao`;", 1)
-    return card.replace("\n## Heads kept\n", f"\n{said}\n## Heads kept\n", 1)
 
 
 def origin(teacher: str) -> tuple[str, str]:

@@ -141,7 +141,7 @@ def read_record(gate: Path) -> Record:
     record = json.loads((gate / "reference.json").read_text())
     if (found := record.get("format")) != FORMAT:
         raise ValueError(f"{gate / 'reference.json'} has format {found!r}, expected {FORMAT!r}")
-    return {"form": "remote-code", "quantized": record.get("quantised"), **record}
+    return record
 
 
 def load_prompts(gate: Path, device: str) -> Prompts:

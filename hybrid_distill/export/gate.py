@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -166,19 +165,6 @@ def write_record(
     tensors = {f"{name}_{i}": tensor for name in lists for i, tensor in enumerate(lists[name])}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in {"columns": prompts.columns, **tensors}.items()}
     save_tensors(folder / "gate" / "reference.safetensors", tensors)
-
-
-def copy_record(source: Path, folder: Path, quantized: Record) -> None:
-    """Copy an export's record of what the student computes to ``folder``, a quantized copy of the export.
-
-    Tensor hashes come from the copy's own files; ``quantized`` holds the ``limit`` on logit differences.
-    """
-    record = program.read_record(source / "gate") | {"form": "remote-code", "tied": {}, "tensors": {}}
-    for name, path in sorted(program.weight_files(folder).items()):
-        with safe_open(path, framework="pt") as file:
-            record["tensors"][name] = tensor_hash(file.get_tensor(name))
-    _begin_record(folder, record | {"quantized": quantized})
-    shutil.copyfile(source / "gate" / "reference.safetensors", folder / "gate" / "reference.safetensors")
 
 
 def _begin_record(folder: Path, record: Record) -> None:

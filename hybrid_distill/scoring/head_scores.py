@@ -22,7 +22,6 @@ from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
 
 FORMAT = "hybrid-distill/head-scores/2"
-READABLE = ("hybrid-distill/head-scores/1", FORMAT)
 DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
@@ -170,11 +169,11 @@ class HeadScores:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadScores:
-        """Read scores written by `save` in this or an earlier version. Raises ValueError for any other file."""
+        """Read scores written by `save`. Raises ValueError for any other file."""
         with refused(f"{path} does not hold head scores", "write them with hybrid-distill score"):
             record = json.loads(Path(path).read_text())
-            if record["format"] not in READABLE:
-                raise ValueError(f"its format is {record['format']!r}, expected {' or '.join(map(repr, READABLE))}")
+            if record["format"] != FORMAT:
+                raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
             tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
             tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
             for name, table in tables.items():

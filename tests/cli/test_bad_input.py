@@ -13,7 +13,7 @@ CASES = """
     score --k many: --k is 'many'; it must be a whole number.
     score --k 9999: --k is 9999, and tiny has 48 heads; pass at most 48.
     score --seed -1: --seed is -1; it must be a whole number of at least 0.
-    score --n-examples many: --examples is 'many'; it must be a whole number.
+    score --examples many: --examples is 'many'; it must be a whole number.
     score --exampels 3 --sede 4: --exampels, --sede are not recognized; did you mean --examples, --seed?
     score --pairs 10,x: --pairs is '10,x'
     score --probe sudoku: there is no probe 'sudoku'
@@ -39,8 +39,6 @@ CASES = """
     memory --heads 1000: 1000
     memory --lengths all: 'all'
     memory --model no/such/model: no config
-    serve nowhere: nowhere holds no config.json, so it is not an export; pass
-    publish nowhere --push-to-hub student: 'student'; pass it with its owner, OWNER/NAME
     sweep --heads '': --heads is empty
     sweep --heads 0,49: k is 49
     sweep --d-state 0,4: --d-state is '0,4'; pass whole numbers
@@ -54,8 +52,6 @@ CASES = """
     sweep --trackers mlflow: mlflow
     sweep --recipe README.md: is not a recipe
     report nowhere: nowhere is neither a run nor a comparison nor a sweep
-    recommend nowhere --memory 2MB: it has no results.csv
-    recommend nowhere --memory '2 parsecs': --memory is '2 parsecs'
     analyze prune-layers --last-layer 6: layer 6 does not exist: this model has layers 0..5
     analyze prune-layers --tasks sudoku: unknown task 'sudoku'; pass one of kv
     analyze prune-layers --tasks needle: longer than the model's context

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
 import re
@@ -23,12 +21,9 @@ import hybrid_distill
 from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
-from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
 from hybrid_distill.cli.app import NAMES
-from hybrid_distill.cli.cache_logits import CacheJob
-from hybrid_distill.cli.parsing import flags_of
 from hybrid_distill.cli.recipes import FIRST, find_recipe
-from hybrid_distill.config import RunConfig, current_flags, from_json
+from hybrid_distill.config import from_json
 from hybrid_distill.pipeline import Run, run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -270,56 +265,6 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
     few, every = shown("--help"), shown("--help-all")
     assert set(FIRST) <= few <= every and len(FIRST) == 25 and len(few) < 40 and len(every) > 120
     assert not {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"} & every
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("score --compare a b --k 3", "compare-scores a b"),
-        ("sweep --recipe r.py --status=out", "sweep-status out"),
-        ("evaluate --write_task_files d --suite paper --model m", "write-task-files d --suite paper --model m"),
-        ("evaluate --suite paper --model m", "evaluate-suite --suite paper --model m"),
-        ("quantise in out --to fp8", "quantize in out --to fp8"),
-        ("analyse maps --heads L2H6", "analyze maps --heads L2H6"),
-    ],
-)
-def test_old_spellings_are_accepted(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert in_current_words(old.split()) == new.split()
-    said = capsys.readouterr().err
-    assert said.startswith("note: `hybrid-distill ") and f"is now `hybrid-distill {new.split()[0]}" in said
-    assert in_current_words(new.split()) == new.split() and not capsys.readouterr().err
-
-
-def test_flags_of_what_is_gone_are_left_out_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ("--chat --workers 8 --out x", "--chat --workers=8 --out x"):
-        assert in_current_words(["prepare-data", *words.split()]) == ["prepare-data", "--chat", "--out", "x"]
-        assert "note: --workers of `hybrid-distill prepare-data`" in capsys.readouterr().err
-
-
-def parser_of(words: str) -> argparse.ArgumentParser:
-    """The parser of a command, of an experiment, or of a recipe's fields."""
-    if words == "RunConfig":
-        return flags_of(RunConfig, default=RunConfig())
-    if words == "cache-logits":
-        return flags_of(CacheJob, default=CacheJob(RunConfig()))
-    name, *inner = in_current_words(words.split())
-    parser = flags_of(importlib.import_module(f"hybrid_distill.cli.{name.replace('-', '_')}").command)
-    for word in inner:
-        parser = next(a.choices[word] for a in parser._actions if isinstance(a.choices, dict))
-    return parser
-
-
-def test_every_flag_of_the_first_version_is_accepted() -> None:
-    """flags_of_first_version.json lists them by command; `RunConfig` stands for a recipe's."""
-    record = json.loads(Path(__file__).with_name("flags_of_first_version.json").read_text())
-    missing, gone = [], {*MOVED, *DROPPED}
-    for words, flags in record.items():
-        parsers = [parser_of(name) for name in (words, *(["evaluate-suite"] if words == "evaluate" else []))]
-        accepted = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-        name = in_current_words(words.split())[0]
-        known = {flag for flag in flags if current_flags([flag])[0] in accepted or (name, flag) in gone}
-        missing += [(words, flag) for flag in flags if flag not in known]
-    assert missing == [] and sum(map(len, record.values())) > 400
 
 
 @pytest.mark.parametrize(

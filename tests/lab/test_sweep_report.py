@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.cli.recommend import RecommendJob, recommend
 from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob
 from hybrid_distill.lab.sweep.measured import SweepResults, without
 from hybrid_distill.lab.sweep.report import write_sweep_report
@@ -150,54 +149,6 @@ def test_the_front_is_the_known_one(tmp_path: Path) -> None:
     assert front_of(tmp_path, rows) == [*students, "all 48 heads"]
     rows = [row for row in rows if row["selection"] != "all"]
     assert front_of(tmp_path, rows) == [*students, "the teacher"]
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_the_best_that_fits_is_recommended_and_sequences_share_a_budget(seeds: int, tmp_path: Path) -> None:
-    out, budget = write(tmp_path, cells(seeds=seeds)), sum(held(4, 16, 4096))
-    alone, together = (recommend(out, RecommendJob(f"{n * budget / 2**20} MiB", batch=n)) for n in (1, 8))
-    assert "at 4,096 tokens: top 4 heads, state 16" in alone
-    assert together.splitlines()[1:] == alone.splitlines()[1:]
-    assert (" ± " in alone) == (seeds > 1), "one seed has no interval"
-
-
-def test_perplexity_is_better_when_it_is_lower(tmp_path: Path) -> None:
-    text = recommend(write(tmp_path, cells()), RecommendJob("1GB", quality="perplexity"))
-    assert "tokens: top 8 heads, state 64" in text and "guessing" not in text
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_a_student_that_guesses_is_not_recommended(seeds: int, tmp_path: Path) -> None:
-    out = write(tmp_path, cells(lambda selection, k, n: 0.9 if k == 8 else 0.16, seeds=seeds))
-    with pytest.raises(ValueError, match=r"better than guessing: the best in retrieval, .* guessing gives 12\.5 %"):
-        recommend(out, RecommendJob("200kB"))
-    assert ": top 8 heads, state " in recommend(out, RecommendJob("3MB"))
-    assert "Its retrieval does not exceed guessing." in recommend(out, RecommendJob("200kB", quality="perplexity"))
-
-
-def test_seeds_that_disagree_are_not_better_than_guessing(tmp_path: Path) -> None:
-    rows = cells(heads=(0, 4), states=(4,), selections=("top",))
-    rows = [row | {"kv_generation_8": 0.8 * (row["seed"] == 1)} if row["heads"] == 4 else row for row in rows]
-    with pytest.raises(ValueError, match=r"the best in retrieval, top 4 heads, state 4, has 26\.7 ± 73\.3 %"):
-        recommend(write(tmp_path, rows), RecommendJob("2MB"))
-
-
-def test_sweeps_without_an_answer(tmp_path: Path) -> None:
-    rows = cells(heads=(0, 4), states=(4,))
-    nothing = write(tmp_path / "nothing", unfinished(rows, *[str(row["cell"]) for row in rows[1:]], state="waiting"))
-    plain = [{name: row[name] for name in row if name != "knowledge"} for row in rows]
-    one_length = [{n: v for n, v in row.items() if n not in ("cache_bytes_128", "cache_bytes_2048")} for row in rows]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "results.csv").write_text("a,b\n1,2\n")
-    for folder, job, said in (
-        (nothing, RecommendJob("2MB"), "no cell of"),
-        (write(tmp_path / "plain", plain), RecommendJob("2MB", quality="knowledge"), "no finished cell has"),
-        (tmp_path / "plain", RecommendJob("10 kb"), "the smallest, 0 heads, state 4, needs"),
-        (tmp_path / "other", RecommendJob("2MB"), "is not a table of a sweep"),
-        (write(tmp_path / "4096", one_length), RecommendJob("2MB", context=100), r"measured at \[4096\]"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            recommend(folder, job)
 
 
 def test_the_page_needs_nothing_else(reported: Path) -> None:

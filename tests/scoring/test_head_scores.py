@@ -36,22 +36,6 @@ def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
     assert loaded.ranking() == scores.ranking()
 
 
-def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "scores.json"
-    scores = whole_scores()
-    scores.save(path)
-    record = json.loads(path.read_text())
-    old = {name: record[name] for name in SCHEMA["required"]} | {"format": "hybrid-distill/head-scores/1"}
-    path.write_text(json.dumps(old))
-    loaded = HeadScores.load(path)
-    assert loaded.ranking() == scores.ranking()
-    for name in (*INTERVALS, "n_examples_LH", "agreement"):
-        assert getattr(loaded, name) is None
-    path.write_text(json.dumps({**record, "format": "hybrid-distill/head-scores/3"}))
-    with pytest.raises(ValueError, match=r"head-scores/3', expected .*/1' or .*/2'"):
-        HeadScores.load(path)
-
-
 @pytest.mark.parametrize("scores", [whole_scores(), some_scores([[0.5, 0.0]])], ids=["whole", "least"])
 def test_every_entry_of_a_file_is_in_the_schema(scores: HeadScores, tmp_path: Path) -> None:
     scores.save(tmp_path / "scores.json")

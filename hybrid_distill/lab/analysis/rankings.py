@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+import tyro
 
 from ...io import refused
 from ...plan import HeadId, HeadPlan
@@ -60,6 +62,19 @@ def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
         kendall=math.nan if few else statistic(stats.kendalltau(in_order, places)),
         n_common=len(places),
     )
+
+
+@dataclass(frozen=True)
+class CompareRankings:
+    """Compare two rankings of heads: shares of common heads among the first k, and rank correlations."""
+
+    a: tyro.conf.Positional[Path]
+    """A scores.json, or a published ranking (docs/scores.md)."""
+    b: tyro.conf.Positional[Path]
+    """The ranking to compare it with."""
+
+    def run(self) -> str:
+        return compare_files(self.a, self.b)
 
 
 def compare_files(a: Path, b: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import tyro
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
+from ...config import PlanConfig, RunConfig, ask_recipe, config_of
 from ...distributed import check_trackers
 from ...limits import COUNT
 from ...locking import locked
@@ -118,7 +118,7 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
+    base = tyro.cli(RunConfig, default=config_of(recipe), args=flags)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
