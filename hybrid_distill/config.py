@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record, refused
 from .limits import Count, CountOrZero, Positive, Share, check_options
+from .plan import Unit
 from .probes.forms import check_form
 from .student.init import Init
 from .teacher import TINY
@@ -74,7 +75,11 @@ class PlanConfig:
     when added one by one to an aligned student without attention; the run first aligns all heads once, in
     ``aligned/``."""
     k: CountOrZero = 6
-    """Number of heads to keep, over all layers, for ``top``, ``restoration`` and ``random``."""
+    """Number of units to keep, over all layers, for ``top``; of heads for ``restoration`` and ``random``."""
+    unit: Unit = "head"
+    """What ``top`` keeps whole, ranked by its best head: ``head``; ``kv-group``, the query heads of one KV head, which
+    take no more cache than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export as a
+    Falcon-H1 (docs/export.md)."""
     seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()

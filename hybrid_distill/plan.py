@@ -1,32 +1,25 @@
-"""Plan of the attention heads that a student keeps, the size of its cache, and the best heads under a budget. No torch.
-
-Choosing heads under a budget is a knapsack problem: each head has a value, the kept heads of one KV group share the
-cost of one KV head, and every other head costs a recurrent state. The solver adds one group after another and keeps
-only the partial choices that no other choice of the same or less weight beats (Nemhauser and Ullmann, 1969).
-"""
+"""Plan of the attention heads that a student keeps, and the size of its cache. No torch."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import random as _random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from .io import refused, write_json
-from .limits import COUNT, COUNT_OR_NONE, Limits
+from .limits import COUNT, Limits
 
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
 """Bytes per element of a recurrent state: caches keep these long sums in float32 for every model dtype."""
-TIE_BREAK = 1e-6  # weight of one nat of log-probability relative to an accuracy of 1: it only breaks ties
+Unit = Literal["head", "kv-group", "layer", "container"]
+"""What a plan keeps whole (`HeadPlan.top_k`)."""
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +43,9 @@ class Scored(Protocol):
     def n_heads(self) -> int: ...
     @property
     def n_kv_heads(self) -> int: ...
-    @property
-    def logprob_drop_LH(self) -> Any: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
-    def value_LH(self, by: str = "retrieval") -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -131,81 +121,43 @@ class HeadPlan:
             )
 
     @classmethod
-    def top_k(cls, scores: Scored, k: int, by: str = "retrieval") -> HeadPlan:
-        """Keep the ``k`` highest-ranked heads over all layers.
+    def top_k(cls, scores: Scored, k: int, by: str = "retrieval", unit: Unit = "head") -> HeadPlan:
+        """Keep the ``k`` highest-ranked units over all layers.
 
         ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank heads lower that matter
-        for any text. Logs a warning if the cut splits a tie. Raises ValueError if ``k`` exceeds the scored heads.
+        for any text. A unit ranks as its best head does. ``unit`` is
+
+        - "head";
+        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of them, the others take
+          no further cache;
+        - "layer";
+        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all layers as large as the
+          largest (`container_bytes`); such a plan uses all that it allocates.
+
+        Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit, and if ``k`` exceeds
+        the scored units.
         """
-        cls.check_k(scores, k)
+        cls.check_k(scores, k, unit=unit)
         ranking = scores.ranking(by)
-        if k > len(ranking):
-            raise ValueError(f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k.")
-        if tie := scores.tie_warning(k, by):
-            _warn_once(tie)
-        return cls.from_pairs(scores, ranking[:k])
-
-    @classmethod
-    def under_budget(
-        cls,
-        scores: Scored,
-        *,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        cache_bytes: int | None = None,
-        context: int | None = None,
-        head_dim: int | None = None,
-        d_state: int | None = None,
-        bytes_per_element: int = BF16_BYTES,
-        windows: Sequence[int | None] | None = None,
-        by: str = "retrieval",
-    ) -> HeadPlan:
-        """Keep the heads with the greatest total score that fit one budget: the exact optimum, not an approximation.
-
-        Pass exactly one budget: ``heads``, the kept query heads; ``kv_heads``, the stored KV heads, which heads of one
-        group share; or ``cache_bytes``, the cache of one sequence of ``context`` tokens, as `cache_bytes` counts it.
-
-        Scores are `HeadScores.value_LH` for ``by``; log-probability breaks ties. A head that lowers the total is left
-        out even if the budget allows it. Raises ValueError for a budget that no plan meets.
-        """
-        budgets = {"heads": heads, "kv_heads": kv_heads, "cache_bytes": cache_bytes}
-        given = {name: value for name, value in budgets.items() if value is not None}
-        if len(given) != 1:
-            raise ValueError(f"budgets given: {', '.join(given) or 'none'}; give one of {', '.join(budgets)}.")
-        (name, capacity), group_size = given.popitem(), scores.n_heads // scores.n_kv_heads
-        COUNT_OR_NONE.check(name, capacity)
-
-        def weight(n_kept: int, window: int | None) -> int:
-            """Return the cost of a KV group with ``n_kept`` kept heads."""
-            if name != "cache_bytes":
-                return n_kept if name == "heads" else int(n_kept > 0)
-            if context is None or head_dim is None or d_state is None:
-                raise ValueError("a budget in cache bytes needs context, head_dim and d_state; pass all three.")
-            group = HeadPlan(1, group_size, 1, kept=tuple(HeadId(0, head) for head in range(n_kept)))
-            sizes = {"length": context, "head_dim": head_dim, "d_state": d_state}
-            return _cache_bytes(group, **sizes, bytes_per_element=bytes_per_element, windows=[window]).total
-
-        windows = windows or [None] * scores.n_layers
-        weights = [[weight(n_kept, window) for n_kept in range(group_size + 1)] for window in windows]
-        parts = [
-            [(cost, *choice) for cost, choice in zip(weights[layer], group)]
-            for layer, groups in enumerate(_group_values(scores, by))
-            for group in groups
-        ]
-        return cls.from_pairs(scores, _best_heads(parts, capacity))
-
-    @classmethod
-    def container_friendly(cls, scores: Scored, kv_heads: int, by: str = "retrieval") -> HeadPlan:
-        """Keep, in each layer, all query heads of the ``kv_heads`` KV heads with the greatest total score.
-
-        A Falcon-H1 allocates as many KV heads in every layer as the layer with the most needs (`container_bytes`), and
-        further query heads of a stored KV head are free: this plan uses all that memory. Scores as in `under_budget`.
-        """
-        Limits(1, scores.n_kv_heads, whole=True).check("kv_heads", kv_heads)
-        kept = list[HeadId]()
-        for groups in _group_values(scores, by):
-            wholes = sorted((group[-1] for group in groups), key=lambda whole: -whole[0])
-            kept += [head for _, heads in wholes[:kv_heads] for head in heads]
+        if unit == "head":
+            if k > len(ranking):
+                raise ValueError(
+                    f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
+                )
+            if tie := scores.tie_warning(k, by):
+                _warn_once(tie)
+            return cls.from_pairs(scores, ranking[:k])
+        group_size = scores.n_heads // scores.n_kv_heads
+        unit_size = scores.n_heads if unit == "layer" else group_size
+        units = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
+        if unit == "container":
+            chosen = [each for layer in range(scores.n_layers) for each in _first_of(units, layer, k)]
+        else:
+            chosen = units[:k]
+        kept = []
+        for layer, number in chosen:
+            first = number * unit_size
+            kept += [HeadId(layer, head) for head in range(first, first + unit_size)]
         return cls.from_pairs(scores, kept)
 
     @classmethod
@@ -238,10 +190,18 @@ class HeadPlan:
         return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: object, k: int, name: str = "k") -> None:
-        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least ``k`` heads."""
-        n_layers, n_heads, _ = _shape(shape_of)
-        Limits(0, n_layers * n_heads, whole=True).check(name, k)
+    def check_k(shape_of: object, k: int, name: str = "k", unit: str = "head") -> None:
+        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least ``k`` units."""
+        n_layers, n_heads, n_kv_heads = _shape(shape_of)
+        counts = {
+            "head": n_layers * n_heads,
+            "kv-group": n_layers * n_kv_heads,
+            "layer": n_layers,
+            "container": n_kv_heads,
+        }
+        if unit not in counts:
+            raise ValueError(f"the unit is {unit!r}; pass one of {', '.join(get_args(Unit))}.")
+        Limits(0, counts[unit], whole=True).check(name, k)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically."""
@@ -345,46 +305,6 @@ def _warn_once(text: str) -> None:
     log.warning(text)
 
 
-_cache_bytes = cache_bytes  # an argument of `HeadPlan.under_budget` shadows the name
-
-
-Choice = tuple[int, float, tuple[HeadId, ...]]
-"""One choice of kept heads in a KV group: its weight, its value, and the heads."""
-
-
-def _group_values(scores: Scored, by: str) -> list[list[list[tuple[float, tuple[HeadId, ...]]]]]:
-    """List, for each KV group of each layer, its best 0, 1, 2 ... heads with their total value."""
-    value_LH, tie_break_LH = (
-        np.asarray(table.tolist(), dtype=np.float64) for table in (scores.value_LH(by), scores.logprob_drop_LH)
-    )
-    value_LH, n_groups = value_LH + TIE_BREAK * tie_break_LH, scores.n_kv_heads
-    found = []
-    for layer, value_H in enumerate(value_LH):
-        found.append([])
-        for group_H in np.arange(len(value_H)).reshape(n_groups, -1):
-            heads = [HeadId(layer, int(head)) for head in group_H if not math.isnan(value_H[head])]
-            heads.sort(key=lambda head: -value_LH[head])
-            found[-1].append([(sum(value_LH[h] for h in heads[:n]), tuple(heads[:n])) for n in range(len(heads) + 1)])
-    return found
-
-
-def _best_heads(parts: Sequence[Sequence[Choice]], capacity: int) -> list[HeadId]:
-    """Take one choice from each part, for the greatest total value with a weight of at most ``capacity``."""
-    least = sum(min(weight for weight, _, _ in choices) for choices in parts)
-    if least > capacity:
-        raise ValueError(f"no plan fits into {capacity:,}: the smallest needs {least:,}; raise the budget.")
-    room, weight, value, steps = capacity - least, np.zeros(1, dtype=np.int64), np.zeros(1), []
-    for choices in parts:
-        weights, values = np.array([choice[0] for choice in choices]), np.array([choice[1] for choice in choices])
-        weight = np.add.outer(weight, weights - weights.min()).ravel()
-        value = np.add.outer(value, values).ravel()
-        order = np.lexsort((-value, weight))
-        best_lighter = np.maximum.accumulate(np.concatenate([[-np.inf], value[order]]))[:-1]
-        chosen = order[(value[order] > best_lighter) & (weight[order] <= room)]
-        weight, value = weight[chosen], value[chosen]
-        steps.append(chosen)
-    place, kept = len(value) - 1, list[HeadId]()
-    for chosen, choices in zip(reversed(steps), reversed(parts)):
-        place, choice = divmod(int(chosen[place]), len(choices))
-        kept += choices[choice][2]
-    return kept
+def _first_of(units: Sequence[tuple[int, int]], layer: int, k: int) -> list[tuple[int, int]]:
+    """Return the first ``k`` units (layer, number) of one layer."""
+    return [unit for unit in units if unit[0] == layer][:k]

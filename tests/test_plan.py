@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +12,7 @@ import torch
 from head_tables import some_scores
 from transformers import PreTrainedModel
 
-from hybrid_distill.cli.plan import PlanJob, make_plan
-from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
+from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.scoring import HeadScores
 
 LAYERS, HEADS, KV_HEADS = 3, 8, 4
@@ -135,122 +131,39 @@ def drawn(n_layers: int, n_heads: int, n_kv_heads: int, seed: int = 0) -> HeadSc
     return some_scores(accuracy_LH, logprob_LH, n_kv_heads=n_kv_heads, provenance={"fingerprint": "abc"})
 
 
-def worth(scores: HeadScores, plan: HeadPlan) -> float:
-    value_LH = scores.accuracy_drop_LH + 1e-6 * scores.logprob_drop_LH
-    return sum(value_LH[head].item() for head in plan.kept)
-
-
-SMALL = pytest.mark.parametrize(
-    "scores", [drawn(2, 4, 2), drawn(4, 2, 2, seed=2), drawn(1, 8, 4, seed=3)], ids=["2x4/2", "4x2/2", "1x8/4"]
-)
-
-
-def every_plan(scores: HeadScores) -> list[HeadPlan]:
-    heads = HeadPlan.all(scores).kept
-    sizes = range(len(heads) + 1)
-    return [HeadPlan.from_pairs(scores, kept) for size in sizes for kept in itertools.combinations(heads, size)]
-
-
-def kv_counts(plan: HeadPlan) -> list[int]:
-    return [len(plan.kv_groups_in(layer)) for layer in range(plan.n_layers)]
-
-
-def size(plan: HeadPlan, context: int, windows: Any = None) -> int:
-    return cache_bytes(plan, length=context, windows=windows, **SIZES).total
-
-
-@SMALL
-def test_no_plan_under_the_budget_is_worth_more(scores: Any) -> None:
-    plans = every_plan(scores)
-
-    def check(found: HeadPlan, cost: Callable[[HeadPlan], int], budget: int) -> None:
-        assert cost(found) <= budget
-        best = max(worth(scores, plan) for plan in plans if cost(plan) <= budget)
-        assert worth(scores, found) == pytest.approx(best, abs=1e-9)
-
-    for budget in range(9):
-        found = HeadPlan.under_budget(scores, heads=budget)
-        check(found, lambda plan: plan.k, budget)
-        found = HeadPlan.under_budget(scores, kv_heads=budget)
-        check(found, lambda plan: sum(kv_counts(plan)), budget)
-    # Short of context a KV head is smaller than the states of its group, in the middle two heads outweigh it.
-    mixed = [(None, 5, 40, 1)[layer % 4] for layer in range(scores.n_layers)]
-    for context, windows in ((3, None), (9, None), (100, None), (100, mixed)):
-        sizes = sorted({size(plan, context, windows) for plan in plans})
-        for budget in random.Random(context).sample(sizes, min(len(sizes), 4)):
-            options = {"context": context, "windows": windows, **SIZES}
-            found = HeadPlan.under_budget(scores, cache_bytes=budget, **options)
-            check(found, lambda plan, context=context, windows=windows: size(plan, context, windows), budget)
-
-
-def test_two_heads_of_a_group_cost_one_kv_head() -> None:
-    scores = some_scores([[0.4, 0.4, 0.5, -0.1]], n_kv_heads=2)
-    assert HeadPlan.under_budget(scores, heads=1).kept == (HeadId(0, 2),)
-    assert HeadPlan.under_budget(scores, kv_heads=1).kept == (HeadId(0, 0), HeadId(0, 1))
-    assert HeadPlan.under_budget(scores, kv_heads=2).kept == (HeadId(0, 0), HeadId(0, 1), HeadId(0, 2))
-    assert HeadPlan.under_budget(drawn(1, 4, 2), kv_heads=1).teacher == "abc"
-
-
-def test_log_probability_decides_between_heads_of_equal_accuracy_and_layers_without_heads_keep_none() -> None:
-    scores = some_scores([[0.25, 0.0, 0.0, torch.nan]], [[-5.0, -1.0, 2.0, torch.nan]], n_kv_heads=4)
-    for budget in (2, 4):
-        assert HeadPlan.under_budget(scores, heads=budget).kept == (HeadId(0, 0), HeadId(0, 2))
-    assert HeadPlan.under_budget(scores, heads=1, by="logprob").kept == (HeadId(0, 2),)
-
-
-def test_a_model_of_a_thousand_heads() -> None:
-    """Against the simple rule that is right for this budget: the groups of greatest total, without negative heads."""
-    scores = drawn(32, 32, 8)
-    worth_LG = (scores.accuracy_drop_LH + 1e-6 * scores.logprob_drop_LH).clamp(min=0).reshape(32, 8, 4).sum(-1)
-    plan = HeadPlan.under_budget(scores, kv_heads=40)
-    assert worth(scores, plan) == pytest.approx(worth_LG.flatten().sort(descending=True).values[:40].sum().item())
-    budget = size(HeadPlan.all(scores), 4096) // 4
-    plan = HeadPlan.under_budget(scores, cache_bytes=budget, context=4096, **SIZES)
-    assert 0.98 * budget < size(plan, 4096) <= budget
-
-
-@SMALL
-def test_a_container_friendly_plan_fills_its_layers_and_no_such_plan_is_worth_more(scores: Any) -> None:
-    plans, group_size = every_plan(scores), scores.n_heads // scores.n_kv_heads
-    for n in range(1, scores.n_kv_heads + 1):
-        found = HeadPlan.container_friendly(scores, n)
-        full = [plan for plan in plans if kv_counts(plan) == [n] * scores.n_layers and plan.k == found.k]
-        assert found in full and found.k == n * group_size * scores.n_layers and found.teacher == "abc"
-        assert worth(scores, found) == pytest.approx(max(worth(scores, plan) for plan in full), abs=1e-9)
-    with pytest.raises(ValueError, match="kv_heads is 0"):
-        HeadPlan.container_friendly(scores, 0)
+GROUPED = some_scores([[0.1, 0.6, 0.2, 0.3], [0.5, 0.4, 0.0, 0.0]], n_kv_heads=2)
+"""Two layers of four heads, two to a KV head; best first: L0H1, L1H0, L1H1, L0H3, L0H2, L0H0."""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("unit", "k", "kept"),
     [
-        ({}, "budgets given: none; give one of heads, kv_heads, cache_bytes"),
-        ({"heads": 1, "kv_heads": 1}, "budgets given: heads, kv_heads; give one"),
-        ({"kv_heads": 2.5}, "kv_heads is 2.5; it must be a whole number"),
-        ({"cache_bytes": 100, "context": 8, "d_state": 8}, "needs context, head_dim and d_state"),
-        # 8 recurrent heads x 4 x 8 x 4 bytes; with 3 tokens of context 4 KV heads x 2 x 4 x 3 x 2 bytes would do
-        ({"cache_bytes": 1023, "context": 100, **SIZES}, "no plan fits into 1,023: the smallest needs 1,024"),
-        ({"cache_bytes": 100, "context": 3, **SIZES}, "no plan fits into 100: the smallest needs 192"),
+        ("head", 3, [(0, 1), (1, 0), (1, 1)]),
+        ("kv-group", 1, [(0, 0), (0, 1)]),
+        ("kv-group", 2, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ("kv-group", 3, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]),
+        ("layer", 1, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+        ("container", 1, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ("container", 0, []),
     ],
 )
-def test_a_budget_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
-    scores = drawn(2, 4, 2)
-    with pytest.raises(ValueError, match=message):
-        HeadPlan.under_budget(scores, **arguments)
+def test_the_best_units_are_kept_whole(unit: Any, k: int, kept: list[tuple[int, int]]) -> None:
+    assert HeadPlan.top_k(GROUPED, k, unit=unit).kept == tuple(HeadId(*head) for head in kept)
 
 
-def test_the_command_writes_the_plan_with_the_smallest_cache_or_the_best_within_a_limit(
-    scores: Path, tmp_path: Path
-) -> None:
-    job = PlanJob(k=6, container_friendly=True, to=tmp_path / "plan.json")
-    table = make_plan(scores, replace(job, model="tiny"))
-    plan = HeadPlan.load(job.to)
-    assert kv_counts(plan) == [1] * 6 and {(2, 6), (0, 1), (5, 5), (1, 2)} <= set(plan.kept)
-    # 6 layers: a KV head of 16 channels over 4,096 tokens in 16 bit; 6 heads with a state of 16 x 16 in 32 bit
-    assert f"{6 * (2 * 16 * 4096 * 2 + 6 * 1024) / 1e6:.3f}" in table
-    make_plan(scores, replace(job, model="tiny", k=13))
-    assert kv_counts(HeadPlan.load(job.to)) == [2] * 6
-    make_plan(scores, replace(job, model="tiny", max_mb=3.3))
-    assert kv_counts(HeadPlan.load(job.to)) == [2] * 6
-    with pytest.raises(ValueError, match=r"no plan fits into --max-mb 0\.1: the smallest needs 1\.6"):
-        make_plan(scores, replace(job, model="tiny", max_mb=0.1))
+def test_the_other_heads_of_a_stored_kv_head_are_free() -> None:
+    some, whole = (HeadPlan.top_k(GROUPED, 2, unit=unit) for unit in ("head", "kv-group"))
+    assert whole.k > some.k
+    assert whole.n_stored_kv_heads == some.n_stored_kv_heads
+
+
+@pytest.mark.parametrize(("unit", "most"), [("head", 8), ("kv-group", 4), ("layer", 2), ("container", 2)])
+def test_more_units_than_the_teacher_has_are_refused(unit: Any, most: int) -> None:
+    HeadPlan.check_k(GROUPED, most, unit=unit)
+    with pytest.raises(ValueError, match=str(most)):
+        HeadPlan.top_k(GROUPED, most + 1, unit=unit)
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="pair"):
+        HeadPlan.top_k(GROUPED, 1, unit="pair")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..config import RunConfig
 
 COMMANDS = {
-    "Rank heads": ("score", "plan"),
+    "Rank heads": ("score",),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
     "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),

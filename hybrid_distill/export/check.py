@@ -6,9 +6,9 @@ hybrid_distill, and the forms onnx, gguf, mlx and vllm need the program that run
 Every export carries this program and a record of what the exported model computed for a few prompts. It checks that
 
 - no file is pickled, and only the form remote-code contains code;
-- every tensor has its original bits, on disk and in the reloaded model (8-bit weights: on disk only);
+- every tensor has its original bits, on disk and in the reloaded model;
 - the tokenizer returns the same ids;
-- the reloaded model's logits match the record (8-bit weights: within the recorded limit);
+- the reloaded model's logits match the record;
 - logits with a cache, and in a left-padded batch, match those of each prompt alone;
 - greedy tokens match the record: with a cache, without one, and in the batch.
 
@@ -131,13 +131,11 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     limits = dict(TOLERANCE[model.dtype])
     if record["form"] == "falcon-h1":  # computed by transformers' code, not the student's
         limits["forward"] = limits["order"]
-    if record["quantized"]:
-        limits["forward"] = record["quantized"]["limit"]
     yield from check_outputs(model, prompts, limits)
 
 
 def read_record(gate: Path) -> Record:
-    """Read reference.json; fill in what early records lack. Raises ValueError for a record of another format."""
+    """Read reference.json. Raises ValueError for a record of another format."""
     record = json.loads((gate / "reference.json").read_text())
     if (found := record.get("format")) != FORMAT:
         raise ValueError(f"{gate / 'reference.json'} has format {found!r}, expected {FORMAT!r}")
@@ -213,11 +211,10 @@ def load_model(folder: Path, record: Record, device: str, trust: Record) -> tupl
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [f"{kind}: {name}" for kind in kinds for name in info[kind]]
     state = model.state_dict()
-    if not record["quantized"]:  # torchao assembles each tensor from several
-        wrong += [f"{name} appeared" for name in state.keys() - record["tensors"].keys()]
-        for name, expected in record["tensors"].items():
-            if name not in state or tensor_hash(state[name]) != expected:
-                wrong.append(f"{name} is not what was exported")
+    wrong += [f"{name} appeared" for name in state.keys() - record["tensors"].keys()]
+    for name, expected in record["tensors"].items():
+        if name not in state or tensor_hash(state[name]) != expected:
+            wrong.append(f"{name} is not what was exported")
     if record.get("computes", record["dtype"]) != record["dtype"]:
         model.float()  # not .to(dtype), which would round RoPE's frequencies too
     return model.to(device).eval(), _none(f"{len(state)} tensors after loading: wrong", wrong)
@@ -376,7 +373,7 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(f"{options.folder} is not an export: {error}", file=sys.stderr)
         return 2
-    needs = ["torchao"] if record["quantized"] else []
+    needs = []
     if record["form"] in PACKAGES:
         needs.append(PACKAGES[record["form"]])
     if record["form"] == "safetensors":

@@ -128,7 +128,8 @@ class RunInputs:
         plan that cannot be made."""
         file = self.config.scoring.file
         if options.selection in ("top", "restoration", "random"):
-            HeadPlan.check_k(teacher, options.k, "--plan.k")
+            unit = options.unit if options.selection == "top" else "head"
+            HeadPlan.check_k(teacher, options.k, "--plan.k", unit)
         if options.selection == "restoration" or (options.selection == "top" and file is None):
             return None
         plan = make_plan(options, teacher, lambda: HeadScores.load(file or Path()), by_shape=True)
@@ -223,7 +224,7 @@ def make_plan(
 ) -> HeadPlan:
     """Make the plan that a config describes; ``scores`` is called only for ``top``. ``by_shape`` reads no weights."""
     if options.selection == "top":
-        return HeadPlan.top_k(scores(), options.k)
+        return HeadPlan.top_k(scores(), options.k, unit=options.unit)
     if options.selection == "file":
         if options.file is None:
             raise ValueError("plan.selection is 'file' without a file; name it with --plan.file.")
