@@ -47,8 +47,8 @@ class ScoringConfig:
     n_queries: Count = 1
     """Questions about each dictionary. Extra questions cost only their own tokens."""
     form: str = "plain"
-    """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first), ``chat`` (the
-    tokenizer's template), or ``auto``: the format in which the teacher answers most of 32 prompts correctly."""
+    """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
+    tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""
     batch_size: Count | None = None
     """Rows per forward pass; by default as many as run fast and fit in memory."""
     n_control_texts: CountOrZero = 16

@@ -29,7 +29,7 @@ def command(
     Args:
         run_dir: The folder of a run.
         n_examples: Questions per dictionary size, instead of the run's number; implies --again.
-        form: Prompt form, instead of the run's: plain, shots=1, chat or auto; implies --again.
+        form: Prompt form, instead of the run's: plain, shots=1 or chat; implies --again.
         again: Measure again and replace the earlier results.
     """
     from torch import nn

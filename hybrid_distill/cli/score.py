@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +18,14 @@ from ..lab.reporting.heads import score_map, score_table
 from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..probes import queries_of
 from ..probes.checks import check_answerable
-from ..probes.forms import AUTO, PLAIN, best_form, check_form, in_form
+from ..probes.forms import N_TRIED, PLAIN, accuracy_by_form, check_form, in_form
 from ..probes.registry import make_probe
 from ..progress import finish
 from ..scoring import HeadScores, score_heads
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context
 
 SHOWN = 20
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,15 @@ class ScoreJob:
     model: str = TINY
     """Local folder, hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, needle, copy, two_hop, mqar, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3,
-    niah_multivalue, niah_multiquery, ruler_vt, ruler_cwe, ruler_fwe."""
+    """kv, letters, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery,
+    ruler_vt, ruler_cwe, ruler_fwe."""
     form: str = PLAIN
-    """Prompt form: ``plain``, ``shots=1`` (with one solved example), ``chat`` (the tokenizer's template), or ``auto``:
-    the form in which the model answers most of 32 prompts."""
+    """Prompt form: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's template). Before
+    scoring, a line says what the model answers in each."""
     pairs: str = "16"
-    """Key-value pairs per prompt of kv, two_hop and mqar; kv can alternate several sizes, ``10,25,50``."""
-    queries: Count | None = None
-    """Questions per prompt of kv (1 by default) and mqar (4). Additional ones cost only their own tokens."""
-    lengths: str = "100,200,400,800"
-    """Words of filler text in needle; several lengths alternate."""
+    """Key-value pairs per prompt of kv; several sizes can alternate, ``10,25,50``."""
+    queries: Count = 1
+    """Questions per prompt of kv. Additional ones cost only their own tokens."""
     length: Count = 512
     """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
@@ -89,27 +89,25 @@ def run_score(job: ScoreJob) -> HeadScores:
     """
     given: dict[str, object] = {
         "pairs": tuple(numbers("pairs", job.pairs, least=1)),
-        "lengths": tuple(numbers("lengths", job.lengths, least=1)),
+        "n_queries": job.queries,
         "n_tokens": job.length,
         "facts": job.facts,
         "seed": job.seed,
-        **({} if job.queries is None else {"n_queries": job.queries}),
     }
-    if job.probe != "mqar":  # mqar draws its words from the tokenizer
-        make_probe(job.probe, **given)
+    make_probe(job.probe, **given)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
         model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model")
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
-        probe, form, found = make_probe(job.probe, **given, tokenizer=tokenizer), job.form, {}
-        if form == AUTO:
-            ask = partial(best_form, model, tokenizer, probe, least=job.min_accuracy)
-            form, found["prompt_forms"] = agree_on(ask)
-        probe = in_form(probe, form, tokenizer)
+        plain = make_probe(job.probe, **given, tokenizer=tokenizer)
+        probe = in_form(plain, job.form, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
         check_answerable(probe.examples(job.examples * queries_of(probe)), tokenizer, limit)
+        forms = agree_on(partial(accuracy_by_form, model, tokenizer, plain))
+        answered = ", ".join(f"{form} {accuracy:.0%}" for form, accuracy in forms.items())
+        log.info("right of %d prompts: %s; guessing: %.0f%%", N_TRIED, answered, 100 * plain.chance)
         scores = score_heads(
             model,
             tokenizer,
@@ -121,7 +119,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             race_k=None if job.exhaustive else job.k,
             resume_path=partial_path,
         )
-        scores = replace(scores, provenance={**scores.provenance, **found})
+        scores = replace(scores, provenance={**scores.provenance, "prompt_forms": forms})
         on_main_process(partial(scores.save, job.out))
         figure = partial(score_map, scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
         on_main_process(lambda: (can_draw() and figure(), partial_path.unlink(missing_ok=True)))

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import PlanConfig, RunConfig
@@ -22,12 +21,12 @@ from ..data import (
     open_rows,
     read_held_out,
 )
-from ..distributed import agree_on, check_trackers, connect
+from ..distributed import check_trackers
 from ..limits import first_line
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
-from ..probes.forms import AUTO, PLAIN, best_form, in_form
+from ..probes.forms import PLAIN, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
@@ -109,19 +108,10 @@ class RunInputs:
         scoring = self.config.scoring
         return KVRetrieval(scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"], n_queries=scoring.n_queries)
 
-    @cached_property
+    @property
     def form(self) -> str:
-        """Format of all prompts; ``auto`` tries formats on the teacher. Raises ValueError if its heads are to be scored
-        and it fails in every format. All processes must access this together.
-        """
-        options = self.config.scoring
-        if options.form != AUTO:
-            return options.form
-        is_scored = self.config.plan.selection == "top" and options.file is None
-        least = options.min_accuracy if is_scored else 0.0
-        nn.Module.to(self.teacher, connect().device)
-        ask = partial(best_form, self.teacher, self.tokenizer, self._plain_probe, least=least)
-        return agree_on(ask)[0]
+        """Format of all prompts."""
+        return self.config.scoring.form
 
     def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
         """Make the plan for a teacher of this shape; None if its heads must be ranked first. Raises ValueError for a
@@ -174,7 +164,7 @@ class RunInputs:
         for n_pairs in options.n_pairs:
             KVRetrieval(n_pairs, seed=self.seed).examples(1)
         self._plain_probe.examples(1)
-        if (form := self.config.scoring.form) not in (PLAIN, AUTO):
+        if (form := self.config.scoring.form) != PLAIN:
             limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
             for probe in (self._plain_probe, *(KVRetrieval(n_pairs) for n_pairs in options.n_pairs)):
                 check_answerable(in_form(probe, form, self.tokenizer).examples(1), self.tokenizer, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -15,18 +14,17 @@ from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
 from .checks import token_counts
 
-PLAIN, CHAT, AUTO = "plain", "chat", "auto"
+PLAIN = "plain"
+CHAT = "chat"
 TRIED = (PLAIN, "shots=1", "shots=3", CHAT)
-"""Formats that ``auto`` chooses from, simplest first."""
+"""Formats that `accuracy_by_form` tries, simplest first."""
 N_TRIED = 32
-
-log = logging.getLogger(__name__)
 
 
 def check_form(name: str, form: str) -> None:
-    """Raise ValueError unless the format is plain, chat, auto or shots=n, with n from 1 to 99."""
-    if form not in (PLAIN, CHAT, AUTO) and not re.fullmatch(r"shots=[1-9]\d?", form):
-        raise ValueError(f"{name} is {form!r}; pass plain, shots=1 (or more), chat or auto.")
+    """Raise ValueError unless the format is plain, chat or shots=n, with n from 1 to 99."""
+    if form not in (PLAIN, CHAT) and not re.fullmatch(r"shots=[1-9]\d?", form):
+        raise ValueError(f"{name} is {form!r}; pass plain, shots=1 (or more) or chat.")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class FormedProbe:
 
     def __post_init__(self) -> None:
         if self.form == CHAT and not self.tokenizer.chat_template:
-            raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain, shots=1 or auto.")
+            raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain or shots=1.")
 
     @property
     def chance(self) -> float:
@@ -91,34 +89,23 @@ class FormedProbe:
 
 
 def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
-    """Return the probe in any format except auto; plain returns the probe itself."""
+    """Return the probe in a format; plain returns the probe itself."""
     return probe if form == PLAIN else FormedProbe(probe, form, tokenizer)
 
 
-def best_form(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe, *, least: float | None = 0.0
-) -> tuple[str, dict[str, float]]:
-    """Return the format in which the model answers most of the first 32 prompts, and its accuracy in each format.
+def accuracy_by_form(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe
+) -> dict[str, float]:
+    """Return the model's accuracy on the first 32 prompts in each of the formats `TRIED`.
 
-    Ties go to the simplest. Skips formats longer than the model's context, and chat without a template. Raises
-    ValueError if all are too long, or the best accuracy is below ``least`` (None: halfway from guessing to perfect).
+    Leaves out formats longer than the model's context, and chat without a template.
     """
-    least = (1 + probe.chance) / 2 if least is None else least
-    limit, found = longest_context(model.config) or sys.maxsize, {}
+    limit = longest_context(model.config) or sys.maxsize
+    accuracies = {}
     for form in TRIED:
         if form == CHAT and not tokenizer.chat_template:
             continue
         examples = in_form(probe, form, tokenizer).examples(N_TRIED)
         if max(token_counts(tokenizer, examples)) <= limit:
-            found[form] = answer_choices(model, tokenizer, examples, batch_size=16).accuracy
-    told = ", ".join(f"{form} {accuracy:.1%}" for form, accuracy in found.items())
-    if not found:
-        raise ValueError(f"every form is longer than the model's {limit} positions; take fewer pairs or another probe.")
-    best = max(found, key=found.__getitem__)
-    if found[best] < least:
-        raise ValueError(
-            f"this teacher fails in every form: {told} of {N_TRIED} prompts, guessing gives {probe.chance:.1%}, "
-            f"{least:.1%} is required. Use fewer pairs, another probe, a larger teacher, or lower --min-accuracy."
-        )
-    log.info("form %s: %s of %d prompts, guessing gives %.1f%%", best, told, N_TRIED, 100 * probe.chance)
-    return best, found
+            accuracies[form] = answer_choices(model, tokenizer, examples, batch_size=16).accuracy
+    return accuracies

@@ -6,15 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
-from ..assets.dictionaries import NOUNS
 from . import Probe, as_tuple
 from .knowledge import LetterChoice
 from .kv_retrieval import KVRetrieval
-from .needle import Needle
 from .ruler import TASKS, RulerProbe
-from .words import MQAR, Copying, TwoHop, single_token_words
 
 
 def make_probe(name: str, **options: object) -> Probe:
@@ -34,31 +29,5 @@ def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1) -> K
     return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, n_queries=n_queries)
 
 
-def _two_hop(pairs: int | Sequence[int] = 8, seed: int = 0) -> TwoHop:
-    return TwoHop(_one("two_hop", pairs), seed)
-
-
-def _mqar(
-    pairs: int | Sequence[int] = 16, n_queries: int = 4, seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
-) -> MQAR:
-    """Draw keys and values from the tokenizer's single-token words; without a tokenizer, from common nouns."""
-    words = NOUNS if tokenizer is None else single_token_words(tokenizer)
-    return MQAR(_one("mqar", pairs), n_queries, seed, words)
-
-
-def _one(name: str, pairs: int | Sequence[int]) -> int:
-    sizes = as_tuple("pairs", pairs)
-    if len(sizes) != 1:
-        raise ValueError(f"pairs are {sizes}, but rows of {name} have one size; pass one number.")
-    return sizes[0]
-
-
-PROBES: dict[str, Callable[..., Probe]] = {
-    "kv": _kv,
-    "letters": LetterChoice.from_file,
-    "needle": Needle,
-    "copy": Copying,
-    "two_hop": _two_hop,
-    "mqar": _mqar,
-}
+PROBES: dict[str, Callable[..., Probe]] = {"kv": _kv, "letters": LetterChoice.from_file}
 RULER: dict[str, Callable[..., Probe]] = {task: partial(RulerProbe, task) for task in TASKS}

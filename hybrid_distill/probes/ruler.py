@@ -1,6 +1,6 @@
 """RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and frequent words.
 
-lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by `needle.filler_sentences`,
+lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by `filler_sentences`,
 and nltk's sentence splitter by a regular expression. Haystacks grow one unit of filler at a time, while lm-eval uses
 steps of up to 500 words; lengths such as 256 tokens therefore work too.
 """
@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..assets.filler import filler_sentences
 from ..limits import Count, check_options
 from . import Example
 from .checks import missing_words
-from .needle import filler_sentences
 
 
 class Needles(NamedTuple):

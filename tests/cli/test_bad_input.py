@@ -17,8 +17,6 @@ CASES = """
     score --exampels 3 --sede 4: --exampels, --sede are not recognized; did you mean --examples, --seed?
     score --pairs 10,x: --pairs is '10,x'
     score --probe sudoku: there is no probe 'sudoku'
-    score --probe needle --examples 20: a shorter filler (--lengths)
-    score --probe copy --min-accuracy 0.99 --examples 20: Take an easier probe
     score --probe kv,needle: --probe is 'kv,needle': a ranking is by one probe
     score --model ./nosuch: --model './nosuch' is not a folder
     export --out x: --model PATH is missing; --help lists the flags.
@@ -54,7 +52,6 @@ CASES = """
     report nowhere: nowhere is neither a run nor a comparison nor a sweep
     analyze prune-layers --last-layer 6: layer 6 does not exist: this model has layers 0..5
     analyze prune-layers --tasks sudoku: unknown task 'sudoku'; pass one of kv
-    analyze prune-layers --tasks needle: longer than the model's context
     analyze keep-heads --keep 5:8: head L5H8 does not exist
     analyze keep-heads --keep 5: --keep holds '5'; give a layer and the heads that stay
     analyze keep-heads --keep 5:0 --kind ssm: has no heads of kind 'ssm'

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
-from hybrid_distill.assets.dictionaries import NOUNS
 from hybrid_distill.probes import Example, Probe
 from hybrid_distill.probes.checks import check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
-from hybrid_distill.probes.needle import Needle, filler_sentences
 from hybrid_distill.probes.registry import PROBES, make_probe
 from hybrid_distill.probes.ruler import TASKS as RULER_TASKS
 from hybrid_distill.probes.ruler import ruler_questions
-from hybrid_distill.probes.words import MQAR, Copying, TwoHop
 
 COLORS = [(f"The color of {thing} is", color, (), "color") for thing, color in (
     ("snow", "white"), ("coal", "black"), ("grass", "green"), ("blood", "red"), ("the sky", "blue"))]  # fmt: skip
@@ -34,10 +30,6 @@ def small_probes(seed: int = 0) -> dict[str, Probe]:
     return {
         "kv": KVRetrieval((2, 5, 9), seed),
         "letters": LetterChoice(tuple(COLORS), 3, seed),
-        "needle": Needle(lengths=(20, 60), depths=(0, 0.5, 1), seed=seed),
-        "copy": Copying(6, seed),
-        "two_hop": TwoHop(7, seed),
-        "mqar": MQAR(6, 3, seed),
     }
 
 
@@ -50,10 +42,6 @@ def small_probes(seed: int = 0) -> dict[str, Probe]:
         ("kv", {}, "bbf431fed9f658f7"),
         ("kv", {"pairs": (5, 10, 25), "seed": 3}, "0d517997b4520b9d"),
         ("letters", {"seed": 2}, "6c609720ef4cb892"),
-        ("needle", {}, "e9c7174795bd92a6"),
-        ("copy", {"length": 5}, "f751e1c2a7243bc1"),
-        ("two_hop", {"pairs": 9}, "0c81efb6aeb18657"),
-        ("mqar", {"pairs": 5}, "12f5cd3d4b95fa95"),
     ],
 )
 def test_a_seed_goes_on_meaning_the_same_prompts(name: str, options: dict, expected: str) -> None:
@@ -95,23 +83,16 @@ def test_probes_are_made_by_name() -> None:
     assert make_probe("kv", pairs=10, seed=3) == make_probe("kv", pairs=(10,), seed=3) == KVRetrieval(10, 3)
     assert make_probe("kv", pairs=[10, 25, 50]) == KVRetrieval((10, 25, 50))
     assert make_probe("letters") == LetterChoice.from_file()
-    assert make_probe("needle", lengths=50, depths=(0, 1)) == Needle(lengths=(50,), depths=(0, 1))
     assert set(PROBES) == set(small_probes())
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("growing", {}, "there is no probe 'growing'; pass one of kv, letters, needle, copy, two_hop, mqar"),
+        ("growing", {}, "there is no probe 'growing'; pass one of kv, letters"),
         ("kv", {"pairs": None}, "pairs is None"),
         ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
         ("kv", {"pairs": (5, 5)}, "n_pairs: '5' appears twice"),
-        ("copy", {"length": 1}, "length is 1"),
-        ("copy", {"length": 2, "words": ("dog", "hot dog")}, "'hot dog'; each must be one word"),
-        ("two_hop", {"pairs": 201}, "n_pairs is 201"),
-        ("two_hop", {"pairs": (4, 8)}, "one size"),
-        ("mqar", {"pairs": 3}, "n_queries is 4, but a prompt has 3 pairs"),
-        ("needle", {"depths": (0.5, 1.5)}, "depths is 1.5"),
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
@@ -144,74 +125,6 @@ def test_keys_and_values_are_distinct_and_the_answer_stands_beside_its_key(n_pai
         assert example.choices == tuple(f" {value}" for value in pairs.values())
     one, other = KVRetrieval(n_pairs, 5).examples(2), KVRetrieval(3, 5).examples(1)
     assert KVRetrieval((n_pairs, 3), 5).examples(3) == [one[0], *other, one[1]], "sizes are taken in turn"
-
-
-def entries(example: Example) -> tuple[dict[str, str], str]:
-    """(value of each key, key asked for)."""
-    _, *lines, question = example.prompt.split("\n")
-    asked = re.fullmatch(r"Followed to its end, '(\w+)' stands for the number", question)
-    assert asked
-    return dict(line.split(":") for line in lines), asked[1]
-
-
-@pytest.mark.parametrize("n_pairs", [4, 9])
-def test_two_hops_lead_to_the_answer_and_one_does_not(n_pairs: int) -> None:
-    sides = set()
-    for example in TwoHop(n_pairs, seed=1).examples(30):
-        values, asked = entries(example)
-        middle = values[asked]
-        assert middle in values and example.answer == f" {values[middle]}"
-        leading = {key: value for key, value in values.items() if not value.isdigit()}
-        assert len(values) == n_pairs and len(leading) == n_pairs // 2 >= 2
-        assert len({values[end] for end in leading.values()}) == len(leading), "every other chain ends elsewhere"
-        numbers = [value for value in values.values() if value.isdigit()]
-        assert set(example.choices) == {f" {number}" for number in numbers}
-        assert len(set(numbers)) == len(numbers)
-        sides.add(list(values).index(asked) < list(values).index(middle))
-    assert sides == {True, False}, "the order of the entries gives nothing away"
-
-
-def test_copying_asks_for_the_next_word_of_the_list() -> None:
-    stops = set()
-    for example in Copying(5, seed=4).examples(60):
-        first, second = (line.split(" ") for line in example.prompt.split("\n"))
-        assert len(set(first)) == 5 and set(first) < set(NOUNS)
-        assert second == first[: len(second)]
-        assert example.answer == f" {first[len(second)]}"
-        assert example.choices == tuple(f" {word}" for word in first)
-        stops.add(len(second))
-    assert stops == {1, 2, 3, 4}
-
-
-FACT = re.compile(r"The number of the (\w+) is (\d+)\. ?")
-
-
-def test_the_needle_stands_where_it_should() -> None:
-    lengths, depths = (10, 90, 300), (0, 0.3, 1)
-    source, longest = " ".join(filler_sentences()), max(len(sentence.split()) for sentence in filler_sentences())
-    for index, example in enumerate(Needle(lengths, depths, seed=2).examples(18)):
-        text, question = example.prompt.split("\n")
-        (match,) = FACT.finditer(text)
-        assert question == f"The number of the {match[1]} is" and example.answer == f" {match[2]}"
-        rest = text.replace(match[0], "").strip()
-        assert rest in f"{source} {source}"
-        length, depth = lengths[index % 3], depths[index // 3 % 3]
-        n_words, n_before = len(rest.split()), len(text[: match.start()].split())
-        assert length <= n_words < length + longest
-        assert abs(n_before - depth * n_words) <= longest / 2
-        assert len(example.choices) == 10
-
-
-def test_rows_of_recall_ask_for_several_of_their_keys() -> None:
-    for row in range(5):
-        examples = MQAR(6, 3, seed=2).examples(15)[3 * row : 3 * row + 3]
-        words = examples[-1].prompt.split() + [examples[-1].answer.strip()]
-        values = dict(zip(words[:12:2], words[1:12:2], strict=True))
-        assert len({*values, *values.values()}) == 12, "no word means two things"
-        asked = dict(zip(words[12::2], words[13::2], strict=True))
-        assert len(asked) == 3 and asked.items() <= values.items()
-        assert [example.answer.strip() for example in examples] == list(asked.values())
-        assert all(after.prompt.startswith(f"{e.prompt}{e.answer} ") for e, after in pairwise(examples))
 
 
 @pytest.mark.parametrize("task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *RULER_TASKS[-3:]])
@@ -308,7 +221,7 @@ def test_words_without_a_token_are_named() -> None:
     with pytest.raises(ValueError, match=r"no token for 'wolf', 'zebra', so the model"):
         check_answerable(KVRetrieval(2, keys=("zebra", "wolf")).examples(1), tokenizer, 512)
     with pytest.raises(ValueError, match=r"and \d+ more"):
-        check_answerable(Needle(lengths=(50,)).examples(1), tokenizer, 512)
+        check_answerable(LetterChoice(tuple(COLORS), 3).examples(1), tokenizer, 512)
     # In a tokenizer that splits at spaces alone, a pair is one word; its parts are known on their own.
     split = Tokenizer(models.WordLevel({"<unk>": 0, "lamp": 1, ":": 2, "42": 3}, unk_token="<unk>"))
     split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

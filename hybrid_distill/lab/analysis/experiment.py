@@ -157,10 +157,10 @@ class Questions:
     """The tasks that a model is measured on."""
 
     tasks: str = "kv,knowledge,text"
-    """kv, letters, needle, copy, two_hop, knowledge (accuracy by choice; ``kv:generate`` by generation), text
+    """kv, letters, RULER's tasks, knowledge (accuracy by choice; ``kv:generate`` by generation), text
     (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
     pairs: int = 16
-    """Dictionary size of kv and two_hop."""
+    """Dictionary size of kv."""
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY

@@ -128,7 +128,7 @@ class HybridHeadRanking(ModelExperiment):
 
     questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
     probe: str = "kv"
-    """Probe to rank heads by, with questions of another seed: kv, letters, needle, copy or two_hop."""
+    """Probe to rank heads by, with questions of another seed: kv, letters or a RULER task."""
     k: int = 20
     """Heads to show; racing applies to the top k."""
     counts: tuple[int, ...] = (1, 3, 10)

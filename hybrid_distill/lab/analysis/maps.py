@@ -58,9 +58,9 @@ class Maps(Experiment):
     prompt: str | None = None
     """Your own text, whose lines are the segments; by default a question of the probe."""
     probe: str = "kv"
-    """Probe for finding gather and aggregate heads and for the prompt: kv, letters, needle or two_hop."""
+    """Probe for finding gather and aggregate heads and for the prompt: kv, letters or a RULER task."""
     pairs: int = 8
-    """Dictionary size of kv and two_hop."""
+    """Dictionary size of kv."""
     examples: int = 16
     """Questions that the search averages over."""
     seed: int = 1
@@ -124,7 +124,7 @@ def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Ta
 class Mask(ModelExperiment):
     """Keep only the gather or aggregate pattern of some heads; compare with the heads intact and removed.
 
-    The tasks must have their answer in one line of the prompt: kv, letters, needle, two_hop.
+    The tasks must have their answer in one line of the prompt: kv, letters, niah_single_1 to 3.
     """
 
     NAME = "mask"
