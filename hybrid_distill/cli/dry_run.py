@@ -65,7 +65,13 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
 
 def _problems(config: RunConfig) -> Iterator[str]:
     """Yield reasons why the run would not start, a sentence each; reads names, headers and head scores, not weights."""
-    for check in (partial(outdated, config), *Run(config).checks()):
+    run = Run(config)
+    try:
+        run.check_teachers()
+    except (OSError, ValueError) as error:  # the other checks would describe the same fault in their own words
+        yield str(error).strip()
+        return
+    for check in (partial(outdated, config), *run.checks()):
         try:
             check()
         except (OSError, ValueError) as error:

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from ..io import Record, read_json, sync
 from ..progress import Phase
 from ..provenance import now
+from ..vocabulary import vocabulary_size
 from .chat import template_hash
 from .documents import BATCH_CHARACTERS, HUB, SourcePlace, document_batches, source_fingerprint
 from .header import FolderHeader
-from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
+from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 

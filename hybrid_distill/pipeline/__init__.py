@@ -43,6 +43,7 @@ from ..train.config import StageConfig
 from ..train.loop import train_stage
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
+from ..vocabulary import vocabulary_size
 from .folder import outdated
 from .inputs import PROBE_SEEDS, RunInputs, load, make_plan
 
@@ -254,7 +255,7 @@ class Run(RunInputs):
         elif (teacher := self.stage_teacher(config)) is not self.teacher:
             self.teacher.cpu()  # frees GPU memory; later steps move it back
         return train_stage(
-            make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
+            make_stage(config, student, teacher, vocab_size=vocabulary_size(self.tokenizer)),
             rows,
             folder,
             seed=self.seed,

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import PlanConfig, RunConfig
 from ..data import (
@@ -23,7 +22,6 @@ from ..data import (
     read_held_out,
 )
 from ..distributed import agree_on, check_trackers, connect
-from ..limits import first_line
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -33,9 +31,11 @@ from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..scoring import HeadScores
 from ..student.build import checked_sites, empty_student
+from ..student.teachers import check_teacher, empty_teacher
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
 from ..train.checkpoint import StageManifest
 from ..train.config import DistillConfig, StageConfig, TeacherConfig
+from ..vocabulary import vocabulary_size
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -87,7 +87,7 @@ class RunInputs:
             rows,
             tokenizer,
             fingerprint(self.teacher) if teacher == self.config.teacher else teacher.path,
-            vocab_size=len(self.tokenizer),
+            vocab_size=vocabulary_size(self.tokenizer),
             places=stage.rows_read,
             temperature=stage.temperature,
         )
@@ -140,10 +140,19 @@ class RunInputs:
     def checks(self) -> list[Callable[[], object]]:
         return [
             partial(check_trackers, self.config.trackers),
+            self.check_teachers,
             self.check_data,
             self.check_evaluation,
             self.check_student,
         ]
+
+    def check_teachers(self) -> None:
+        """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
+        check_teacher(*self.shape_and_tokenizer, name=self.config.teacher.path)
+        for stage in self.config.stage_configs:
+            teacher = stage.teacher_within(self.config.teacher)
+            if teacher != self.config.teacher:
+                check_teacher(*self.stage_shape_and_tokenizer(stage), name=teacher.path)
 
     def check_data(self) -> None:
         """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
@@ -207,14 +216,7 @@ def load(options: TeacherConfig) -> Loaded:
 def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
     """Build the teacher on the meta device, without weights. Raises ValueError if transformers cannot."""
     shape = load_config(options.path, options.revision)
-    attention = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
-    except Exception as error:  # each version of transformers raises other errors
-        raise ValueError(
-            f"cannot build the teacher {options.path!r} ({first_line(error)}); pass another model."
-        ) from error
+    return empty_teacher(shape, options.path, DTYPES[options.dtype], options.attn_implementation)
 
 
 def make_plan(
