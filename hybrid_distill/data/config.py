@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
-from .documents import HUB, is_embedded, no_conversations, source_files
+from .documents import HUB, is_embedded, no_conversations
+from .files import source_files
 from .folder import TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
 from .rows import PackedRows
 
