@@ -66,7 +66,7 @@ def cache_logits(job: CacheJob) -> str:
         folder,
         run.stage_teacher(config),
         tokenizer,
-        open_rows(config.data_within(job.run.data), tokenizer),
+        open_rows(config.data_within(job.run.data), tokenizer, pins=run.pins),
         name=teacher.path,
         top_k=job.top_k,
         places=config.rows_read,

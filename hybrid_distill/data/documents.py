@@ -9,28 +9,23 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from types import MappingProxyType
+from typing import TextIO
 
 from ..assets import corpus_documents
 from ..assets.dictionaries import write_probe_documents
 from ..io import Record, text_lines, whole_strings, whole_text
-from ..limits import first_line
-from ..teacher import hub_error
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import conversation_of
 from .files import SUFFIXES, source_files
+from .hub import HUB, Pin, Pins, hub_documents, repository
 from .tokens import hash_of
 
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-
 TXT_SEPARATOR = "<|endoftext|>"
-HUB = "hf:"
 PROBE_LIKE = "tiny:probe_like"
 """Control source outside the corpus: dictionaries with questions in the probe's own wording."""
 PROBE_LIKE_DOCUMENTS = 2000
@@ -73,15 +68,23 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 
 
 def document_batches(
-    sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace = (0, None)
+    sources: Sequence[str],
+    text_column: str | None,
+    max_characters: int,
+    place: SourcePlace = (0, None),
+    pins: Pins = MappingProxyType({}),
 ) -> Iterator[tuple[list[str], SourcePlace]]:
     """Read the texts of sources in batches, starting at ``place``; yield each batch with the place after it.
 
-    Files that were read to the end are not opened again. Raises ValueError naming the problem.
+    Sources on the hub are read at the commits in ``pins``, which names all of them. Files that were read to the end are
+    not opened again. Raises ValueError naming the problem.
     """
     first, inside = place
     for number, source in enumerate(sources[first:], first):
-        texts, here = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, inside)
+        if source.startswith(HUB):
+            texts, here = _hub_documents(source, text_column, inside, pins.get(source))
+        else:
+            texts, here = _local_documents(source, text_column, inside)
         batch, characters, inside = list[str](), 0, None
         for text in texts:
             batch.append(text)
@@ -93,15 +96,16 @@ def document_batches(
             yield batch, (number, here())
 
 
-def source_fingerprint(source: str) -> str:
-    """Hash a source: texts of the embedded corpus, revision of a hub dataset, or names, sizes and times of files."""
+def source_fingerprint(source: str, pin: Pin | None = None) -> str:
+    """Hash a source: texts of the embedded corpus, data files of a hub dataset (by its pin), or names, sizes and times
+    of local files."""
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
     if not source.startswith(HUB):
         return hash_of(_stats(source_files(source)))
-    folder = _hub_repo(source)
-    if not folder.is_dir():
-        return hash_of([source, _hub_revision(source)])
+    if pin is not None:
+        return hash_of([source, pin.files])
+    folder = repository(source)
     names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
     return hash_of([source, _stats(path for name in names if (path := folder / name).is_file())])
 
@@ -286,60 +290,18 @@ def no_conversations(place: str) -> ValueError:
     )
 
 
-# The hub
-
-
-def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Stream a dataset ``hf:repo:config:split``; config and split are optional. Raises ValueError if unreadable."""
-    from datasets import load_dataset
-
-    config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
-    revision = _hub_revision(source)
-    with _reachable(source):
-        options = {"split": split or "train", "streaming": True, "revision": revision}
-        dataset: IterableDataset = load_dataset(str(_hub_repo(source)), config or None, **options)
-        if isinstance(place, dict):
-            dataset.load_state_dict(place)
+def _hub_documents(
+    source: str, text_column: str | None, place: Place, pin: Pin | None
+) -> tuple[Iterator[str], Callable[[], Place]]:
+    """Stream the texts of a data set on the hub; see `hub_documents`."""
+    records, here = hub_documents(source, pin, place if isinstance(place, dict) else None)
 
     def read() -> Iterator[str]:
-        records, tally = iter(dataset), Tally()
+        tally = Tally()
         try:
-            while True:
-                with _reachable(source):
-                    record = next(records, None)
-                if record is None:
-                    return
+            for record in records:
                 yield text_of(record, text_column, source, tally)
         finally:
             tally.report()
 
-    return read(), dataset.state_dict
-
-
-def _hub_revision(source: str) -> str | None:
-    """Return the commit of a hub dataset, so that a resumed preparation reads the same; None for a local folder."""
-    from huggingface_hub import dataset_info
-
-    if _hub_repo(source).is_dir():
-        return None
-    with _reachable(source):
-        if reason := hub_error():
-            raise ConnectionError(reason)
-        return dataset_info(str(_hub_repo(source))).sha
-
-
-def _hub_repo(source: str) -> Path:
-    """Return the repository that a source names; it may be a local folder."""
-    return Path(source.removeprefix(HUB).split(":")[0]).expanduser()
-
-
-@contextmanager
-def _reachable(source: str) -> Iterator[None]:
-    """Turn any error of the hub libraries into a one-line ValueError."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
-            "or run on the embedded corpus with --data.sources tiny."
-        ) from error
+    return read(), here

@@ -3,7 +3,7 @@
 Every step writes its result to the run directory and is skipped if the result exists, so an interrupted run resumes
 where it stopped::
 
-    config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
+    config.json  sources.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
     teacher/evaluation.json  evaluation.json  export/
 
 A run with a ``restoration`` plan also has ``aligned/``, a separate run that aligned every head.
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
-from ..data import Batch, open_rows
+from ..data import PINS, Batch, open_rows, write_pins
 from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import GateReport, export_checkpoint, origin
@@ -90,7 +90,19 @@ class Run(RunInputs):
         left = outdated(self.config)
         for check in self.checks():
             check()
-        if self.config.plan.selection != "all":
+        trains = self.config.plan.selection != "all"
+        # All processes take part in asking for them.
+        pins = self.pins if trains or self.config.student.init in CALIBRATED else {}
+
+        def write_own_pins() -> None:
+            """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
+            if pins:
+                write_pins(self.out / PINS, pins)
+
+        if trains:
+            self.check_launch()
+            if self.config.resume != "never":  # otherwise `begin` does, together with what it deletes
+                on_main_process(write_own_pins)
             for stage in self.config.stage_configs:
                 self.rows(stage)  # tokenizes local sources, which may be broken anywhere
 
@@ -99,6 +111,7 @@ class Run(RunInputs):
                 shutil.rmtree(found) if found.is_dir() else found.unlink()
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", to_json(self.config))
+            write_own_pins()
 
         on_main_process(begin)
 
@@ -181,7 +194,7 @@ class Run(RunInputs):
             align=dataclasses.replace(self.config.align, target="head"),
             stages=before or ("align",),
         )
-        run = Run(config, self.teacher_and_tokenizer)
+        run = Run(config, self.teacher_and_tokenizer, self.pins)
         run.prepare()
         run.train(run.plan())
         return run
@@ -195,7 +208,8 @@ class Run(RunInputs):
         # The device changes the last bits, and a resumed run must rebuild the student its checkpoints started from.
         nn.Module.to(self.teacher, connect().device)
         if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
-            calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+            rows = open_rows(data, self.tokenizer, pins=self.pins)
+            calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
             student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
             if aligned:
@@ -409,7 +423,7 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
 
     If every head is kept, the student is the teacher and has the same figures.
     """
-    this = Run(config, shared.teacher_and_tokenizer)
+    this = Run(config, shared.teacher_and_tokenizer, shared.pins)
     this.prepare()
     plan = this.plan()
 

@@ -13,13 +13,19 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..config import PlanConfig, RunConfig
 from ..data import (
+    PINS,
     CachedLogitsDataset,
+    Pins,
     Rows,
+    cache_root,
+    check_launch,
     check_same_vocabulary,
     check_sources,
     open_logits,
     open_rows,
+    pinned,
     read_held_out,
+    read_pins,
 )
 from ..distributed import agree_on, check_trackers, connect
 from ..plan import HeadPlan
@@ -45,9 +51,9 @@ PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 class RunInputs:
     """Inputs of a run. Models load on first use; an already loaded ``teacher`` may be passed in."""
 
-    def __init__(self, config: RunConfig, teacher: Loaded | None = None) -> None:
+    def __init__(self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None) -> None:
         self.config, self.out, self.seed = config, Path(config.out), config.seed
-        self._given = teacher
+        self._given, self._given_pins = teacher, pins
 
     @cached_property
     def teacher_and_tokenizer(self) -> Loaded:
@@ -79,7 +85,7 @@ class RunInputs:
         """Open the rows of a stage, with its cached logits if any, after checking that these match."""
         _, tokenizer = self.stage_shape_and_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
-        rows = open_rows(data, tokenizer)
+        rows = open_rows(data, tokenizer, pins=self.pins)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
             return rows
         logits = open_logits(stage.cached_logits)
@@ -92,6 +98,16 @@ class RunInputs:
             temperature=stage.temperature,
         )
         return CachedLogitsDataset(rows, logits)
+
+    @cached_property
+    def pins(self) -> Pins:
+        """Commits of the sources on the hub: those in the run's folder, else the newest. All processes must access this
+        together; only the main process asks the hub."""
+        starts_over = self.config.resume == "never"
+        known = self._given_pins or ({} if starts_over else agree_on(lambda: read_pins(self.out / PINS)))
+        stages = [stage.data_within(self.config.data) for stage in self.config.stage_configs]
+        sources = [source for data in (self.config.data, *stages) for source in data.sources]
+        return pinned(sources, known, cache_root())
 
     def held_out_texts(self, n: int) -> list[str]:
         return read_held_out(self.config.evaluation.texts, n, self.config.data.text_column)
@@ -171,6 +187,12 @@ class RunInputs:
                     f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
                     "(rope_parameters of type yarn)."
                 )
+
+    def check_launch(self) -> None:
+        """Check that no process would wait for hours until the main one has tokenized a source."""
+        for stage in self.config.stage_configs:
+            _, tokenizer = self.stage_shape_and_tokenizer(stage)
+            check_launch(stage.data_within(self.config.data), tokenizer, pins=self.pins)
 
     def check_evaluation(self) -> None:
         """Check evaluation texts and questions now, not after training."""
