@@ -115,6 +115,23 @@ def open_rows(
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)
 
 
+def preparations(config: DataConfig, tokenizer: str) -> list[str]:
+    """Return the commands that tokenize what a launch of several processes would refuse to (`check_launch`).
+
+    They are the same if the cache has the tokens already, which is not looked at.
+    """
+    large = [source for source in config.sources if source.startswith(HUB)]
+    if (config.hub_tokens or 0) <= LARGEST_IN_A_LAUNCH:
+        return []
+    options = f"--tokenizer {tokenizer}{' --chat' if config.chat else ''} --max-tokens {config.hub_tokens}"
+    if not config.chat and config.text_column != DataConfig.text_column:
+        options += f" --text-column {config.text_column}"
+    return [
+        f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}"
+        for number, source in enumerate(large, 1)
+    ]
+
+
 def check_launch(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -150,9 +167,9 @@ def _check_small(cached: Iterable[CachedSource]) -> None:
     limit = large[0].limit
     raise ValueError(
         f"{missing[0]} is to be read up to {limit:,} tokens and is not tokenized yet; a launch of several processes "
-        f"tokenizes at most {LARGEST_IN_A_LAUNCH:,}, as all would wait for hours. Run `hybrid-distill prepare-data "
-        f"--tokenizer TEACHER --sources {missing[0]} --max-tokens {limit} --out FOLDER` first, on a machine without "
-        "GPUs, and pass --data.sources FOLDER."
+        f"tokenizes at most {LARGEST_IN_A_LAUNCH:,} of a source, as all would wait for hours. Run `hybrid-distill "
+        f"prepare-data --tokenizer TEACHER --sources {missing[0]} --max-tokens {limit} --out FOLDER` first, on a "
+        "machine without GPUs, and pass --data.sources FOLDER."
     )
 
 

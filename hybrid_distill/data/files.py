@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Contents:
-    """What lies in a folder: its files, and the names of what is left out."""
+    """Contents of a folder: its files, and the names of what is left out."""
 
     files: list[Path] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)

@@ -13,9 +13,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import DatasetInfo
 from test_data import write_source
+from test_launch import DDP, launch
 from training import refusal, small_run, word_texts, word_tokenizer
 
 from hybrid_distill.cli import prepare_data as prepare
+from hybrid_distill.cli.app import run_recipe
 from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig, check_launch, folder, hub, open_rows
@@ -272,7 +274,30 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
     assert open_rows(run.data, tokenizer).fingerprint == rows.fingerprint
 
 
+def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
+    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=("distill",), gpus=2)
+    run_recipe(large, ["--dry-run"])
+    found = capsys.readouterr().out
+    assert f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1" in found
+    run_recipe(replace(large, gpus=1), ["--dry-run"])
+    assert "prepare-data" not in capsys.readouterr().out
+    assert fake.asked == 0
+
+
 def test_refusal_is_one_line(fake, run, capsys):
     fake.is_there = False
     line = refusal(capsys, run)
     assert SOURCE in line and "HF_HUB_OFFLINE" in line
+
+
+@pytest.mark.launched
+def test_of_two_processes_one_asks_the_hub_and_tokenizes(tmp_path):
+    """The other has no network. Both refuse a large source."""
+    write_source(tmp_path / "hub" / "a.jsonl", word_texts(60))
+    (tmp_path / "local.txt").write_text("\n<|endoftext|>\n".join(word_texts(30)))
+    done = launch(DDP, tmp_path, program=Path(__file__).with_name("two_readers.py"))
+    assert done.returncode == 0, done.stderr
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (one["asked"], other["asked"]) == (2, 0)  # for each call of open_rows without a run
+    assert (one["encoded"], other["encoded"]) == (90, 0)
+    assert one["rows"] == other["rows"] and one["refused"] == other["refused"] and "prepare-data" in one["refused"]
