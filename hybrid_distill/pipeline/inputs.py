@@ -164,7 +164,8 @@ class RunInputs:
 
     def check_teachers(self) -> None:
         """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
-        check_teacher(*self.shape_and_tokenizer, name=self.config.teacher.path)
+        # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
+        check_teacher(*self.shape_and_tokenizer, name=self.config.teacher.path, heads=self._given is None)
         for stage in self.config.stage_configs:
             teacher = stage.teacher_within(self.config.teacher)
             if teacher != self.config.teacher:
