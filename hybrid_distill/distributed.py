@@ -128,6 +128,11 @@ def is_launched_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def is_launched_with_others() -> bool:
+    """Check whether a launcher announced several processes; works before and after they are connected."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
 def is_first_on_machine() -> bool:
     """Check whether this is the first or only process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0

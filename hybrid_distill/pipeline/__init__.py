@@ -3,7 +3,7 @@
 Every step writes its result to the run directory and is skipped if the result exists, so an interrupted run resumes
 where it stopped::
 
-    config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
+    config.json  sources.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
     teacher/evaluation.json  evaluation.json  export/
 
 A run with a ``restoration`` plan also has ``aligned/``, a separate run that aligned every head.
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
-from ..data import Batch, open_rows
+from ..data import PINS, Batch, open_rows, write_pins
 from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import GateReport, export_checkpoint, origin
@@ -38,7 +38,7 @@ from ..student.build import (
     BuildReport,
     build_student,
     check_plan,
-    check_teacher,
+    check_teacher_rows,
     graft_recurrent_heads,
     unshare_weights,
 )
@@ -49,6 +49,7 @@ from ..train.config import StageConfig
 from ..train.loop import train_stage
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
+from ..vocabulary import vocabulary_size
 from .folder import outdated
 from .inputs import PROBE_SEEDS, RunInputs, load, make_plan
 
@@ -95,7 +96,19 @@ class Run(RunInputs):
         left = outdated(self.config)
         for check in self.checks():
             check()
-        if self.config.plan.selection != "all":
+        trains = self.config.plan.selection != "all"
+        # All processes take part in asking for them.
+        pins = self.pins if trains or self.config.student.init in CALIBRATED else {}
+
+        def write_own_pins() -> None:
+            """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
+            if pins:
+                write_pins(self.out / PINS, pins)
+
+        if trains:
+            self.check_launch()
+            if self.config.resume != "never":  # otherwise `begin` does, together with what it deletes
+                on_main_process(write_own_pins)
             for stage in self.config.stage_configs:
                 self.rows(stage)  # tokenizes local sources, which may be broken anywhere
 
@@ -104,6 +117,7 @@ class Run(RunInputs):
                 shutil.rmtree(found) if found.is_dir() else found.unlink()
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", to_json(self.config))
+            write_own_pins()
 
         on_main_process(begin)
 
@@ -122,7 +136,7 @@ class Run(RunInputs):
             on_main_process(lambda: given.save(path))
             return given
         if not is_there(path):
-            check_teacher(self.teacher)  # otherwise `build_student` refuses after hours of scoring
+            check_teacher_rows(self.teacher)  # otherwise `build_student` refuses after hours of scoring
             partial = self.out / "scores.partial.json"
             nn.Module.to(self.teacher, connect().device)
             scores = score_heads(  # all processes share the work
@@ -186,7 +200,7 @@ class Run(RunInputs):
             align=dataclasses.replace(self.config.align, target="head"),
             stages=before or ("align",),
         )
-        run = Run(config, self.teacher_and_tokenizer)
+        run = Run(config, self.teacher_and_tokenizer, self.pins)
         run.prepare()
         run.train(run.plan())
         return run
@@ -200,7 +214,8 @@ class Run(RunInputs):
         # The device changes the last bits, and a resumed run must rebuild the student its checkpoints started from.
         nn.Module.to(self.teacher, connect().device)
         if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
-            calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+            rows = open_rows(data, self.tokenizer, pins=self.pins)
+            calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
             student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
             if aligned:
@@ -260,7 +275,7 @@ class Run(RunInputs):
         elif (teacher := self.stage_teacher(config)) is not self.teacher:
             self.teacher.cpu()  # frees GPU memory; later steps move it back
         return train_stage(
-            make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
+            make_stage(config, student, teacher, vocab_size=vocabulary_size(self.tokenizer)),
             rows,
             folder,
             seed=self.seed,
@@ -414,7 +429,7 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
 
     If every head is kept, the student is the teacher and has the same figures.
     """
-    this = Run(config, shared.teacher_and_tokenizer)
+    this = Run(config, shared.teacher_and_tokenizer, shared.pins)
     this.prepare()
     plan = this.plan()
 

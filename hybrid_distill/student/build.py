@@ -78,7 +78,7 @@ def build_student(
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
     student = empty_student(teacher, plan, d_state, conv_width, recurrence)
-    check_teacher(teacher)
+    check_teacher_rows(teacher)
     traces = _trace(teacher, calibration, init)
     with torch.no_grad():
         made = list(_tensors(student, teacher, sites, init, traces, seed))
@@ -109,7 +109,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
         )
 
 
-def check_teacher(teacher: PreTrainedModel) -> None:
+def check_teacher_rows(teacher: PreTrainedModel) -> None:
     """Check that the teacher itself computes a document in every way alike. Raises ValueError as `check_rows` does."""
     check_rows(teacher, _OTHER_TEACHER)
 

@@ -60,6 +60,12 @@ class EndToEnd(Stage[DistillConfig]):
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
 
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """Count as `Stage.n_tokens` does; for a loss on the text alone, only tokens whose next one has a label."""
+        if self.config.hard_weight < 1:
+            return super().n_tokens(batch)
+        return (next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"]) != IGNORE).sum()
+
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals` by the number of tokens that have a hard label."""
         labels_BL = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])

@@ -31,7 +31,8 @@ from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...progress import track
 from ...scoring.measure import Steps
-from ...teacher import TINY, load_on_own_device, longest_context
+from ...student.teachers import check_teacher
+from ...teacher import TINY, load_on_own_device, longest_context, read_teacher
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
 from ..suites.job import SuiteJob, tasks_of
 from ..suites.running import run_suite
@@ -141,7 +142,8 @@ class Subject:
     """Allow pickled weights (``*.bin``)."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load model and tokenizer; errors name ``flag``."""
+        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be a teacher."""
+        check_teacher(read_teacher(self.model, flag=flag)[0], name=self.model)
         return load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
 
 

@@ -28,7 +28,17 @@ from ...plan import HeadId
 from ...probes import check_counts
 from ...scoring import HeadScores, score_heads
 from ...scoring.restoration import restore_heads, restore_layers
-from ...teacher import TINY, HeadKind, ablate_heads, asked_for, head_kinds, head_sites, load_teacher
+from ...student.teachers import check_teacher
+from ...teacher import (
+    TINY,
+    HeadKind,
+    ablate_heads,
+    asked_for,
+    head_kinds,
+    head_sites,
+    load_teacher,
+    read_teacher,
+)
 from .experiment import (
     Bench,
     Column,
@@ -79,7 +89,9 @@ class ReplaceLayer(Experiment):
         else:
             student, own = load_student(self.student)
             dtype = str(student.dtype).removeprefix("torch.")
-            teacher, tokenizer = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
+            name = self.teacher or TINY
+            check_teacher(read_teacher(name, flag="--teacher")[0], name=name)
+            teacher, tokenizer = load_teacher(name, dtype=dtype, flag="--teacher")
             tokenizer = own or tokenizer
         student.name_or_path = str(self.student)
         if (ours := _shape(student)) != (theirs := _shape(teacher)):

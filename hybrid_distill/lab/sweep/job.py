@@ -12,6 +12,7 @@ from typing import Literal
 import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
+from ...data import PINS, write_pins
 from ...distributed import check_trackers
 from ...limits import COUNT
 from ...locking import locked
@@ -80,6 +81,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
     grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
     run = Run(base)
+    run.check_teachers()
     run.check_data()
     run.check_evaluation()
     run.check_student(PlanConfig("none", k=0))
@@ -87,6 +89,8 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     command = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
         this = Sweep.open(base, grid, cells, share=job.share, command=command)
+        if run.pins:  # all cells read the same commits of sources on the hub, and none of them asks
+            write_pins(job.out / PINS, run.pins)
 
         def changed(task: Task) -> None:
             write_results(this)
