@@ -32,6 +32,8 @@ CASES = """
     --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe given; pass its name or file first
+    run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
+    run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,
     memory --batch -1: --batch is -1; it must be a whole number of at least 1.
     memory --heads '': --heads is empty
