@@ -52,9 +52,9 @@ CASES = """
     sweep --jobs 0: --jobs is 0
     sweep --options timeout_min=5: --cluster
     sweep --set distill.steps: NAME=VALUE
-    sweep --recipe sweep_llama_1b --set teacher.path=no/such: no/such
+    sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
-    sweep --recipe README.md: is not a recipe
+    sweep README.md: is not a recipe
     report nowhere: nowhere is neither a run nor a comparison nor a sweep
     recommend nowhere --memory 2MB: it has no results.csv
     recommend nowhere --memory '2 parsecs': --memory is '2 parsecs'

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags
+from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags, on_asked_teacher
 from ...distributed import check_trackers
-from ...limits import COUNT
+from ...limits import COUNT, COUNT_OR_NONE
 from ...locking import locked
 from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
@@ -21,12 +23,14 @@ from ...plan import HeadPlan
 from ...train.loop import Interrupted
 from .cells import perform
 from .folder import Sweep, Task
-from .grid import Grid
-from .jobs import Here, Jobs, executor, run_tasks
+from .grid import Cell, Grid
+from .jobs import Here, Jobs, executor, job_options, run_tasks, visible_gpus
 from .results import progress, status, write_results
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """Default grid, where neither the command nor the recipe sets an axis."""
+JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
+"""Options of jobs that a recipe's jobs() may set, and their defaults; without GPUs named, this machine decides."""
 
 
 class SweepFailed(Exception):
@@ -37,8 +41,9 @@ class SweepFailed(Exception):
 class SweepJob:
     """Students to make, how, and where; the same command resumes a stopped sweep."""
 
-    recipe: Path = Path("recipes/hybrid_tiny.py")
-    """Recipe of all cells; the grid replaces its plan, state size and seed. Its grid(), if any, sets the defaults."""
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")] = Path("recipes/hybrid_tiny.py")
+    """Recipe of all cells, by name or as a file; the grid replaces its plan, state size and seed. Its grid() and
+    jobs(), if any, set defaults."""
     heads: str | None = None
     """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
@@ -50,12 +55,18 @@ class SweepJob:
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
-    jobs: int = 1
-    """Cells to run in parallel. 1 runs in this process; more are submitit jobs that share threads and GPUs."""
+    jobs: int | None = None
+    """Cells to run in parallel; by default as many as this machine's GPUs serve, 1 without GPUs. 1 runs in this
+    process; more are submitit jobs."""
+    gpus: int | None = None
+    """GPUs of each job; by default 1, with --launcher all of this machine's. Jobs on this machine each get their own,
+    and share its threads."""
     cluster: Literal["slurm", "local"] | None = None
     """Where jobs run (submitit); by default on this machine (``local``)."""
+    minutes: int | None = None
+    """Time limit of a SLURM job; by default 1440. A job out of time saves, is requeued and resumes."""
     options: tuple[str, ...] = ()
-    """Options of the jobs, as submitit names them: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
+    """Other options of the jobs, as submitit names them: ``slurm_partition=gpu slurm_account=lab mem_gb=128``."""
     launcher: str = ""
     """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
     share: bool = True
@@ -64,6 +75,44 @@ class SweepJob:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
     recipe's."""
+    dry_run: bool = False
+    """Check everything and print cells and jobs; start nothing."""
+
+
+class Request(NamedTuple):
+    """Sweep that was asked for, checked."""
+
+    base: RunConfig
+    grid: Grid
+    cells: list[Cell]
+    job: SweepJob
+    """The job, with the options of its workers filled."""
+
+
+def checked(job: SweepJob, recipe: ModuleType) -> Request:
+    """Check a job before anything runs. Raises ValueError for an invalid request."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
+    base = base_config(job, recipe)
+    check_trackers(base.trackers)
+    of_recipe = _defaults(recipe, "grid", AXES)
+    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
+    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
+    run = Run(base)
+    run.check_data()
+    run.check_evaluation()
+    run.check_student(PlanConfig("none", k=0))
+    cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
+    return Request(base, grid, cells, _with_defaults(job, recipe))
+
+
+def dry_run(job: SweepJob, recipe: ModuleType) -> str:
+    """Describe cells and jobs of a sweep that would start. Writes nothing; raises ValueError as `sweep` does."""
+    request = checked(job, recipe)
+    names = ", ".join(cell.name for cell in request.cells)
+    with TemporaryDirectory() as folder:  # submitit makes its folder at once
+        workers = _workers(request.job, Path(folder))
+    return f"{request.base.name}: {len(request.cells)} cells, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
@@ -72,19 +121,9 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before anything runs;
     SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
-    base = base_config(job, recipe)
-    check_trackers(base.trackers)
-    of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
-    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
-    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
-    run = Run(base)
-    run.check_data()
-    run.check_evaluation()
-    run.check_student(PlanConfig("none", k=0))
-    cells, workers = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher))), _workers(job)
-    command = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
+    base, grid, cells, job = checked(job, recipe)
+    workers = _workers(job, job.out / "jobs")
+    command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
         this = Sweep.open(base, grid, cells, share=job.share, command=command)
 
@@ -118,7 +157,8 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    base = tyro.cli(RunConfig, default=config_of(recipe), args=current_flags(flags))
+    default = on_asked_teacher(config_of(recipe), flags)
+    base = tyro.cli(RunConfig, default=default, args=current_flags(flags))
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
@@ -126,15 +166,59 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
 
-def _workers(job: SweepJob) -> Here | Jobs:
-    COUNT.check("--jobs", job.jobs)
-    pairs = _pairs("options", job.options, "timeout_min=1440")
+def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict[str, Any]:
+    """Return what a recipe's function sets, if it has one. Raises ValueError for a name that is not ``known``."""
+    if not hasattr(recipe, function):
+        return {}
+    values = ask_recipe(recipe, function)
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"{function}() of {recipe.__file__} sets {unknown[0]!r}; it may set {', '.join(known)}.")
+    return values
+
+
+def _with_defaults(job: SweepJob, recipe: ModuleType) -> SweepJob:
+    """Fill the options of jobs that the command leaves out: from the recipe's jobs(), else from this machine.
+
+    Raises ValueError for numbers out of range, and for GPUs that a job could not use.
+    """
+    of_recipe = _defaults(recipe, "jobs", JOBS)
+    asked = {name: value for name in JOBS if (value := getattr(job, name)) not in (None, "")}
+    chosen = {**JOBS, **of_recipe, **asked}
+    launcher, n_gpus, minutes, jobs = chosen["launcher"], chosen["gpus"], chosen["minutes"], job.jobs
+    on_slurm = job.cluster == "slurm"
+    here = [] if on_slurm else visible_gpus()
+    COUNT.check("--minutes", minutes)
+    if n_gpus is None and launcher and on_slurm:
+        raise ValueError("--launcher starts several processes; pass --gpus too, the number of GPUs of a SLURM job.")
+    if n_gpus is None:
+        n_gpus = max(1, len(here)) if launcher else 1
+    COUNT_OR_NONE.check("--gpus", n_gpus)
+    if n_gpus > 1 and not launcher:
+        raise ValueError(
+            f"--gpus is {n_gpus}, and a single process uses one GPU; pass --launcher 'accelerate launch ...' too."
+        )
+    if not on_slurm and n_gpus > len(here) and (here or job.gpus):
+        raise ValueError(f"--gpus is {n_gpus}, and this machine has {len(here)} to use; pass at most {len(here)}.")
+    if jobs is None and on_slurm:
+        raise ValueError("--cluster slurm without --jobs; pass how many jobs may be in the queue, such as --jobs 8.")
+    if jobs is None:
+        jobs = max(1, len(here) // max(1, n_gpus))
+    COUNT.check("--jobs", jobs)
+    return replace(job, launcher=launcher, gpus=n_gpus, minutes=minutes, jobs=jobs)
+
+
+def _workers(job: SweepJob, folder: Path) -> Here | Jobs:
+    """Make the workers of a job whose options are filled; ``folder`` is for submitit's files."""
+    pairs = _pairs("options", job.options, "slurm_partition=gpu")
     options = {name: int(value) if value.isdigit() else value for name, value in pairs}
     if options and job.cluster is None:
         raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
+    assert job.jobs is not None and job.gpus is not None and job.minutes is not None
     if job.jobs == 1 and not job.launcher and job.cluster is None:
         return Here(perform)
-    return Jobs(executor(job.out / "jobs", job.cluster or "local", options), job.jobs, job.launcher)
+    cluster = job.cluster or "local"
+    every = {**job_options(cluster, job.gpus, job.minutes), **options}
+    return Jobs(executor(folder, cluster, every), job.jobs, job.launcher, job.gpus, every)
 
 
 def _pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
