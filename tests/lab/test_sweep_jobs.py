@@ -18,7 +18,14 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.lab.sweep.folder import Sweep, Task
 from hybrid_distill.lab.sweep.grid import Grid
 from hybrid_distill.lab.sweep.job import SweepJob, _with_defaults, dry_run, sweep
-from hybrid_distill.lab.sweep.jobs import Command, Jobs, executor, job_options, run_tasks, share_of_machine
+from hybrid_distill.lab.sweep.jobs import (
+    Command,
+    Jobs,
+    executor,
+    job_options,
+    run_tasks,
+    share_of_machine,
+)
 from hybrid_distill.plan import HeadPlan
 
 pytest.importorskip("submitit", reason="submitit is not installed")
@@ -32,7 +39,9 @@ def documented(page: str) -> list[str]:
     """The commands of a page that start a sweep, as they stand there."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     found = re.findall(r"^(?:`|)hybrid-distill sweep ([^`\n#]*)", text, re.MULTILINE)
-    rows = re.findall(r"^\| `(--[^|]*)` \|[^|\n]*\|$", text.partition("## Where it runs")[2], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(--[^|]*)` \|[^|\n]*\|$", text.partition("## Where it runs")[2], re.MULTILINE
+    )
     return [command.strip() for command in found] + [f"tiny {row}" for row in rows]
 
 
@@ -100,26 +109,42 @@ def test_one_job_for_each_gpu_by_default(n_gpus: Any) -> None:
     n_gpus(8)
     job = filled(SweepJob())
     assert (job.jobs, job.gpus, job.minutes) == (8, 1, 1440)
-    assert [share_of_machine(slot, 8, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(8)] == list("01234567")
+    assert [share_of_machine(slot, 8, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(8)] == list(
+        "01234567"
+    )
     job = filled(SweepJob(launcher="accelerate launch"))
     assert (job.jobs, job.gpus) == (1, 8)
     job = filled(SweepJob(launcher="accelerate launch", gpus=2))
     assert (job.jobs, job.gpus) == (4, 2)
-    assert [share_of_machine(slot, 4, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["0,1", "2,3", "4,5", "6,7"]
+    assert [share_of_machine(slot, 4, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == [
+        "0,1",
+        "2,3",
+        "4,5",
+        "6,7",
+    ]
     assert filled(SweepJob(jobs=3)).jobs == 3
-    assert share_of_machine(9, 16, 1)["CUDA_VISIBLE_DEVICES"] == "1", "more jobs than GPUs share them"
+    assert share_of_machine(9, 16, 1)["CUDA_VISIBLE_DEVICES"] == "1", (
+        "more jobs than GPUs share them"
+    )
     assert share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
     n_gpus(0)
     job = filled(SweepJob())
-    assert (job.jobs, job.gpus) == (1, 1) and "CUDA_VISIBLE_DEVICES" not in share_of_machine(0, 1, 1)
+    assert (job.jobs, job.gpus) == (1, 1) and "CUDA_VISIBLE_DEVICES" not in share_of_machine(
+        0, 1, 1
+    )
 
 
 def test_only_visible_gpus_are_given_out(n_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     n_gpus(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert filled(SweepJob()).jobs == 2
-    assert [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["GPU-a", "GPU-b"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,-1,7")  # CUDA stops at the first that does not exist
+    assert [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == [
+        "GPU-a",
+        "GPU-b",
+    ]
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", "5,2,-1,7"
+    )  # CUDA stops at the first that does not exist
     assert [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["5", "2"]
 
 
@@ -170,7 +195,9 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
 
 
 def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -> None:
-    (cluster.parent / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n")
+    (cluster.parent / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n"
+    )
     this = opened(tmp_path / "sweep")
     workers = Jobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
     with pytest.raises(ValueError, match="invalid partition nowhere"):
@@ -212,7 +239,9 @@ def end(task: Task) -> None:
         path.touch()
 
 
-def test_every_running_job_has_a_gpu_of_its_own(tmp_path: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_running_job_has_a_gpu_of_its_own(
+    tmp_path: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n_gpus(3)
     monkeypatch.setattr("hybrid_distill.lab.sweep.jobs.POLL", 0.0)
     this = opened(tmp_path)
@@ -224,7 +253,9 @@ def test_every_running_job_has_a_gpu_of_its_own(tmp_path: Path, n_gpus: Any, mon
 
 def test_a_dry_run_asks_what_the_sweep_asks(tmp_path: Path, n_gpus: Any) -> None:
     n_gpus(4)
-    job = SweepJob(out=tmp_path / "out", heads=HEADS, d_state="4", seeds=1, selection="random", jobs=2)
+    job = SweepJob(
+        out=tmp_path / "out", heads=HEADS, d_state="4", seeds=1, selection="random", jobs=2
+    )
     assert "0 | 1" in dry_run(job, recipe())
     wrong = replace(job, options=("slurm_partition=gpu",))
     for action in (dry_run, sweep):
