@@ -1,18 +1,18 @@
 """Everything that needs a GPU, as a user runs it, in one command and one table. Needs no pytest.
 
     python benchmarks/gpu_check.py               # `make gpu-check`; about 20 minutes
-    python benchmarks/gpu_check.py --rehearse    # `make gpu-rehearsal`: every row on a CPU, to test this script
+    python benchmarks/gpu_check.py --rehearse    # `make gpu-rehearsal`: every row, on a CPU
     python benchmarks/gpu_check.py --list        # the rows
-    python benchmarks/gpu_check.py --only launch # rows whose name has this regular expression
+    python benchmarks/gpu_check.py --only launch # rows whose name has this expression
 
-- the embedded teacher's run from scores to export, in float32 and in bfloat16, and `verify` of both exports;
-- a step of alignment and of distillation with every file of launch/, on two GPUs where it needs several;
+- the embedded teacher's run from scores to export, in float32 and bfloat16; `verify` of both;
+- a step of alignment and of distillation with every file of launch/, some on two GPUs;
 - attention over packed rows, values and gradients, against the mask of all pairs;
-- every kernel against its definition, and its time against its goal (`gpu_kernels.py`, which resumes);
-- a training step of Llama-3.2-1B's shape, ours and a plain loop's: tokens a second and share of the peak.
+- every kernel against its definition, its time against its goal (`gpu_kernels.py`, resumes);
+- a training step of Llama-3.2-1B's shape: tokens a second, and share of the peak.
 
-A row that cannot run says why: too few GPUs, a package that is missing. The output of each is in OUT/logs. Exit status
-0 if no row is wrong, 1 if one is, 2 where there is no GPU.
+A row that cannot run says why: too few GPUs, a package that is missing. The output of each is in
+OUT/logs. Exit status 0 if no row is wrong, 1 if one is, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ KERNELS_LIMIT = 620
 PROCESSES = {"cpu.yaml": 1, "single_gpu.yaml": 1}
 """Processes that a launch file is tried with; two with any other."""
 SMALL = """
-    --scoring.n-examples 4 --scoring.min-accuracy 0 --scoring.n-control-texts 2 --align.steps 2 --align.batch-size 2
-    --distill.steps 2 --distill.batch-size 2 --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
+    --scoring.n-examples 4 --scoring.min-accuracy 0 --scoring.n-control-texts 2
+    --align.steps 2 --align.batch-size 2 --distill.steps 2 --distill.batch-size 2
+    --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
 """.split()
 ONE_STEP = "--plan.selection random --align.steps 1 --distill.steps 1 --no-export".split()
 BF16 = "--teacher.dtype bfloat16 --align.precision bf16 --distill.precision bf16".split()
@@ -78,7 +79,9 @@ class Setting(NamedTuple):
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
         variables = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
         if self.rehearse:
-            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            # A launch for GPUs must be told to use the CPU.
+            on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+            variables |= {**on_cpu, "OMP_NUM_THREADS": "1"}
         return variables
 
 
@@ -96,8 +99,8 @@ def program(
     log = log_of(setting, name)
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=setting.environment(**variables), stdout=file, stderr=file,
-            start_new_session=True,
+            [sys.executable, *words], cwd=ROOT, env=setting.environment(**variables),
+            stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
         try:
             status = process.wait(timeout=seconds)
@@ -175,23 +178,18 @@ def launch(file: str, setting: Setting, name: str) -> Outcome:
     out = folder_of(setting, f"with-{file}")
     shutil.rmtree(out, ignore_errors=True)
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "launch" / file)]
-    launcher += [
-        "--num_processes",
-        str(n),
-        "--main_process_port",
-        str(free_port()),
-        "-m",
-        "hybrid_distill",
-    ]
-    outcome = program(setting, name, *launcher, "run", "tiny", "--out", str(out), *SMALL, *ONE_STEP)
-    taken = [
-        json.loads(line) for path in out.glob("stages/*/metrics.jsonl") for line in path.open()
-    ]
-    if outcome.result == OK and len(taken) != 2:
-        return Outcome(
-            WRONG, f"{len(taken)} steps were taken instead of 2; see {log_of(setting, name)}"
-        )
-    return Outcome(OK, f"{n} process{'es' * (n > 1)}") if outcome.result == OK else outcome
+    launcher += ["--num_processes", str(n), "--main_process_port", str(free_port())]
+    if setting.rehearse and n == 1:
+        launcher += ["--cpu"]  # for one process, accelerate overrides the variable
+    run = ["-m", "hybrid_distill", "run", "tiny", "--out", str(out), *SMALL, *ONE_STEP]
+    outcome = program(setting, name, *launcher, *run)
+    if outcome.result != OK:
+        return outcome
+    metrics = [path.read_text() for path in out.glob("stages/*/metrics.jsonl")]
+    n_steps = sum(len(text.splitlines()) for text in metrics)
+    if n_steps != 2:
+        return Outcome(WRONG, f"{n_steps} steps were taken, expected 2; see {log_of(setting, name)}")
+    return Outcome(OK, f"{n} process{'es' * (n > 1)}")
 
 
 def free_port() -> int:
@@ -210,11 +208,40 @@ def attention(setting: Setting, name: str) -> Outcome:
 
 
 def compare_attention(device: str) -> str:
-    """Compare packed rows without their mask to the mask; gradients too on a GPU. Return the errors, or exit with 1."""
-    from hybrid_distill.model.documents import DocumentMask, _seen
+    """Compare packed rows, each way that this machine has, with their mask; gradients too on a GPU.
 
+    Return the largest errors. Raise SystemExit with them if one is too large.
+    """
+    from hybrid_distill.model import documents
+
+    flash = documents._flash_attention()
+    ways = {"flex": None} if flash is None else {"flex": None, "flash-attn": flash}
     errors: dict[str, float] = {}
+    wrong: list[str] = []
     torch.manual_seed(0)
+    for dtype, first, window in packed_cases(device):
+        batch, length = first.shape
+        sizes = [(batch, n, length, WIDTH) for n in (HEADS[0], HEADS[1], HEADS[1])]
+        heads = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+        expected = attended(heads, documents._seen(first).unsqueeze(1))
+        for way, function in ways.items():
+            documents._flash_attention = lambda function=function: function
+            found = attended(heads, documents.DocumentMask.of(first, None, window))
+            for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected):
+                error = ((actual - wanted).abs().max() / wanted.abs().max()).item()
+                name = f"{way} {what} {str(dtype).removeprefix('torch.')}"
+                errors[name] = max(errors.get(name, 0.0), error)
+                if not error < TOLERANCE[dtype]:
+                    wrong.append(name)
+    documents._flash_attention = lambda: flash
+    text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+    if wrong:
+        raise SystemExit(f"Error: packed attention differs from its mask in {wrong[0]}: {text}")
+    return text
+
+
+def packed_cases(device: str) -> Iterator[tuple[torch.dtype, torch.Tensor, int | None]]:
+    """Yield dtype, first token that each token sees, [B, L], and window, of random documents."""
     for dtype in TOLERANCE:
         for batch, length, mean in ROWS_OF[device]:
             for window in (None, 200):
@@ -224,26 +251,7 @@ def compare_attention(device: str) -> str:
                 first = torch.where(starts, place, 0).cummax(1).values
                 if window is not None:
                     first = first.maximum(place - window + 1)
-                first = first.to(device)
-                mask = DocumentMask.of(first, None, window)
-                sizes = [(batch, n, length, WIDTH) for n in (HEADS[0], HEADS[1], HEADS[1])]
-                heads = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
-                both = [attended(heads, each) for each in (mask, _seen(first).unsqueeze(1))]
-                for what, found, expected in zip(("out", "dq", "dk", "dv"), *both):
-                    error = ((found - expected).abs().max() / expected.abs().max()).item()
-                    word = f"{what} {str(dtype).removeprefix('torch.')}"
-                    errors[word] = max(errors.get(word, 0.0), error)
-    wrong = [
-        word
-        for word, error in errors.items()
-        if not error < TOLERANCE[getattr(torch, word.split()[1])]
-    ]
-    text = ", ".join(f"{word} {error:.0e}" for word, error in errors.items())
-    if wrong:
-        raise SystemExit(
-            f"Error: {', '.join(wrong)} of packed attention differ from the mask's: {text}"
-        )
-    return text
+                yield dtype, first.to(device), window
 
 
 def attended(heads: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
@@ -324,7 +332,7 @@ def line(name: str, result: str, seconds: str, detail: str) -> str:
 
 
 def check(setting: Setting, only: str = "") -> dict[str, Outcome]:
-    """Run the rows whose name has the regular expression ``only``, and print the table as it fills."""
+    """Run the rows whose name has the expression ``only``; print the table as it fills."""
     print(line("row", "result", "seconds", "detail"), flush=True)
     outcomes: dict[str, Outcome] = {}
     for row in rows():

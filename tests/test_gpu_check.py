@@ -157,7 +157,7 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(
         "_compiled_flex_attention",
         lambda: torch.nn.attention.flex_attention.flex_attention,
     )
-    assert "out float32" in script.compare_attention("cpu")
+    assert "flex out float32" in script.compare_attention("cpu")
 
     def wrong(*heads: Any, **options: Any) -> Any:
         return torch.nn.attention.flex_attention.flex_attention(
