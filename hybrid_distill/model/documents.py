@@ -109,11 +109,12 @@ def packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch
 
 
 def check_packs(implementation: str | None) -> None:
-    """Raise ValueError for an attention implementation (None: the default) that cannot run packed rows."""
+    """Raise ValueError for attention that cannot run packed rows; None is the default's name."""
     if implementation is not None and implementation not in PACKING:
         raise ValueError(
-            f"attention is {implementation!r}, which cannot run packed rows; pass one of {', '.join(PACKING)}. "
-            "With 'sdpa', packed rows run flash-attn's kernels if the package is installed."
+            f"attention is {implementation!r}, which cannot run packed rows; pass one of "
+            f"{', '.join(PACKING)}. With 'sdpa', packed rows run flash-attn's kernels if the package is "
+            "installed."
         )
 
 
@@ -207,17 +208,18 @@ class DocumentMask(Tensor):
 
     @cached_property
     def blocks(self) -> flex_attention.BlockMask:
-        """FlexAttention's mask: the blocks of keys that each block of queries sees in part, and those it sees whole.
+        """FlexAttention's mask: the blocks of keys that a block of queries sees in part or whole.
 
-        Only the former evaluate the mask. What is seen begins no earlier for a later token, so the first query of a
-        block knows its first visible block, and the last query knows from where on all of them see everything.
+        Only the former evaluate the mask. What is seen begins no earlier for a later token, so the
+        first query of a block knows its first visible block, and the last query knows from where on
+        all of them see everything.
         """
         first_BL, length = self.first_BL, self.first_BL.shape[1]
         first_seen_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
         n_blocks = first_seen_BK.shape[1]
         block_K = torch.arange(n_blocks, device=first_BL.device)
         last_query_K = (block_K * FLEX_BLOCK + FLEX_BLOCK - 1).clamp(max=length - 1)
-        # Rounded up; the diagonal block is never whole, because its first query does not see its last key.
+        # Rounded up. The diagonal block is never whole: its first query does not see its last key.
         first_whole_BK = -(-first_BL[:, last_query_K] // FLEX_BLOCK)
         first_whole_BK = first_whole_BK.minimum(block_K)
         n_partial_BK = first_whole_BK - first_seen_BK + 1
@@ -258,7 +260,8 @@ def _compiled_flex_attention() -> Any:
     config: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # name until torch 2.6
     setattr(config, limit, max(64, getattr(config, limit)))  # each head count compiles anew; past it, flex is dense
-    # By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose length never changes.
+    # By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose
+    # length never changes.
     return torch.compile(flex_attention.flex_attention, dynamic=False)
 
 

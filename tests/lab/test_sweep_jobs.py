@@ -17,7 +17,7 @@ from training import small_run
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.sweep.folder import Sweep, Task
 from hybrid_distill.lab.sweep.grid import Grid
-from hybrid_distill.lab.sweep.job import SweepJob, _with_defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.job import JOBS, SweepJob, _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import (
     Command,
     Jobs,
@@ -26,6 +26,7 @@ from hybrid_distill.lab.sweep.jobs import (
     run_tasks,
     share_of_machine,
 )
+from hybrid_distill.lab.sweep.workers import WorkerOptions
 from hybrid_distill.plan import HeadPlan
 
 pytest.importorskip("submitit", reason="submitit is not installed")
@@ -101,8 +102,8 @@ def test_documented_commands_start(
     assert Path("runs/sweep").exists() == existed, "a dry run writes nothing"
 
 
-def filled(job: SweepJob, **functions: Any) -> SweepJob:
-    return _with_defaults(job, recipe(**functions))
+def filled(job: SweepJob, **functions: Any) -> WorkerOptions:
+    return WorkerOptions.chosen(job, _defaults(recipe(**functions), "jobs", JOBS))
 
 
 def test_one_job_for_each_gpu_by_default(n_gpus: Any) -> None:

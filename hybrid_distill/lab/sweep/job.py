@@ -15,22 +15,22 @@ import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, current_flags, on_asked_teacher
 from ...distributed import check_trackers
-from ...limits import COUNT, COUNT_OR_NONE
 from ...locking import locked
 from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
 from ...train.loop import Interrupted
-from .cells import perform
 from .folder import Sweep, Task
 from .grid import Cell, Grid
-from .jobs import Here, Jobs, executor, job_options, run_tasks, visible_gpus
+from .jobs import run_tasks
 from .results import progress, status, write_results
+from .workers import JOBS, WorkerOptions, split_pairs
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """Default grid, where neither the command nor the recipe sets an axis."""
-JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
-"""Options of jobs that a recipe's jobs() may set, and their defaults; without GPUs named, this machine decides."""
+
+
+RecipeArgument = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
 
 
 class SweepFailed(Exception):
@@ -41,9 +41,9 @@ class SweepFailed(Exception):
 class SweepJob:
     """Students to make, how, and where; the same command resumes a stopped sweep."""
 
-    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")] = Path("recipes/hybrid_tiny.py")
-    """Recipe of all cells, by name or as a file; the grid replaces its plan, state size and seed. Its grid() and
-    jobs(), if any, set defaults."""
+    recipe: RecipeArgument = Path("recipes/hybrid_tiny.py")
+    """Recipe of all cells, by name or as a file; the grid replaces its plan, state size and seed.
+    Its grid() and jobs(), if any, set defaults."""
     heads: str | None = None
     """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
@@ -56,17 +56,18 @@ class SweepJob:
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
     jobs: int | None = None
-    """Cells to run in parallel; by default as many as this machine's GPUs serve, 1 without GPUs. 1 runs in this
-    process; more are submitit jobs."""
+    """Cells to run in parallel; by default as many as this machine's GPUs serve, 1 without GPUs.
+    1 runs in this process; more are submitit jobs."""
     gpus: int | None = None
-    """GPUs of each job; by default 1, with --launcher all of this machine's. Jobs on this machine each get their own,
-    and share its threads."""
+    """GPUs of each job; by default 1, with --launcher all of this machine's. Jobs on this machine
+    each get their own, and share its threads."""
     cluster: Literal["slurm", "local"] | None = None
     """Where jobs run (submitit); by default on this machine (``local``)."""
     minutes: int | None = None
-    """Time limit of a SLURM job; by default 1440. A job out of time saves, is requeued and resumes."""
+    """Time limit of a SLURM job; by default 1440. A job out of time saves, is requeued and
+    resumes."""
     options: tuple[str, ...] = ()
-    """Other options of the jobs, as submitit names them: ``slurm_partition=gpu slurm_account=lab mem_gb=128``."""
+    """Other options of the jobs, as submitit names them: ``slurm_partition=gpu mem_gb=128``."""
     launcher: str = ""
     """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
     share: bool = True
@@ -85,8 +86,7 @@ class Request(NamedTuple):
     base: RunConfig
     grid: Grid
     cells: list[Cell]
-    job: SweepJob
-    """The job, with the options of its workers filled."""
+    workers: WorkerOptions
 
 
 def checked(job: SweepJob, recipe: ModuleType) -> Request:
@@ -103,26 +103,30 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     run.check_evaluation()
     run.check_student(PlanConfig("none", k=0))
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
-    return Request(base, grid, cells, _with_defaults(job, recipe))
+    options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
+    return Request(base, grid, cells, options)
 
 
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
-    """Describe cells and jobs of a sweep that would start. Writes nothing; raises ValueError as `sweep` does."""
-    request = checked(job, recipe)
-    names = ", ".join(cell.name for cell in request.cells)
+    """Describe cells and jobs of a sweep that would start. Writes nothing.
+
+    Raises ValueError as `sweep` does.
+    """
+    base, _, cells, options = checked(job, recipe)
+    names = ", ".join(cell.name for cell in cells)
     with TemporaryDirectory() as folder:  # submitit makes its folder at once
-        workers = _workers(request.job, Path(folder))
-    return f"{request.base.name}: {len(request.cells)} cells, into {job.out}: {names}\n{workers.described()}"
+        workers = options.workers(Path(folder))
+    return f"{base.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     """Run a job's sweep, or resume it, and print its state.
 
-    ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before anything runs;
-    SweepFailed at the end, if cells have failed; Interrupted if stopped.
+    ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
+    anything runs; SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    base, grid, cells, job = checked(job, recipe)
-    workers = _workers(job, job.out / "jobs")
+    base, grid, cells, options = checked(job, recipe)
+    workers = options.workers(job.out / "jobs")
     command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
         this = Sweep.open(base, grid, cells, share=job.share, command=command)
@@ -151,7 +155,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
 def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     """Return the recipe's config with the command's changes."""
     flags = []
-    for name, value in _pairs("set", job.set, "distill.steps=100"):
+    for name, value in split_pairs("set", job.set, "distill.steps=100"):
         section, dot, field = name.rpartition(".")
         if value.lower() in ("true", "false"):
             flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
@@ -167,62 +171,15 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
 
 
 def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict[str, Any]:
-    """Return what a recipe's function sets, if it has one. Raises ValueError for a name that is not ``known``."""
+    """Return what a recipe's function sets, if it has one.
+
+    Raises ValueError for a name that is not ``known``.
+    """
     if not hasattr(recipe, function):
         return {}
     values = ask_recipe(recipe, function)
     if unknown := [name for name in values if name not in known]:
-        raise ValueError(f"{function}() of {recipe.__file__} sets {unknown[0]!r}; it may set {', '.join(known)}.")
-    return values
-
-
-def _with_defaults(job: SweepJob, recipe: ModuleType) -> SweepJob:
-    """Fill the options of jobs that the command leaves out: from the recipe's jobs(), else from this machine.
-
-    Raises ValueError for numbers out of range, and for GPUs that a job could not use.
-    """
-    of_recipe = _defaults(recipe, "jobs", JOBS)
-    asked = {name: value for name in JOBS if (value := getattr(job, name)) not in (None, "")}
-    chosen = {**JOBS, **of_recipe, **asked}
-    launcher, n_gpus, minutes, jobs = chosen["launcher"], chosen["gpus"], chosen["minutes"], job.jobs
-    on_slurm = job.cluster == "slurm"
-    here = [] if on_slurm else visible_gpus()
-    COUNT.check("--minutes", minutes)
-    if n_gpus is None and launcher and on_slurm:
-        raise ValueError("--launcher starts several processes; pass --gpus too, the number of GPUs of a SLURM job.")
-    if n_gpus is None:
-        n_gpus = max(1, len(here)) if launcher else 1
-    COUNT_OR_NONE.check("--gpus", n_gpus)
-    if n_gpus > 1 and not launcher:
         raise ValueError(
-            f"--gpus is {n_gpus}, and a single process uses one GPU; pass --launcher 'accelerate launch ...' too."
+            f"{function}() of {recipe.__file__} sets {unknown[0]!r}; pass only {', '.join(known)}."
         )
-    if not on_slurm and n_gpus > len(here) and (here or job.gpus):
-        raise ValueError(f"--gpus is {n_gpus}, and this machine has {len(here)} to use; pass at most {len(here)}.")
-    if jobs is None and on_slurm:
-        raise ValueError("--cluster slurm without --jobs; pass how many jobs may be in the queue, such as --jobs 8.")
-    if jobs is None:
-        jobs = max(1, len(here) // max(1, n_gpus))
-    COUNT.check("--jobs", jobs)
-    return replace(job, launcher=launcher, gpus=n_gpus, minutes=minutes, jobs=jobs)
-
-
-def _workers(job: SweepJob, folder: Path) -> Here | Jobs:
-    """Make the workers of a job whose options are filled; ``folder`` is for submitit's files."""
-    pairs = _pairs("options", job.options, "slurm_partition=gpu")
-    options = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    if options and job.cluster is None:
-        raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
-    assert job.jobs is not None and job.gpus is not None and job.minutes is not None
-    if job.jobs == 1 and not job.launcher and job.cluster is None:
-        return Here(perform)
-    cluster = job.cluster or "local"
-    every = {**job_options(cluster, job.gpus, job.minutes), **options}
-    return Jobs(executor(folder, cluster, every), job.jobs, job.launcher, job.gpus, every)
-
-
-def _pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
-    split = [pair.partition("=") for pair in pairs]
-    if odd := [pair for pair, (name, equals, value) in zip(pairs, split) if not (name and equals and value)]:
-        raise ValueError(f"--{flag} has {odd[0]!r}; write NAME=VALUE, for example --{flag} {example}.")
-    return [(name, value) for name, _, value in split]
+    return values

@@ -29,7 +29,7 @@ NO_LIMIT = 60 * 24 * 365
 REQUEUES = 1000
 """Times that SLURM may requeue a job which ran out of time; submitit gives up after 3."""
 CPUS_OF_GPU = 4
-"""Cores that a SLURM job asks for with each GPU: the process, its two data workers, and the writer of checkpoints."""
+"""Cores that a SLURM job asks for with each GPU: its process, two data workers, checkpoints."""
 POLL = 0.2
 """Seconds between polls of running jobs."""
 PATIENCE = 120.0
@@ -59,8 +59,9 @@ class Here:
 
 @dataclass
 class Jobs:
-    """Submitit jobs, one process each; jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs.
+    """Submitit jobs, one process each.
 
+    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs.
     ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
     """
 
@@ -74,10 +75,12 @@ class Jobs:
         """Describe the jobs in a line, and on this machine the GPUs of each."""
         where = f"{self.slots} at a time, jobs of {self.executor.cluster}"
         if self.executor.cluster != "local":
-            return f"{where}, each {' '.join(f'{name}={value}' for name, value in self.options.items())}"
+            pairs = [f"{name}={value}" for name, value in self.options.items()]
+            return f"{where}, each {' '.join(pairs)}"
         shares = [share_of_machine(slot, self.slots, self.n_gpus) for slot in range(self.slots)]
         gpus = [share.get("CUDA_VISIBLE_DEVICES", "none") for share in shares]
-        return f"{where}; GPUs of each: {' | '.join(gpus)}; {shares[0]['OMP_NUM_THREADS']} threads each"
+        threads = shares[0]["OMP_NUM_THREADS"]
+        return f"{where}; GPUs of each: {' | '.join(gpus)}; {threads} threads each"
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
         launcher = shlex.split(self.launcher) or [sys.executable]
@@ -90,8 +93,8 @@ class Jobs:
         except Exception as error:  # submitit raises what the cluster's commands answer
             reason = " ".join(str(error).split())
             raise ValueError(
-                f"{self.executor.cluster} did not accept the job {task.name}: {reason}. Change --options, --minutes or "
-                "--gpus; the same command continues with what has run."
+                f"{self.executor.cluster} did not accept the job {task.name}: {reason}. Pass other "
+                "--options, --minutes or --gpus; the same command continues with what has run."
             ) from error
 
 
@@ -126,11 +129,14 @@ class Command:
         return DelayedSubmission(self)
 
 
-def job_options(cluster: Literal["slurm", "local"], n_gpus: int, minutes: int) -> dict[str, str | int]:
-    """Return submitit's options for a job. Without them, submitit asks SLURM for 5 minutes and no GPU."""
+def job_options(
+    cluster: Literal["slurm", "local"], n_gpus: int, minutes: int
+) -> dict[str, str | int]:
+    """Return submitit's options for a job; its own ask SLURM for 5 minutes and no GPU."""
     if cluster == "local":
         return {"timeout_min": NO_LIMIT}
-    options: dict[str, str | int] = {"timeout_min": minutes, "cpus_per_task": CPUS_OF_GPU * max(1, n_gpus)}
+    n_cpus = CPUS_OF_GPU * max(1, n_gpus)
+    options: dict[str, str | int] = {"timeout_min": minutes, "cpus_per_task": n_cpus}
     if n_gpus:
         options["gpus_per_node"] = n_gpus
     return options
@@ -148,7 +154,9 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
             "separate jobs need submitit; run `pip install 'hybrid-distill[sweep]'`, or pass --jobs 1."
         ) from error
     try:
-        found = submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES)
+        found = submitit.AutoExecutor(
+            folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES
+        )
         found.update_parameters(**options)
     except Exception as error:  # submitit raises what its plugins raise
         reason = " ".join(str(error).split())
@@ -167,7 +175,7 @@ def visible_gpus() -> list[str]:
 
 
 def share_of_machine(slot: int, slots: int, n_gpus: int = 1) -> dict[str, str]:
-    """Return the environment of one of several jobs: its threads, and its GPUs, which submitit would hide.
+    """Return the environment of one of several jobs: its threads and GPUs, which submitit hides.
 
     Jobs share GPUs only if together they need more than there are.
     """
