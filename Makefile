@@ -77,7 +77,8 @@ wheel: $(VENV)/test.stamp ## build dist/*.whl and *.tar.gz, and run the wheel in
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet $(TORCH)
 	build/empty/bin/python -m pip install --quiet dist/*.whl
-	cd build/empty && bin/hybrid-distill recipes && bin/hybrid-distill run tiny --dry-run
+	cd build/empty && bin/hybrid-distill recipes && bin/hybrid-distill run tiny --dry-run \
+		&& bin/hybrid-distill sweep sweep_tiny --dry-run
 	rm -rf build/empty
 
 # One environment at a time, deleted afterwards; the versions that cannot be had here are skipped.
