@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
 
 from ..model import HybridForCausalLM, packed_inputs
-from ..model.documents import LIMITED, PACKING
+from ..model.documents import LIMITED
 from ..teacher import SUPPORTED, decoder_blocks, eval_mode, text_config
 
 BESIDE = 5
@@ -54,7 +54,7 @@ def check_rows(model: PreTrainedModel) -> None:
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
-    if model.config._attn_implementation in PACKING:  # `packed_inputs` refuses the others, in training too
+    if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone"):
