@@ -83,7 +83,8 @@ class SweepJob:
 class Request(NamedTuple):
     """Sweep that was asked for, checked."""
 
-    base: RunConfig
+    run: Run
+    """Run of the recipe, whose inputs were checked."""
     grid: Grid
     cells: list[Cell]
     workers: WorkerOptions
@@ -104,7 +105,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     run.check_student(PlanConfig("none", k=0))
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
-    return Request(base, grid, cells, options)
+    return Request(run, grid, cells, options)
 
 
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
@@ -112,11 +113,11 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
 
     Raises ValueError as `sweep` does.
     """
-    base, _, cells, options = checked(job, recipe)
+    run, _, cells, options = checked(job, recipe)
     names = ", ".join(cell.name for cell in cells)
     with TemporaryDirectory() as folder:  # submitit makes its folder at once
         workers = options.workers(Path(folder))
-    return f"{base.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
+    return f"{run.config.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
@@ -125,11 +126,11 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
     anything runs; SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    base, grid, cells, options = checked(job, recipe)
+    run, grid, cells, options = checked(job, recipe)
     workers = options.workers(job.out / "jobs")
     command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
-        this = Sweep.open(base, grid, cells, share=job.share, command=command)
+        this = Sweep.open(run.config, grid, cells, share=job.share, command=command)
 
         def changed(task: Task) -> None:
             write_results(this)
