@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .job import SweepJob
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
-"""What a recipe's jobs() may set, and the defaults; this machine decides on GPUs that nobody names."""
+"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's choice."""
 
 
 @dataclass(frozen=True)
