@@ -245,6 +245,12 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
     )
 
 
+def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Scale a run down to the embedded teacher if the flags ask for it."""
+    text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
+    return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
+
+
 def config_of(recipe: ModuleType) -> RunConfig:
     """Return the config of a recipe module. Raises ValueError if config() fails or returns something else."""
     return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")

@@ -172,6 +172,20 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_
         run(config)
 
 
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(implementation: str, tmp_path: Path) -> None:
+    """Also by a dry run, which asks the same questions."""
+    this = Run(small_run(tmp_path / "run"))
+    teacher, tokenizer = this.teacher_and_tokenizer
+    teacher.config._attn_implementation = implementation  # as a caller's teacher, or a config.json, may name it
+    given = Run(this.config, (teacher, tokenizer))
+    with pytest.raises(ValueError, match=implementation):
+        given.prepare()
+    with pytest.raises(ValueError, match=implementation):
+        given.check_student()
+    assert not this.out.exists()
+
+
 def test_fields_and_flags_of_earlier_versions_are_read() -> None:
     config = small_run()
     record = to_json(replace(config, align=replace(config.align, gradient_checkpointing=True)))

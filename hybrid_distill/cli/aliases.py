@@ -22,6 +22,8 @@ SAME = {("score", "--n-examples"): "--examples", ("analyze", "--n-examples"): "-
     ("evaluate", "--examples"): "--n-examples"
 }
 """Flags that people type under the name they have in other commands."""
+FIRST = {("demo", "--recipe"), ("sweep", "--recipe")}
+"""Flags whose value is now the command's first word, as in ``run``."""
 
 
 class Moved(NamedTuple):
@@ -47,7 +49,7 @@ def in_current_words(words: Sequence[str]) -> list[str]:
         name = RENAMED[name]
     for word in words[1:]:
         flag, *value = word.split("=", maxsplit=1)
-        is_old = (name, flag := flag.replace("_", "-")) in {*DROPPED, *MOVED, *SAME}
+        is_old = (name, flag := flag.replace("_", "-")) in {*DROPPED, *MOVED, *SAME, *FIRST}
         rest += [flag, *value] if is_old else [word]
     for (command, flag), n_values in DROPPED.items():
         while name == command and flag in rest:
@@ -61,6 +63,11 @@ def in_current_words(words: Sequence[str]) -> list[str]:
             at = rest.index(flag)
             end = at + 1 + new.n_values
             return [new.command, *rest[at + 1 : end], *([*rest[:at], *rest[end:]] if new.others_stay else [])]
+    for command, flag in FIRST:
+        if name == command and flag in rest[:-1]:
+            _notice(f"{name} {flag} RECIPE", f"{name} RECIPE")
+            at = rest.index(flag)
+            rest = [rest[at + 1], *rest[:at], *rest[at + 2 :]]
     if name == "evaluate" and any(word.partition("=")[0] == "--model" for word in rest):
         _notice("evaluate --model", "evaluate-suite --model")
         return ["evaluate-suite", *rest]

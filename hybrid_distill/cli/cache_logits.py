@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..config import RunConfig, config_of
+from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
 from ..data.caching import CHECK_ROWS, SHARD_TOKENS
 from ..distributed import is_launched_main
@@ -18,7 +18,7 @@ from ..student.teachers import check_teacher
 from ..train.config import DistillConfig
 from ..vocabulary import vocabulary_size
 from .parsing import usage
-from .recipes import load_recipe, on_asked_teacher, override, recipe_of
+from .recipes import load_recipe, override, recipe_of
 
 
 @dataclass(frozen=True)

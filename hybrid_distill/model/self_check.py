@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, __version__
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .configuration_hybrid import HybridConfig, release
-from .documents import LIMITED, packed_inputs
+from .documents import LIMITED, PACKING, packed_inputs
 from .layout import cache_argument, cache_of, decoder_of, text_config
 
 BESIDE = 5
@@ -97,7 +97,7 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
-    if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
+    if model.config._attn_implementation in PACKING:  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):

@@ -28,6 +28,7 @@ from ..data import (
     read_pins,
 )
 from ..distributed import agree_on, check_trackers, connect
+from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -214,6 +215,8 @@ class RunInputs:
         """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
         options, path = self.config.student, self.out / "plan.json"
         teacher = self._given[0] if self._given else shape_of_teacher(self.config.teacher)
+        # Flags name packable attention only; a given teacher or a config.json may name any.
+        check_packs(teacher.config._attn_implementation)
         if plan is None and self.config.resume != "never" and path.exists():
             heads = HeadPlan.load(path)
         else:

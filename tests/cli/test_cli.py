@@ -24,6 +24,7 @@ from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.aliases import DROPPED, MOVED, in_current_words
+from hybrid_distill.cli.aliases import FIRST as ALIASED_FIRST
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.cli.parsing import flags_of
@@ -173,7 +174,7 @@ RECIPES_THAT_FAIL = {
 @pytest.mark.parametrize(
     ("command", "text"),
     [*(("run {} --out {}", text) for text in RECIPES_THAT_FAIL)]
-    + [("demo --recipe {} --out {}", "config = 3\n"), ("sweep --recipe {} --out {}", "config = 3\n")],
+    + [("demo {} --out {}", "config = 3\n"), ("sweep {} --out {}", "config = 3\n")],
 )
 def test_a_recipe_that_fails_is_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
@@ -279,6 +280,8 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
         ("sweep --recipe r.py --status=out", "sweep-status out"),
         ("evaluate --write_task_files d --suite paper --model m", "write-task-files d --suite paper --model m"),
         ("evaluate --suite paper --model m", "evaluate-suite --suite paper --model m"),
+        ("sweep --jobs 2 --recipe=r.py --seeds 3", "sweep r.py --jobs 2 --seeds 3"),
+        ("demo --recipe r.py --k 2", "demo r.py --k 2"),
         ("quantise in out --to fp8", "quantize in out --to fp8"),
         ("analyse maps --heads L2H6", "analyze maps --heads L2H6"),
     ],
@@ -312,7 +315,7 @@ def parser_of(words: str) -> argparse.ArgumentParser:
 def test_every_flag_of_the_first_version_is_accepted() -> None:
     """flags_of_first_version.json lists them by command; `RunConfig` stands for a recipe's."""
     record = json.loads(Path(__file__).with_name("flags_of_first_version.json").read_text())
-    missing, gone = [], {*MOVED, *DROPPED}
+    missing, gone = [], {*MOVED, *DROPPED, *ALIASED_FIRST}
     for words, flags in record.items():
         parsers = [parser_of(name) for name in (words, *(["evaluate-suite"] if words == "evaluate" else []))]
         accepted = {option for parser in parsers for action in parser._actions for option in action.option_strings}
