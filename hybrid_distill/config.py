@@ -205,6 +205,11 @@ class RunConfig:
                 f"--stages is {' '.join(self.stages)}, but matrix and align train on the teacher's own weights, which "
                 f"the other stages change; pass --stages {' '.join(ordered)}."
             )
+        if self.plan.selection == "restoration" and self.align.train != "ssm":
+            raise ValueError(
+                f"align.train is {self.align.train!r} and plan.selection 'restoration', which aligns recurrent heads "
+                "alone, so that any of them can give way to attention; use --align.train ssm."
+            )
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(
                 "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "

@@ -30,6 +30,7 @@ from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import ATTENTION
 from ..plan import HeadPlan
 from ..scoring import HeadScores
+from ..student.dtypes import check_one_dtype
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
 from .check import PACKAGES
@@ -68,9 +69,11 @@ def export_checkpoint(
     appears, or replaces an earlier export, only when it is complete and has passed the gate (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
-    the student's, ``path`` holds anything but an export, or ``form`` cannot express the student.
+    the student's, its parameters have several dtypes, ``path`` holds anything but an export, or ``form`` cannot
+    express the student.
     """
     path = Path(path)
+    check_one_dtype(student)
     plan.check_fits(student)
     kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
     if kept != [list(heads) for heads in student.config.kept]:

@@ -35,6 +35,7 @@ from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
 from ..student.build import BuildReport, build_student, check_plan, graft_recurrent_heads, unshare_weights
+from ..student.dtypes import settle
 from ..student.init import CALIBRATED, DEFAULT_INIT, Init
 from ..student.self_check import check_rows
 from ..teacher import fingerprint
@@ -196,9 +197,10 @@ class Run(RunInputs):
         if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
             calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
-            student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
             if aligned:
-                graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
+                student, report = self._student_from_alignment(plan, aligned)
+            else:
+                student, report = self._new_student(plan, options.init, calibration)
         path = self.out / "build.json"
         on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **dataclasses.asdict(report)}))
         return student
@@ -220,6 +222,12 @@ class Run(RunInputs):
         student.name_or_path = self.config.name
         return student, report
 
+    def _student_from_alignment(self, plan: HeadPlan, stage: Path) -> tuple[HybridForCausalLM, BuildReport]:
+        """Build a student whose recurrent heads come from a finished alignment of all heads."""
+        student, report = self._new_student(plan)
+        graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), stage))
+        return student, report
+
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
         """Build a student and load the weights of a finished stage."""
         student, _ = self._new_student(plan)
@@ -229,7 +237,10 @@ class Run(RunInputs):
     # align, distill
 
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student and train it stage by stage; finished stages are loaded instead."""
+        """Build the student and train it stage by stage; finished stages are loaded instead.
+
+        The result has the teacher's dtype (`settle`); the float32 weights are in the last stage's folder.
+        """
         student = self.build(plan)
         if plan.keeps_all:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
@@ -239,7 +250,7 @@ class Run(RunInputs):
             parent = self._train_stage(student, stage, folder, parent, steps).weights
             steps += stage.steps
         unshare_weights(student)
-        return student
+        return settle(student)
 
     def _stage_folders(self) -> list[tuple[StageConfig, Path]]:
         stages = enumerate(self.config.own_stages, start=1)
@@ -306,7 +317,10 @@ class Run(RunInputs):
         plan = HeadPlan.load(path)
         if plan.keeps_all:
             return self._new_student(plan)[0], plan
-        return self._loaded_student(plan, self.last_stage()), plan
+        if not self.config.own_stages:  # `restoration` has aligned it in ``aligned/``, and nothing came after
+            aligned = finished_run(self.out / "aligned").last_stage()
+            return settle(self._student_from_alignment(plan, aligned)[0]), plan
+        return settle(self._loaded_student(plan, self.last_stage())), plan
 
     # evaluate
 
